@@ -1,0 +1,74 @@
+# Everything a developer runs. `make help` lists it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# python3 where it is new enough, else the newest other one; override with `make PYTHON=python3.13 setup`.
+suitable := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 python3.11; do \
+	if $$candidate -c '$(suitable)' >/dev/null 2>&1; then echo $$candidate; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Two threads: results and timings that are the same on a laptop and on a small CI machine.
+THREADS ?= 2
+export OMP_NUM_THREADS := $(THREADS)
+export MKL_NUM_THREADS := $(THREADS)
+# Threads that spin while they wait for each other make small operations a hundred times slower on a busy machine.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+CODE := $(wildcard rkgb rockmate solvers/rk_solvers tests examples benchmarks)
+PYTEST := $(BIN)/python -m pytest
+PYTEST_ARGS ?=
+
+.PHONY: help setup test test-all lint format types demo bench notebooks golden clean
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv and install the project with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "No suitable Python found: Python 3.11 or newer with the venv module is needed" >&2; \
+		echo "(on Debian or Ubuntu: apt install python3 python3-venv). Or name one: make PYTHON=/path/to/python3" >&2; \
+		exit 1; fi
+	@if [ ! -x $(BIN)/python ]; then echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); fi
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## Run the tests that take seconds
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP) ## Run every test, the slow ones too
+	$(PYTEST) $(PYTEST_ARGS)
+
+lint: $(STAMP) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Repair style and formatting where a tool can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## Check types
+	$(BIN)/mypy $(CODE)
+
+demo: $(STAMP) ## Train GPT-2 and ResNet-50 under three budgets; table and figure in demo_output/
+	$(BIN)/python examples/demo.py $(ARGS)
+
+bench: $(STAMP) ## Measure time and memory against eager and torch.utils.checkpoint
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+notebooks: $(STAMP) ## Execute every notebook
+	$(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)
+
+golden: $(STAMP) ## Rewrite the golden files from what the code does now; then read the diff
+	$(PYTEST) --update-golden $(PYTEST_ARGS)
+
+clean: ## Remove what the other targets made, .venv too
+	rm -rf $(VENV) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

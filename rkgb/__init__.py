@@ -1,0 +1,44 @@
+"""rkgb: what a PyTorch module really computes, forward and backward, as graphs."""
+
+from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
+from rkgb.cut import Block, cut
+from rkgb.dgraph import DGraph, DNode, b_to_d
+from rkgb.equivalence import equivalent_classes
+from rkgb.errors import GraphError, ReplayMismatch, RockmateError, SampleError, TraceError
+from rkgb.kgraph import KComp, KData, KGraph, s_to_k
+from rkgb.pipeline import AllGraphs, make_all_graphs
+from rkgb.sample import Sample, make_sample
+from rkgb.sgraph import SGraph, SNode, d_to_s
+from rkgb.trace import trace
+from rkgb.values import ValueInfo
+
+__all__ = [
+    "AllGraphs",
+    "BGraph",
+    "BNode",
+    "Block",
+    "DGraph",
+    "DNode",
+    "GraphError",
+    "KComp",
+    "KData",
+    "KGraph",
+    "Leaf",
+    "LeafKind",
+    "ReplayMismatch",
+    "RockmateError",
+    "SGraph",
+    "SNode",
+    "Sample",
+    "SampleError",
+    "TraceError",
+    "ValueInfo",
+    "b_to_d",
+    "cut",
+    "d_to_s",
+    "equivalent_classes",
+    "make_all_graphs",
+    "make_sample",
+    "s_to_k",
+    "trace",
+]

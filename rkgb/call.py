@@ -1,0 +1,85 @@
+"""One operation as data: what is called, on which named values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rkgb.tree import leaves, map_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value of that name, wherever it stands in a call's arguments."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+def is_ref(leaf: object) -> bool:
+    """Whether `leaf` is a `Ref`."""
+    return isinstance(leaf, Ref)
+
+
+def ref_names(tree: Any) -> list[str]:
+    """Names of the `Ref`s in `tree`, each once, in order of first appearance."""
+    return list(dict.fromkeys(ref.name for ref in leaves(tree, is_ref)))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``function(*args, **kwargs)`` where arguments may hold `Ref`s."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the values read, each once, in argument order."""
+        return ref_names((self.args, self.kwargs))
+
+    @property
+    def op_name(self) -> str:
+        """Short name of what is called: ``linear``, ``add_``."""
+        if isinstance(self.function, torch._ops.OpOverload):
+            return self.function._schema.name.split("::")[-1]
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
+    def written(self) -> list[str]:
+        """Names of the values that the schema says are written in place."""
+        return [
+            ref.name
+            for argument, value in self._schema_pairs()
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for ref in leaves(value, is_ref)
+        ]
+
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
+        """Call the function on the values of that environment."""
+        args, kwargs = map_leaves(lambda ref: values[ref.name], (self.args, self.kwargs), is_ref)
+        return self.function(*args, **kwargs)
+
+    def _schema_pairs(self) -> list[tuple[Any, Any]]:
+        if not isinstance(self.function, torch._ops.OpOverload):
+            return []
+        arguments = self.function._schema.arguments
+        return [
+            (argument, self.args[position] if position < len(self.args) else self.kwargs.get(argument.name))
+            for position, argument in enumerate(arguments)
+        ]
+
+
+def bind(pattern: Any, result: Any, values: dict[str, Any]) -> None:
+    """Store `result` under the names of `pattern`, a `Ref` or nested sequences of `Ref`s."""
+    if isinstance(pattern, Ref):
+        values[pattern.name] = result
+    elif isinstance(pattern, (list, tuple)):
+        for part, item in zip(pattern, result, strict=True):
+            bind(part, item, values)

@@ -1,0 +1,23 @@
+"""Errors of the graph builder. Every message says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+
+class RockmateError(Exception):
+    """Root of every error that this project raises on purpose."""
+
+
+class SampleError(RockmateError):
+    """The sample does not fit the signature of the module's ``forward``."""
+
+
+class TraceError(RockmateError):
+    """The module cannot be traced faithfully, so no graph of it would be right."""
+
+
+class ReplayMismatch(TraceError):
+    """The traced operations ran, but gave other results than the module itself."""
+
+
+class GraphError(RockmateError):
+    """A graph breaks one of its own rules: a defect of a stage, never of the user's model."""

@@ -1,0 +1,238 @@
+"""K graph: forward and backward computations, and the data between them, measured.
+
+Computation nodes and data nodes alternate. Data are of three kinds: ``data`` (a storage that an S
+node fills), ``grad`` (its gradient) and ``phantom`` (a storage that only the backward sees, such as
+a dropout mask). Which of them each backward computation reads was seen, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rkgb.cut import Block
+from rkgb.dgraph import DNode
+from rkgb.errors import GraphError
+from rkgb.memory import allocated_bytes
+from rkgb.profile import BlockProfile, OpProfile, SavedTensor
+from rkgb.sgraph import SGraph, SNode
+
+
+@dataclass(eq=False, slots=True)
+class KData:
+    """Bytes that a computation produces and others read."""
+
+    name: str
+    kind: str  # "data", "grad" or "phantom"
+    size_bytes: int
+    producers: dict[KComp, None] = field(default_factory=dict)  # several contribute to one gradient
+    users: dict[KComp, None] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class KComp:
+    """A forward computation (of one S node) or a stage of the backward."""
+
+    name: str
+    is_backward: bool
+    node: SNode
+    time_ms: float
+    block: int  # index of the block that it belongs to
+    deps: dict[KData, None] = field(default_factory=dict)
+    outputs: dict[KData, None] = field(default_factory=dict)
+    workspace_bytes: int = 0  # forward: most bytes beyond inputs and outputs while it runs
+    resident_bytes: int = 0  # backward: gradients alive when it starts, in the whole step
+    peak_bytes: int = 0  # backward: most gradients and workspace alive while it runs
+
+
+@dataclass(eq=False, slots=True)
+class KGraph:
+    """Every computation of a training step, the loss left out, in the order of the step."""
+
+    sgraph: SGraph
+    blocks: list[Block]
+    forward: list[KComp]
+    backward: list[KComp]
+    data: dict[str, KData]
+    op_profiles: dict[str, OpProfile]  # by operation name
+    gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
+
+    def __iter__(self) -> Iterator[KComp]:
+        yield from self.forward
+        yield from self.backward
+
+    def saved_by(self, op: DNode) -> tuple[SavedTensor, ...]:
+        """What autograd saves for an operation, in packing order."""
+        return self.op_profiles[op.name].saved
+
+    def verify(self) -> None:
+        """Check that everything read was produced before, and that names are unique."""
+        names = Counter(comp.name for comp in self)
+        repeated = [name for name, count in names.items() if count > 1]
+        if repeated:
+            raise GraphError(f"two K computations are named {repeated[0]}. Number the stages of an operation.")
+        made: set[KData] = set()
+        for comp in self.forward:
+            for data in comp.deps:
+                if data not in made:
+                    raise GraphError(f"K computation {comp.name} reads {data.name}, which nothing before it makes.")
+            made.update(comp.outputs)
+        for comp in self.backward:
+            for data in comp.deps:
+                if data.kind != "grad" and data not in made:
+                    raise GraphError(f"the backward {comp.name} reads {data.name}, which no forward makes.")
+
+
+def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
+    """Join the measured blocks into the K graph of the whole model."""
+    profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
+    builder = _Builder(graph, blocks, profile_of)
+    for index, block in enumerate(blocks):
+        for node in block.nodes:
+            builder.add_forward(node, index)
+    outside = _bytes_outside(graph, blocks, profiles)
+    for index in range(len(blocks) - 1, -1, -1):
+        builder.add_backward(index, profiles[index], outside[index])
+    result = KGraph(
+        graph,
+        blocks,
+        builder.forward,
+        builder.backward,
+        builder.data,
+        profile_of,
+        sum(graph.dgraph.values[name].storage_bytes for name in _differentiable_outputs(graph)),
+    )
+    result.verify()
+    return result
+
+
+def _differentiable_outputs(graph: SGraph) -> list[str]:
+    values = graph.dgraph.values
+    owners = dict.fromkeys(values[n].owner for n in graph.dgraph.output_names if values[n].requires_grad)
+    return [owner for owner in owners if owner not in graph.dgraph.leaves]
+
+
+def _bytes_outside(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> list[int]:
+    """Gradients that are alive during a block's backward but were not seen when it ran alone.
+
+    They are the parameters' of the blocks after it, and those that the loss gave to outputs of
+    blocks before it.
+    """
+    outputs = set(_differentiable_outputs(graph))
+    owned = [{owner for node in block.nodes for owner in node.data} & outputs for block in blocks]
+    sizes = graph.dgraph.values
+    outside = []
+    seen: set[str] = set()
+    parameters = 0
+    for index in range(len(blocks) - 1, -1, -1):
+        waiting = sum(sizes[owner].storage_bytes for earlier in owned[:index] for owner in earlier)
+        outside.append(parameters + waiting)
+        for name, size_bytes in profiles[index].parameter_gradient_bytes.items():
+            # A parameter used in several blocks has one gradient: the first to come makes it.
+            parameters += 0 if name in seen else size_bytes
+            seen.add(name)
+    return outside[::-1]
+
+
+class _Builder:
+    def __init__(self, graph: SGraph, blocks: list[Block], profile_of: dict[str, OpProfile]) -> None:
+        self.graph = graph
+        self.profile_of = profile_of
+        self.forward: list[KComp] = []
+        self.backward: list[KComp] = []
+        self.data: dict[str, KData] = {}
+        self._producer = graph.producer_of()
+        self._node_of_op = {op.name: node for node in graph.nodes for op in node.ops}
+        self._stages: Counter[str] = Counter()
+        self._early = _early_bytes(graph)
+
+    def add_forward(self, node: SNode, block: int) -> None:
+        values = self.graph.dgraph.values
+        comp = KComp(node.name, False, node, 0.0, block)
+        for owner in node.data:
+            size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
+            comp.outputs[self._add(owner, "data", size_bytes, comp)] = None
+        alive = highest = 0
+        for op in node.ops:
+            profile = self.profile_of[op.name]
+            comp.time_ms += profile.time_ms
+            highest = max(highest, alive + profile.peak_bytes)
+            alive += sum(values[n].storage_bytes for n in op.output_names if values[n].owner == n)
+            for phantom in profile.phantoms:
+                comp.outputs[self._add(phantom.name, "phantom", phantom.size_bytes, comp)] = None
+                alive += phantom.size_bytes
+        own = sum(data.size_bytes for data in comp.outputs)
+        comp.workspace_bytes = max(0, highest - own) + self._early.get(node, 0)
+        read = dict.fromkeys(values[name].owner for op in node.ops for name in op.call.inputs)
+        for owner in read:
+            if owner in self.data and owner not in node.data:
+                self._read(comp, self.data[owner])
+        self.forward.append(comp)
+
+    def add_backward(self, index: int, profile: BlockProfile, outside_bytes: int) -> None:
+        for stage in profile.stages:
+            node = self._node_of_op.get(stage.op)
+            if node is None:  # an operation on leaves alone, such as a view of a parameter
+                node = self.forward[-1].node if not self.backward else self.backward[-1].node
+            self._stages[stage.op] += 1
+            count = self._stages[stage.op]
+            name = f"{stage.op}.backward" + (f"_{count}" if count > 1 else "")
+            comp = KComp(
+                name,
+                True,
+                node,
+                stage.time_ms,
+                index,
+                resident_bytes=stage.resident_bytes + outside_bytes,
+                peak_bytes=stage.peak_bytes + outside_bytes,
+            )
+            for need in stage.needs:
+                self._read(comp, self.data[need])
+            self._connect_gradients(comp)
+            self.backward.append(comp)
+
+    def _connect_gradients(self, comp: KComp) -> None:
+        for owner in comp.node.data:
+            self._read(comp, self._gradient(owner))
+        for dep in comp.node.deps:
+            if self.graph.requires_grad(dep):
+                for owner in dep.data:
+                    gradient = self._gradient(owner)
+                    gradient.producers[comp] = None
+                    comp.outputs[gradient] = None
+
+    def _gradient(self, owner: str) -> KData:
+        name = f"{owner}.grad"
+        if name not in self.data:
+            self.data[name] = KData(name, "grad", self.data[owner].size_bytes)
+        return self.data[name]
+
+    def _add(self, name: str, kind: str, size_bytes: int, producer: KComp) -> KData:
+        data = KData(name, kind, size_bytes, {producer: None})
+        self.data[name] = data
+        return data
+
+    def _read(self, comp: KComp, data: KData) -> None:
+        comp.deps[data] = None
+        data.users[comp] = None
+
+
+def _early_bytes(graph: SGraph) -> dict[SNode, int]:
+    """Storages that exist during a node's operations although their own node comes after it.
+
+    A node stands where all that it needs is there: after the last operand of its in-place
+    operations. Its first operation, which allocates, may run well before.
+    """
+    position = {op: index for index, op in enumerate(graph.dgraph)}
+    values = graph.dgraph.values
+    early: dict[SNode, int] = {}
+    for place, node in enumerate(graph.nodes):
+        start = position[node.ops[0]]
+        size_bytes = sum(values[owner].storage_bytes for owner in node.data)
+        for before in reversed(graph.nodes[:place]):
+            if position[before.ops[-1]] < start:
+                break
+            if any(position[op] > start for op in before.ops):
+                early[before] = early.get(before, 0) + size_bytes
+    return early

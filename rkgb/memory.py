@@ -1,0 +1,156 @@
+"""Every allocation and release of a stretch of code, in order, to the byte.
+
+CPU: the autograd profiler's memory events. CUDA: the caching allocator's history. Both are exact;
+process-level figures such as the resident set size are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile
+
+# Marks are allocations of a size that no model uses, made and released at once: the allocator's own
+# order then places them exactly, which time stamps would not.
+_MARK_BYTES = (1 << 20) + 4 * 4093
+CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to this
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationEvent:
+    """`size_bytes` taken at `address`, or given back when negative."""
+
+    address: int
+    size_bytes: int
+
+
+class AllocationLog:
+    """Context manager that records what is allocated on `device` inside it.
+
+    After the block, `events` holds the allocations and releases in order, and ``marks[k]`` the
+    number of events before the k-th call of `mark`. Releases of what was allocated before the
+    block are left out. Logs cannot be nested, nor run under another profiler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: list[AllocationEvent] = []
+        self.marks: list[int] = []
+        self._profile: profile | None = None
+
+    def mark(self) -> None:
+        """Note this point in the order of events."""
+        torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self.device)
+
+    def __enter__(self) -> AllocationLog:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+            return self
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
+        self._profile = profile(use_cpu=True, profile_memory=True)
+        with quiet_profiler():
+            self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            trace = torch.cuda.memory._snapshot(self.device.index)["device_traces"][self.device.index or 0]
+            torch.cuda.memory._record_memory_history(None)
+            self._split(_cuda_events(trace))
+            return
+        assert self._profile is not None
+        with quiet_profiler():
+            self._profile.__exit__(kind, error, traceback)
+        if error is None:
+            self._split(_cpu_events(self._profile))
+
+    def _split(self, events: list[AllocationEvent]) -> None:
+        mark_size = _MARK_BYTES if self.device.type == "cpu" else _round_up(_MARK_BYTES)
+        alive: dict[int, int] = {}
+        for event in events:
+            if event.size_bytes == mark_size:
+                self.marks.append(len(self.events))
+            elif event.size_bytes > 0:
+                alive[event.address] = event.size_bytes
+                self.events.append(event)
+            elif alive.get(event.address) == -event.size_bytes:
+                # Other releases are of what was there before, which some logs see and some do not.
+                del alive[event.address]
+                self.events.append(event)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once, of those allocated inside the block."""
+        return highest_level(self.events)
+
+
+def highest_level(events: list[AllocationEvent]) -> int:
+    """Highest running sum of a stretch of events, from 0 at its start."""
+    alive = highest = 0
+    for event in events:
+        alive += event.size_bytes
+        highest = max(highest, alive)
+    return highest
+
+
+def _cpu_events(profiled: profile) -> list[AllocationEvent]:
+    results: Any = profiled.kineto_results
+    pending = list(results.experimental_event_tree())
+    found: list[tuple[int, AllocationEvent]] = []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        tag, fields = event.typed
+        if tag == _EventType.Allocation and fields.device.type == "cpu":
+            found.append((event.start_time_ns, AllocationEvent(fields.ptr, fields.alloc_size)))
+    found.sort(key=lambda pair: pair[0])
+    return [event for _, event in found]
+
+
+def _cuda_events(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
+    signs = {"alloc": 1, "free_requested": -1}
+    return [
+        AllocationEvent(entry["addr"], signs[entry["action"]] * _round_up(entry["size"]))
+        for entry in trace
+        if entry["action"] in signs
+    ]
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+
+
+def allocated_bytes(size_bytes: int, device: torch.device) -> int:
+    """What the allocator of `device` takes for a storage of that size."""
+    return _round_up(size_bytes) if device.type == "cuda" else size_bytes
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Hold back the lines that the profiler library writes to the standard error stream on start and stop."""
+    try:
+        sys.stderr.flush()
+        saved = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # no usable stream: nothing to hold back
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

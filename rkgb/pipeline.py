@@ -1,0 +1,67 @@
+"""From a module and a sample to all its graphs: the whole story on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb.bgraph import BGraph
+from rkgb.cut import Block, cut
+from rkgb.dgraph import DGraph, b_to_d
+from rkgb.equivalence import equivalent_classes
+from rkgb.kgraph import KGraph, s_to_k
+from rkgb.measure import measure_blocks
+from rkgb.replay import replay_check
+from rkgb.sample import make_sample
+from rkgb.sgraph import SGraph, d_to_s
+from rkgb.state import training_mode
+from rkgb.trace import trace
+
+Stage = Callable[[str, int, int], None]
+"""Told of progress: the stage's name, how many of its parts are done, and how many there are."""
+
+
+@dataclass(eq=False, slots=True)
+class AllGraphs:
+    """Every graph of one module on one sample."""
+
+    B_graph: BGraph
+    D_graph: DGraph
+    S_graph: SGraph
+    blocks: list[Block]
+    equivalent_classes: list[list[int]]  # indices of blocks that are the same but for names
+    K_graph: KGraph
+
+
+def make_all_graphs(
+    model: torch.nn.Module,
+    sample: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    *,
+    on_stage: Stage | None = None,
+) -> AllGraphs:
+    """Trace, inspect, simplify, cut and measure `model` in training mode on `sample`.
+
+    `sample` is a tensor, a tuple of positional arguments or a dict of keyword arguments. The model
+    is left as it was: modes, buffers, gradients, random streams. Raises `SampleError` for a sample
+    that does not fit, `TraceError` for a module that cannot be traced exactly.
+    """
+    tell = on_stage or (lambda name, done, total: None)
+    arguments = make_sample(model, sample, model_kwargs)
+    with training_mode(model):
+        tell("trace", 0, 3)
+        basic = trace(model, arguments)
+        tell("trace", 1, 3)
+        dataflow = b_to_d(basic, model, arguments)
+        tell("trace", 2, 3)
+        replay_check(dataflow, model, arguments)
+        tell("trace", 3, 3)
+        simplified = d_to_s(dataflow)
+        blocks = cut(simplified)
+        profiles = measure_blocks(simplified, blocks, model, arguments, on_stage)
+        tell("measure", len(blocks), len(blocks))
+        backward = s_to_k(simplified, blocks, profiles)
+    return AllGraphs(basic, dataflow, simplified, blocks, equivalent_classes(dataflow, blocks), backward)

@@ -1,0 +1,93 @@
+"""What measuring a block tells: times, bytes, saved tensors, backward stages. Plain data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+
+class SavedKind(enum.Enum):
+    """Where a tensor saved for the backward lives."""
+
+    DATA = "data"  # in a storage filled by an S node
+    PHANTOM = "phantom"  # in a storage that only the backward sees
+    LEAF = "leaf"  # in a parameter, buffer, input or constant
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor that autograd saves for an operation, by its place in its storage."""
+
+    kind: SavedKind
+    source: str  # owner of the storage: a value's, a phantom's or a leaf's name
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    refillable: bool = True  # False: it cannot be remade from its storage by shape alone
+
+    def renamed(self, rename: Callable[[str], str]) -> SavedTensor:
+        """The same tensor of an equivalent block."""
+        return replace(self, source=rename(self.source))
+
+
+@dataclass(frozen=True, slots=True)
+class Phantom:
+    """A storage that exists only because an operation saved it."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpProfile:
+    """One forward operation, measured."""
+
+    time_ms: float
+    peak_bytes: int  # most bytes alive above those before it ran, its outputs included
+    saved: tuple[SavedTensor, ...]  # in the order in which autograd packs them
+    phantoms: tuple[Phantom, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """One step of the backward: consecutive autograd nodes of one operation."""
+
+    op: str
+    time_ms: float
+    needs: tuple[str, ...]  # owners (values, phantoms) of the saved storages that it reads
+    resident_bytes: int  # gradients alive when it starts
+    peak_bytes: int  # most gradients and workspace alive while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """A block run alone, forward and backward, with everything kept."""
+
+    ops: Mapping[str, OpProfile]
+    stages: tuple[StageProfile, ...]  # in the order in which autograd runs them
+    parameter_gradient_bytes: Mapping[str, int]  # by leaf name: gradients that stay after the block
+
+    def renamed(self, names: Mapping[str, str]) -> BlockProfile:
+        """The profile of an equivalent block, given how its names correspond."""
+
+        def rename(name: str) -> str:
+            stem, dot, rest = name.partition(".")
+            return names.get(stem, stem) + dot + rest
+
+        return BlockProfile(
+            ops={
+                rename(name): replace(
+                    op,
+                    saved=tuple(saved.renamed(rename) for saved in op.saved),
+                    phantoms=tuple(Phantom(rename(p.name), p.size_bytes) for p in op.phantoms),
+                )
+                for name, op in self.ops.items()
+            },
+            stages=tuple(
+                replace(stage, op=rename(stage.op), needs=tuple(map(rename, stage.needs))) for stage in self.stages
+            ),
+            parameter_gradient_bytes={
+                rename(name): size_bytes for name, size_bytes in self.parameter_gradient_bytes.items()
+            },
+        )

@@ -1,0 +1,58 @@
+"""Borrow a user's module and give it back as it was: buffers, random streams, modes, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """The state of the CPU's generator and of those of the CUDA devices among `devices`."""
+    generators = [torch.default_generator]
+    generators += [
+        torch.cuda.default_generators[device.index or 0] for device in devices if device.type == "cuda"
+    ]
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def module_devices(module: torch.nn.Module) -> set[torch.device]:
+    """Devices on which the module has parameters or buffers."""
+    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+
+
+@contextlib.contextmanager
+def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) -> Iterator[None]:
+    """Run code on `module` that leaves its buffers, gradients and the random streams as they were.
+
+    Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None.
+    """
+    generators = random_states(devices if devices is not None else module_devices(module))
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def training_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Put `module` in training mode if its root is not, and every submodule back afterwards."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    if not module.training:
+        module.train()
+    try:
+        yield
+    finally:
+        for submodule, mode in modes:
+            submodule.training = mode

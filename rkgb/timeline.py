@@ -1,0 +1,99 @@
+"""From an allocation log to bytes per operation and per backward stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rkgb.memory import AllocationLog, highest_level
+
+
+@dataclass(slots=True)
+class StageWindow:
+    """A stretch of the backward, from mark `mark` to the next window's."""
+
+    op: str
+    mark: int
+    needs: dict[str, None] = field(default_factory=dict)  # ordered set of saved storages read
+    time_ms: float = 0.0
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def forward_peaks(log: AllocationLog, op_marks: list[int]) -> list[int]:
+    """For each operation, the most bytes above those alive when it started."""
+    peaks = []
+    for mark in op_marks:
+        end = log.marks[mark + 1] if mark + 1 < len(log.marks) else len(log.events)
+        peaks.append(highest_level(log.events[log.marks[mark] : end]))
+    return peaks
+
+
+def merge_stages(
+    log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]
+) -> list[StageWindow]:
+    """Fill in the windows' bytes, then join those that need not be told apart.
+
+    `known` lists the storages that the forward made and that may live on, each by its address and
+    by a mark that follows its allocation. They are no gradients: their bytes are counted by
+    whoever decides how long they live. Everything else that is alive during the backward is
+    gradient or workspace. A window joins the one before it when both belong to one operation, or
+    when it reads no saved tensor and does not raise the other's peak.
+    """
+    if not windows:
+        return []
+    saved = _allocations(log, known)
+    starts = [log.marks[window.mark] for window in windows]
+    alive = _alive_before(log, starts[0])
+    # An address is used again once it is free: allocations are told apart by their place in the log.
+    alive_saved = {address: size for address, (place, size) in alive.items() if place in saved}
+    other = sum(size for _, size in alive.values()) - sum(alive_saved.values())
+    for window, start, end in zip(windows, starts, [*starts[1:], len(log.events)], strict=True):
+        window.resident_bytes = other
+        # Saved storages released inside the window make room in it, under any schedule.
+        window.peak_bytes = other + highest_level(log.events[start:end])
+        for event in log.events[start:end]:
+            if event.size_bytes < 0 and event.address in alive_saved:
+                del alive_saved[event.address]
+            else:
+                other += event.size_bytes
+    return _join(windows)
+
+
+def _allocations(log: AllocationLog, known: Sequence[tuple[int, int]]) -> set[int]:
+    """Places in the log of the allocations that made the `known` storages."""
+    latest: dict[int, int] = {}  # by address
+    by_mark: dict[int, list[int]] = {}
+    for address, mark in known:
+        by_mark.setdefault(log.marks[mark], []).append(address)
+    found: set[int] = set()
+    for place in range(len(log.events) + 1):
+        found.update(latest[address] for address in by_mark.get(place, ()) if address in latest)
+        if place < len(log.events) and log.events[place].size_bytes > 0:
+            latest[log.events[place].address] = place
+    return found
+
+
+def _alive_before(log: AllocationLog, end: int) -> dict[int, tuple[int, int]]:
+    """What is alive before event `end`: by address, its allocation's place in the log and its size."""
+    alive: dict[int, tuple[int, int]] = {}
+    for place, event in enumerate(log.events[:end]):
+        if event.size_bytes > 0:
+            alive[event.address] = (place, event.size_bytes)
+        else:
+            alive.pop(event.address, None)
+    return alive
+
+
+def _join(windows: list[StageWindow]) -> list[StageWindow]:
+    joined: list[StageWindow] = []
+    for window in windows:
+        last = joined[-1] if joined else None
+        same_op = last is not None and last.op == window.op
+        if last is not None and (same_op or (not window.needs and window.peak_bytes <= last.peak_bytes)):
+            last.needs.update(window.needs)
+            last.time_ms += window.time_ms
+            last.peak_bytes = max(last.peak_bytes, window.peak_bytes)
+        else:
+            joined.append(window)
+    return joined

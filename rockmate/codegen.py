@@ -1,0 +1,329 @@
+"""Program to Python source, and source to functions: the one place in the project that compiles code."""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import linecache
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb import DNode, LeafKind
+from rkgb.call import Ref, is_ref
+from rkgb.dgraph import RUNNING_STATISTICS
+from rkgb.tree import leaves
+from rockmate.program import Program, Segment, dropped_after
+from rockmate.runtime import ForgottenTensor, SegmentCode, Step, StepTables, differentiable
+
+_file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedCode:
+    """Source text, and the objects that its names stand for."""
+
+    source: str
+    namespace: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """The functions made from generated code."""
+
+    code: GeneratedCode
+    forward: Callable[..., tuple[torch.Tensor, ...]]  # (step, *input tensors) -> output tensors
+    tables: StepTables
+
+
+def compile_program(program: Program, module: torch.nn.Module, header: str) -> CompiledProgram:
+    """Generate the source of `program` for `module`, and compile it."""
+    writer = _Writer(program, module)
+    code = GeneratedCode(writer.source(header), writer.namespace)
+    functions = execute(code)
+    dgraph = program.graph.sgraph.dgraph
+    devices = {str(_device_of(program, op)) for op in dgraph if op.name in program.random_marks}
+    tables = StepTables(
+        saved_counts={op: len(program.graph.op_profiles[op].saved) for op in program.slots},
+        forgotten={
+            op: {
+                s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots
+            }
+            for op, slots in program.slots.items()
+        },
+        segments=[
+            SegmentCode(functions[_function_name(s)], s.is_random, frozenset(kept.key for kept in s.keeps))
+            for s in program.segments
+        ],
+        generators={device: _generator(torch.device(device)) for device in devices},
+    )
+    return CompiledProgram(code, functions["forward"], tables)
+
+
+def execute(code: GeneratedCode) -> dict[str, Any]:
+    """Run generated source; its lines show in tracebacks and in the debugger."""
+    file_name = f"<rockmate {next(_file_numbers)}>"
+    namespace = dict(code.namespace)
+    # Registered for good: linecache drops entries that have a modification time, so give none.
+    linecache.cache[file_name] = (len(code.source), None, code.source.splitlines(keepends=True), file_name)
+    exec(compile(code.source, file_name, "exec"), namespace)
+    return namespace
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _device_of(program: Program, op: DNode) -> torch.device:
+    return program.graph.sgraph.dgraph.values[op.output_names[0]].device
+
+
+def _function_name(segment: Segment) -> str:
+    return f"recompute_{segment.index}"
+
+
+class _Writer:
+    """Writes the forward function and one function per segment."""
+
+    def __init__(self, program: Program, module: torch.nn.Module) -> None:
+        self.program = program
+        self.graph = program.graph.sgraph.dgraph
+        self.namespace: dict[str, Any] = {
+            "torch": torch,
+            "aten": torch.ops.aten,
+            "differentiable": differentiable,
+            "Step": Step,
+        }
+        self._module = module
+        self._taken = {*self.graph.values, *self.namespace, "step", "saved", "forward"}
+        self._leaf_text = {name: self._leaf(name) for name in self.graph.leaves}
+        self._functions: dict[Any, str] = {}
+        self._lines: list[str] = []
+
+    def source(self, header: str) -> str:
+        self._lines = [f"# {line}" for line in header.splitlines()]
+        self._write_forward()
+        for segment in self.program.segments:
+            self._write_segment(segment)
+        return "\n".join(self._lines) + "\n"
+
+    # ---- functions --------------------------------------------------------------------------------
+
+    def _write_forward(self) -> None:
+        inputs = [name for name, leaf in self.graph.leaves.items() if leaf.kind is LeafKind.INPUT]
+        inputs.sort(key=lambda name: self.graph.leaves[name].index)
+        self._lines += ["", "", f"def forward({', '.join(['step: Step', *inputs])}):"]
+        for name in inputs:
+            if name in self.program.forward_keeps:
+                self._line(1, f"step.keep({name!r}, {name})")
+        outputs = self.graph.output_names
+        dropped = dropped_after(self.graph.nodes, outputs, self.graph.leaves)
+        source = None
+        for op, names in zip(self.graph.nodes, dropped, strict=True):
+            if op.source.module_path != source:
+                source = op.source.module_path
+                self._line(1, f"# {op.source}")
+            if op.name in self.program.random_marks:
+                self._line(1, f"step.mark_random({op.name!r}, {str(_device_of(self.program, op))!r})")
+            indent = 1
+            if op.name in self.program.slots:
+                self._line(indent, f"with step.forgets({op.name!r}):")
+                indent += 1
+            if not op.grad_enabled:
+                self._line(indent, "with torch.no_grad():")
+                indent += 1
+            self._line(indent, self._assignment(op, self._text(op, repeated=False, tracked=False)))
+            for name in op.output_names:
+                if name in self.program.forward_keeps:
+                    self._line(1, f"step.keep({name!r}, {name})")
+            self._delete(names)
+        self._line(1, f"return ({', '.join(self._leaf_text.get(name, name) for name in outputs)},)")
+
+    def _write_segment(self, segment: Segment) -> None:
+        self._lines += ["", "", f"def {_function_name(segment)}(step: Step):"]
+        self._line(1, f'"""Just before {segment.stage}."""')
+        for kept, last in segment.takes:
+            self._line(1, f"{kept.value} = step.take({kept.key!r}, last={last})")
+        keeps = {kept.value: kept.key for kept in segment.keeps}
+        filled = self._fills_after(segment)
+        dropped = dropped_after(segment.ops, [], self.graph.leaves)
+        lasting = self._last_positions(segment, filled, keeps, dropped)
+        for position, op in enumerate(segment.ops):
+            if op.is_random:
+                self._line(1, f"step.rewind({op.name!r}, {str(_device_of(self.program, op))!r})")
+            self._write_repeated(op, op.name in segment.captured)
+            for line in filled.get(position, ()):
+                self._line(1, line)
+            for name in op.output_names:
+                if name in keeps:
+                    self._line(1, f"step.keep({keeps[name]!r}, {name})")
+            self._delete(lasting.get(position, []))
+        if not segment.ops:
+            self._line(1, "pass")
+
+    def _write_repeated(self, op: DNode, captured: bool) -> None:
+        if not captured:
+            self._line(1, self._assignment(op, self._text(op, repeated=True, tracked=False)))
+            return
+        self._line(1, f"with step.captures({op.name!r}) as saved:")
+        self._line(2, self._assignment(op, self._text(op, repeated=True, tracked=True)))
+        for name in op.output_names:
+            if self.graph.values[name].requires_grad:
+                self._line(1, f"{name} = {name}.detach()")
+
+    def _fills_after(self, segment: Segment) -> dict[int, list[str]]:
+        """Lines that give forgotten tensors back, by the place of the operation after which they can."""
+        complete = {
+            self.graph.owner(name): position
+            for position, op in enumerate(segment.ops)
+            for name in (*op.output_names, *op.written)
+        }
+        place = {op.name: position for position, op in enumerate(segment.ops)}
+        lines: dict[int, list[str]] = {}
+        for slot in segment.fills:
+            maker, _, rest = slot.tensor.source.partition(".saved")
+            if rest:
+                index = self._phantom_index(slot.tensor.source, segment.ops[place[maker]])
+                lines.setdefault(place[maker], []).append(f"step.fill({slot.op!r}, {slot.index}, saved[{index}])")
+            else:
+                position = complete[slot.tensor.source]
+                lines.setdefault(position, []).append(f"step.fill({slot.op!r}, {slot.index}, {slot.tensor.source})")
+        for position, op in enumerate(segment.ops):
+            if op.name in segment.captured:
+                lines.setdefault(position, []).append("del saved")
+        return lines
+
+    def _phantom_index(self, phantom: str, op: DNode) -> int:
+        """Place of a phantom among what the repeated operation packs: running statistics are not there."""
+        left_out: set[str] = set()
+        statistics = _statistics(op)
+        if statistics is not None:
+            left_out = {self.graph.owner(ref.name) for ref in leaves([op.call.args[i] for i in statistics[:2]], is_ref)}
+        packed = [t.source for t in self.program.graph.op_profiles[op.name].saved if t.source not in left_out]
+        return packed.index(phantom)
+
+    def _last_positions(
+        self,
+        segment: Segment,
+        filled: dict[int, list[str]],
+        keeps: dict[str, str],
+        dropped: list[list[str]],
+    ) -> dict[int, list[str]]:
+        """Variables to delete after each operation: once read, filled and kept for the last time."""
+        last = {name: position for position, names in enumerate(dropped) for name in names}
+        place_of = {line: position for position, lines in filled.items() for line in lines}
+        for slot in segment.fills:
+            name = slot.tensor.source
+            if name in last:
+                line = f"step.fill({slot.op!r}, {slot.index}, {name})"
+                last[name] = max(last[name], place_of[line])
+        positions: dict[int, list[str]] = {}
+        for name, position in last.items():
+            positions.setdefault(position, []).append(name)
+        return positions
+
+    # ---- expressions -------------------------------------------------------------------------------
+
+    def _text(self, op: DNode, repeated: bool, tracked: bool) -> str:
+        args = list(op.call.args)
+        statistics = _statistics(op) if repeated else None
+        if statistics is not None:
+            # The forward has counted this batch already.
+            args[statistics[0]] = args[statistics[1]] = None
+        texts = [self._value(arg, tracked) for arg in args]
+        texts += [f"{key}={self._value(value, tracked)}" for key, value in op.call.kwargs.items()]
+        return f"{self._function(op)}({', '.join(texts)})"
+
+    def _function(self, op: DNode) -> str:
+        function = op.call.function
+        if isinstance(function, torch._ops.OpOverload):
+            namespace, name = function._schema.name.split("::")
+            overload = function._schema.overload_name or "default"
+            prefix = "aten" if namespace == "aten" else f"torch.ops.{namespace}"
+            if name.isidentifier() and not keyword.iskeyword(name) and not keyword.iskeyword(overload):
+                return f"{prefix}.{name}.{overload}"
+        if function not in self._functions:
+            self._functions[function] = self._bind(op.call.op_name, function)
+        return self._functions[function]
+
+    def _value(self, value: Any, tracked: bool) -> str:
+        if isinstance(value, Ref):
+            text = self._leaf_text.get(value.name, value.name)
+            leaf = self.graph.leaves.get(value.name)
+            parameter = leaf is not None and leaf.kind is LeafKind.PARAMETER
+            if tracked and self.graph.values[value.name].requires_grad and not parameter:
+                return f"differentiable({text})"
+            return text
+        if isinstance(value, (list, tuple)) and leaves(value, is_ref):
+            items = ", ".join(self._value(item, tracked) for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items},)"
+        return self._literal(value)
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if value is None or isinstance(value, (bool, int, float, str, complex)):
+            return repr(value)
+        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f'torch.device("{value}")'
+        if isinstance(value, (list, tuple)):
+            items = ", ".join(self._literal(item) for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items},)"
+        return self._bind("constant", value)
+
+    def _leaf(self, name: str) -> str:
+        leaf = self.graph.leaves[name]
+        if leaf.kind is LeafKind.INPUT:
+            return name
+        if leaf.kind is LeafKind.CONSTANT:
+            return self._bind(name, leaf.constant, wanted=True)
+        # Read from the module at each call: libraries such as FSDP put other tensors there.
+        owner, _, attribute = leaf.path.rpartition(".")
+        submodule = self._module.get_submodule(owner)
+        return f"{self._bind(owner.replace('.', '_') or 'model', submodule)}.{attribute}"
+
+    def _bind(self, stem: str, value: Any, wanted: bool = False) -> str:
+        for name, known in self.namespace.items():
+            if known is value:
+                return name
+        name = stem
+        while not wanted and (name in self._taken or keyword.iskeyword(name) or not name.isidentifier()):
+            name = f"{name}_" if name.isidentifier() else f"_{name}"
+        self._taken.add(name)
+        self.namespace[name] = value
+        return name
+
+    # ---- lines --------------------------------------------------------------------------------------
+
+    def _assignment(self, op: DNode, text: str) -> str:
+        return f"{_pattern(op.outputs)} = {text}"
+
+    def _delete(self, names: list[str]) -> None:
+        if names:
+            self._line(1, f"del {', '.join(names)}")
+
+    def _line(self, indent: int, text: str) -> None:
+        self._lines.append("    " * indent + text)
+
+
+def _statistics(op: DNode) -> tuple[int, int, int] | None:
+    """Where `op` takes running statistics that it updates, if it does."""
+    function = op.call.function
+    if not isinstance(function, torch._ops.OpOverload):
+        return None
+    places = RUNNING_STATISTICS.get(function._schema.name)
+    return places if places is not None and op.call.args[places[2]] else None
+
+
+def _pattern(outputs: Any) -> str:
+    if isinstance(outputs, Ref):
+        return outputs.name
+    return "[" + ", ".join(_pattern(item) for item in outputs) + "]"

@@ -1,0 +1,132 @@
+"""From measured graphs to the solvers' plain numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
+from rkgb import AllGraphs, KComp, KGraph, SNode
+from rkgb.memory import AllocationLog, allocated_bytes
+from rkgb.profile import SavedKind
+from rkgb.tree import map_leaves
+
+LOSS = "loss"
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LossCost:
+    """What the user's loss takes between the model's forward and its backward."""
+
+    time_ms: float
+    peak_bytes: int  # above the model's outputs, their gradients included
+
+
+def assumed_loss_cost(graph: KGraph) -> LossCost:
+    """Without a loss to measure: as much as a cross-entropy, which saves one tensor of the outputs' size
+    and holds two gradients of that size at once."""
+    return LossCost(0.0, 3 * graph.gradient_bytes)
+
+
+def measure_loss(loss: LossFunction, output: Any) -> LossCost:
+    """Run `loss` on the model's `output` and back, and tell what it took.
+
+    The output's tensors are detached first: the model's own graph is not run.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor.detach().requires_grad_(tensor.requires_grad))
+        return tensors[-1]
+
+    detached = map_leaves(stand_in, output)
+    device = tensors[0].device
+    started = time.perf_counter()
+    with AllocationLog(device) as log:
+        loss(detached).backward()
+    time_ms = (time.perf_counter() - started) * 1e3
+    return LossCost(time_ms, log.peak_bytes)
+
+
+def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:
+    """The whole training step as the solvers see it, and its partition into blocks."""
+    graph = graphs.K_graph
+    index_of = {data.name: index for index, data in enumerate(_stored(graph))}
+    values = graph.sgraph.dgraph.values
+    outputs = {values[name].owner for name in graph.sgraph.dgraph.output_names}
+    held = frozenset(index_of[owner] for owner in outputs if owner in index_of)
+    producer = {data: place for place, comp in enumerate(graph.forward) for data in comp.outputs}
+    data = tuple(Data(d.name, d.size_bytes, producer[d], d.kind) for d in _stored(graph))
+    once = unrepeatable_nodes(graph)
+    forward = tuple(_forward_op(comp, index_of, once) for comp in graph.forward)
+    backward = (
+        BackwardOp(LOSS, loss.time_ms, tuple(sorted(held)), 0, loss.peak_bytes),
+        *(_backward_op(comp, index_of) for comp in graph.backward),
+    )
+    problem = Problem(data, forward, backward, held)
+    return problem, _chain(graphs, len(graph.backward))
+
+
+def _stored(graph: KGraph) -> list[Any]:
+    return [data for comp in graph.forward for data in comp.outputs]
+
+
+def unrepeatable_nodes(graph: KGraph) -> set[SNode]:
+    """Nodes that must run once: by their nature, or because what they save cannot be given back by hand."""
+    once = {comp.node for comp in graph.forward if not comp.node.recomputable}
+    producer = {name: comp.node for comp in graph.forward for name in comp.node.data}
+    for comp in graph.forward:
+        for op in comp.node.ops:
+            profile = graph.op_profiles[op.name]
+            # A saved tensor of its own is found again by repeating the operation on inputs that
+            # require gradients; an in-place operation refuses such inputs.
+            if profile.phantoms and op.written and not _writes_statistics_only(graph, op.written):
+                once.add(comp.node)
+            for saved in profile.saved:
+                if not saved.refillable:
+                    once.add(comp.node if saved.kind is SavedKind.PHANTOM else producer.get(saved.source, comp.node))
+    return once
+
+
+def _writes_statistics_only(graph: KGraph, written: list[str]) -> bool:
+    dgraph = graph.sgraph.dgraph
+    return all(dgraph.owner(name) in dgraph.leaves for name in written)
+
+
+def _forward_op(comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:
+    state_bytes = torch.default_generator.get_state().nbytes if comp.node.is_random else 0
+    return ForwardOp(
+        comp.name,
+        comp.time_ms,
+        tuple(index_of[data.name] for data in comp.deps),
+        tuple(index_of[data.name] for data in comp.outputs),
+        comp.workspace_bytes,
+        comp.node not in once,
+        state_bytes,
+    )
+
+
+def _backward_op(comp: KComp, index_of: dict[str, int]) -> BackwardOp:
+    needs = tuple(sorted(index_of[data.name] for data in comp.deps if data.kind != "grad"))
+    return BackwardOp(comp.name, comp.time_ms, needs, comp.resident_bytes, comp.peak_bytes)
+
+
+def _chain(graphs: AllGraphs, stages: int) -> Chain:
+    ranges, start = [], 0
+    for block in graphs.blocks:
+        ranges.append(range(start, start + len(block.nodes)))
+        start += len(block.nodes)
+    backward = graphs.K_graph.backward
+    return Chain(tuple(ranges), (len(ranges), *(backward[stage].block for stage in range(stages))))
+
+
+def eager_output_bytes(graph: KGraph) -> int:
+    """Bytes of the model's outputs."""
+    values = graph.sgraph.dgraph.values
+    owners = {values[name].owner for name in graph.sgraph.dgraph.output_names}
+    return sum(allocated_bytes(values[owner].storage_bytes, values[owner].device) for owner in owners)

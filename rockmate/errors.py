@@ -1,0 +1,30 @@
+"""Errors of planning and running. Every message says what happened, with which values, and what to do."""
+
+from __future__ import annotations
+
+from rkgb.errors import RockmateError
+
+
+class BudgetError(RockmateError, ValueError):
+    """The budget cannot be read: it must be a positive number of bytes, a size, or a fraction."""
+
+
+class BudgetTooSmall(RockmateError):
+    """No schedule that any solver found fits the budget."""
+
+    def __init__(self, message: str, smallest_budget_bytes: int, binding_op: str) -> None:
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
+        self.binding_op = binding_op
+
+
+class NothingToTrain(RockmateError):
+    """The module has no gradient to compute, so there is no training step to plan."""
+
+
+class InputMismatch(RockmateError):
+    """A call does not look like the sample with which the module was planned."""
+
+
+class PlanMismatch(RockmateError):
+    """The module has changed since it was planned, so that its plan no longer holds."""

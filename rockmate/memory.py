@@ -1,0 +1,159 @@
+"""The exact peak of what a piece of code allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch._C._autograd import DeviceType, _profiler_enabled
+from torch.autograd import profiler
+
+from rkgb.memory import quiet_profiler
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What was allocated between two points in time, relative to what was allocated at the first."""
+
+    peak_bytes: int
+    net_bytes: int
+    reserved_bytes: int
+    timeline: tuple[tuple[float, int], ...]
+
+
+class PeakMemory:
+    """Measures how far the memory of tensors rises above what was allocated at entry.
+
+        with PeakMemory(device) as memory:
+            loss = criterion(model(batch), target)
+            loss.backward()
+        memory.peak_bytes
+
+    On the CPU the numbers are the running sum of the allocations and frees that PyTorch's profiler reports,
+    exact to the byte. The free of a block that was allocated *before* entry is not among them, so clear old
+    gradients and outputs first: where one is freed inside, the true level is lower from then on, and the
+    reported peak an upper bound. Not seen are buffers that libraries allocate past PyTorch's allocator, and
+    what other threads of the program allocate.
+
+    On CUDA peak and net come from the caching allocator's own statistics, whose peak is reset at entry; it
+    rounds each block up to 512 bytes. `timeline` comes from the profiler on both.
+
+    Operators run slower inside, as under any profiler: do not take times there.
+
+    Args:
+        device: where the tensors are, "cpu" or a CUDA device.
+
+    Raises:
+        ValueError: for another kind of device.
+        RuntimeError: on entry, inside another `PeakMemory` or while another profiler runs; on exit, when
+            another profiler was started inside; when a result is read before exit.
+    """
+
+    # The statistics of a device and the profiler of a thread exist once per process, so this does too.
+    is_measuring: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f'PeakMemory measures "cpu" and "cuda" devices, not {str(self.device)!r}')
+        self._profile: profiler.profile | None = None
+        self._allocated_at_entry_bytes = 0
+        self._use: MemoryUse | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest level above that at entry; 0 where it was never above."""
+        return self._result().peak_bytes
+
+    @property
+    def net_bytes(self) -> int:
+        """Level at exit above that at entry: what was allocated inside and not freed."""
+        return self._result().net_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Highest total that CUDA's caching allocator held from the device, gaps included; 0 on the CPU."""
+        return self._result().reserved_bytes
+
+    @property
+    def timeline(self) -> tuple[tuple[float, int], ...]:
+        """(time_ms since entry, bytes above the level at entry) after each allocation and free, in order."""
+        return self._result().timeline
+
+    def __enter__(self) -> Self:
+        if PeakMemory.is_measuring:
+            raise RuntimeError("PeakMemory does not nest: leave the outer `with PeakMemory(...)` first")
+        if _profiler_enabled():
+            raise RuntimeError(
+                "PeakMemory needs PyTorch's profiler, which is running: stop the other profile first"
+            )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._allocated_at_entry_bytes = torch.cuda.memory_allocated(self.device)
+        self._use = None
+        self._profile = profiler.profile(use_cpu=True, profile_memory=True)
+        with quiet_profiler():
+            self._profile.__enter__()
+        PeakMemory.is_measuring = True
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._profile is not None
+        profile, self._profile = self._profile, None
+        PeakMemory.is_measuring = False
+        if not _profiler_enabled():
+            if exception is None:
+                raise RuntimeError(
+                    "another profiler was started and stopped inside PeakMemory, and ended its records"
+                )
+            return
+        with quiet_profiler():
+            profile.__exit__(exception_type, exception, traceback)
+        timeline = tuple(levels(profile.kineto_results, self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            entry_bytes = self._allocated_at_entry_bytes
+            self._use = MemoryUse(
+                peak_bytes=torch.cuda.max_memory_allocated(self.device) - entry_bytes,
+                net_bytes=torch.cuda.memory_allocated(self.device) - entry_bytes,
+                reserved_bytes=torch.cuda.max_memory_reserved(self.device),
+                timeline=timeline,
+            )
+        else:
+            peak_bytes = max((level for _, level in timeline), default=0)
+            net_bytes = timeline[-1][1] if timeline else 0
+            self._use = MemoryUse(max(peak_bytes, 0), net_bytes, 0, timeline)
+
+    def _result(self) -> MemoryUse:
+        if self._use is None:
+            raise RuntimeError("PeakMemory has no result yet: read it after the end of its `with` block")
+        return self._use
+
+
+def levels(results: Any, device: torch.device) -> Iterator[tuple[float, int]]:
+    """Running sum of the profile's memory events on the device, as (time_ms since entry, bytes)."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    index = None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]"
+        and event.device_type() == kind
+        and (index is None or event.device_index() == index)
+    ]
+    events.sort(key=lambda event: event[0])  # those of different threads come one thread after the other
+    level_bytes = 0
+    for start_ns, change_bytes in events:
+        level_bytes += change_bytes
+        yield (start_ns - results.trace_start_ns()) / 1e6, level_bytes

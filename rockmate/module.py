@@ -1,0 +1,140 @@
+"""Rockmate: a module that trains like the one it wraps, under a memory budget."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from rk_solvers import Solver
+from rockmate.budget import Budget
+from rockmate.costs import LossFunction
+from rockmate.plan import Plan
+from rockmate.planner import Measured, Planned, PlanRequest, plan_model
+from rockmate.progress import Progress, progress_display
+from rockmate.runner import Runner
+
+
+class Rockmate(torch.nn.Module):
+    """`model` with the same outputs, gradients, buffers and random stream, and a peak within `budget`.
+
+    The wrapper shares the model's parameters, buffers and submodules, under the same names. In
+    training it runs generated code (`code`) that forgets and recomputes as `plan` says; in eval mode
+    and without gradients it runs the model itself.
+
+    Args:
+        model: any module that `rkgb` can trace. It is left as it was.
+        sample: a tensor, a tuple of positional arguments, or a dict of keyword arguments of one step.
+        budget: most bytes that a training step may allocate above what was resident before it: an int,
+            a size such as "2GiB", a float fraction of the eager peak, or None for what is free now.
+        loss: called on the model's output, returns the scalar of which training takes the backward. It
+            is run once to measure what the loss itself allocates; without it, a cross-entropy's
+            needs are assumed.
+        solver: a solver of `rk_solvers`; the default takes the best of several.
+        progress: True to show a progress display, or a callable told (stage, done, total).
+
+    Raises:
+        BudgetError: the budget cannot be read.
+        BudgetTooSmall: no schedule fits; the error names the smallest budget found.
+        SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
+    """
+
+    original: torch.nn.Module
+    plan: Plan
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sample: Any,
+        budget: Budget = None,
+        *,
+        loss: LossFunction | None = None,
+        solver: Solver | None = None,
+        progress: bool | Progress = False,
+    ) -> None:
+        with progress_display(progress) as tell:
+            measured, planned = plan_model(model, sample, PlanRequest(budget, loss, solver, tell))
+        self._adopt(model, measured, planned)
+
+    def _adopt(self, model: torch.nn.Module, measured: Measured, planned: Planned) -> None:
+        """Become `model`, following `planned`."""
+        super().__init__()
+        compiled = planned.compile_for(model)
+        state = self.__dict__
+        state["original"] = model
+        # The very dictionaries: names, and what is put under them later, are the model's own.
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            state[shared] = getattr(model, shared)
+        state["plan"] = planned.plan
+        state["_measured"] = measured
+        state["_planned"] = planned
+        state["_compiled"] = compiled
+        state["_runner"] = None
+
+    @property
+    def code(self) -> str:
+        """The generated source: the forward, and one function per recomputation."""
+        return self._compiled.code.source  # type: ignore[no-any-return, union-attr]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Raises `InputMismatch` for arguments unlike the sample's."""
+        if not self.original.training or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return self._planned_forward()(*args, **kwargs)
+
+    def _planned_forward(self) -> Runner:
+        state = self.__dict__
+        if state["_runner"] is None:
+            measured: Measured = state["_measured"]
+            state["_runner"] = Runner(self.original, measured.graphs.D_graph, measured.sample, state["_compiled"])
+        runner: Runner = state["_runner"]
+        return runner
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Nothing: ``loss.backward()`` is enough. Accepted for code written for older versions."""
+
+    # ---- the model, seen through -----------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's own mode."""
+        original = self.__dict__.get("original")
+        return True if original is None else original.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        original = self.__dict__.get("original")
+        if original is not None:
+            original.training = mode
+
+    def train(self, mode: bool = True) -> Rockmate:
+        """Set the model's mode, and its submodules'."""
+        self.original.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own state dict: same keys."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the model."""
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "original" in self.__dict__:
+                return getattr(self.original, name)
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rockmate:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin._adopt(copy.deepcopy(self.original, memo), self._measured, self._planned)
+        return twin
+
+    def extra_repr(self) -> str:
+        """The plan, on one line."""
+        return str(self.plan)

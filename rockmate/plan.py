@@ -1,0 +1,42 @@
+"""A plan: the schedule that a module follows, with what it promises and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rk_solvers import Recompute, Schedule
+from rockmate.units import format_bytes, format_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a module will do under its budget. Bytes are above what was resident before the step."""
+
+    budget_bytes: int
+    peak_bytes: int  # predicted
+    time_ms: float  # predicted, of one training step
+    baseline_peak_bytes: int  # of the eager step
+    baseline_time_ms: float  # of the step that keeps everything, from the same measurements
+    solver: str
+    planning_s: float
+    schedule: Schedule
+    recompute: Recompute
+    measured_peak_bytes: int | None = None  # of one real step on the sample
+
+    @property
+    def overhead(self) -> float:
+        """Extra time relative to keeping everything: 0.11 is +11 %."""
+        return self.time_ms / self.baseline_time_ms - 1 if self.baseline_time_ms > 0 else 0.0
+
+    @property
+    def recomputations(self) -> int:
+        """How many operations are computed again, in all."""
+        return sum(len(group) for group in self.recompute)
+
+    def __str__(self) -> str:
+        return (
+            f"Plan(budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)}"
+            f" of {format_bytes(self.baseline_peak_bytes)} eager, time {format_ms(self.time_ms)}"
+            f" ({self.overhead:+.1%}), {self.recomputations} recomputations, {self.solver},"
+            f" planned in {self.planning_s:.1f} s)"
+        )

@@ -1,0 +1,261 @@
+"""From a module, a sample and a budget to a compiled plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rk_solvers import Auto, Chain, Problem, Solution, Solver, check
+from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
+from rkgb.memory import AllocationLog
+from rkgb.replay import backward_from, run_graph
+from rkgb.state import borrowed, training_mode
+from rkgb.tree import leaves
+from rockmate.budget import Budget, check_budget, resolve_budget
+from rockmate.codegen import CompiledProgram, compile_program
+from rockmate.costs import LOSS, LossCost, LossFunction, assumed_loss_cost, build_problem, measure_loss
+from rockmate.errors import BudgetTooSmall, NothingToTrain
+from rockmate.plan import Plan
+from rockmate.program import Program, make_program
+from rockmate.simulator import simulate
+from rockmate.units import format_bytes
+
+Progress = Callable[[str, int, int], None]
+StepFunction = Callable[..., Any]  # called like the module
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    """Nobody asked to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user asked for."""
+
+    budget: Budget
+    loss: LossFunction | None = None
+    solver: Solver | None = None
+    progress: Progress = _no_progress
+
+
+@dataclass(eq=False, slots=True)
+class Measured:
+    """A module ready to be planned for any budget: graphs, costs, and the eager step beside them."""
+
+    sample: Sample
+    graphs: AllGraphs
+    problem: Problem
+    chain: Chain
+    eager_peak_bytes: int
+    device: torch.device
+    measuring_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Planned:
+    """A plan and the program that follows it."""
+
+    plan: Plan
+    program: Program
+    header: str
+
+    def compile_for(self, module: torch.nn.Module) -> CompiledProgram:
+        """Generate and compile the code for `module` (the one planned, or a copy of it)."""
+        return compile_program(self.program, module, self.header)
+
+
+def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measured:
+    """Trace and measure `model`; leaves it as it was.
+
+    Raises `SampleError`, `TraceError`, and `NothingToTrain` for a module without any gradient.
+    """
+    started = time.perf_counter()
+    arguments = make_sample(model, sample)
+    if not any(tensor.requires_grad for tensor in (*model.parameters(), *arguments.tensors)):
+        raise NothingToTrain(
+            f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
+            "training step to plan. Unfreeze a parameter, or use the module as it is."
+        )
+    graphs = make_all_graphs(model, arguments, on_stage=request.progress)
+    if not graphs.K_graph.backward:
+        raise NothingToTrain(
+            f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
+            "requires one. Return the tensor that the loss is made of."
+        )
+    device = _device(graphs)
+    with training_mode(model):
+        request.progress("loss", 0, 1)
+        loss_cost = _loss_cost(model, arguments, graphs, request.loss)
+        problem, chain = build_problem(graphs, loss_cost)
+        request.progress("eager step", 0, 1)
+        keep_all_peak = check(problem, Auto().solve(problem, 1 << 62).schedule).peak_bytes
+        eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
+        request.progress("eager step", 1, 1)
+    return Measured(arguments, graphs, problem, chain, eager, device, time.perf_counter() - started)
+
+
+def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
+    """The fastest plan within the budget. Its peak is checked on one real step, and corrected if need be.
+
+    Raises `BudgetTooSmall` naming the smallest budget that would do and the operation that binds it.
+    """
+    started = time.perf_counter()
+    budget_bytes = resolve_budget(request.budget, measured.eager_peak_bytes, measured.device)
+    target_bytes = budget_bytes
+    for attempt in range(4):
+        request.progress("solve", attempt, 4)
+        solution = _solve(measured, request, target_bytes)
+        if not solution.status.fits:
+            raise _too_small(measured, solution, budget_bytes)
+        planned = _planned(measured, solution, budget_bytes, module)
+        request.progress("check", attempt, 4)
+        peak_bytes = measured_peak_bytes(module, planned.compile_for(module), measured, request.loss)
+        if peak_bytes is None or peak_bytes <= budget_bytes:
+            break
+        # The prediction was short by this much: ask for that much less.
+        target_bytes -= (peak_bytes - budget_bytes) + (1 << 10)
+    else:
+        raise BudgetTooSmall(
+            f"the plan for {format_bytes(budget_bytes)} takes {format_bytes(peak_bytes)} when run, after 4 "
+            "corrections. Raise the budget a little.",
+            peak_bytes,
+            solution.schedule.ops[0].name,
+        )
+    request.progress("check", 4, 4)
+    planning_s = measured.measuring_s + time.perf_counter() - started
+    planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes)
+    return planned
+
+
+def _solve(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solution:
+    solver = request.solver or Auto(chain=measured.chain)
+    return solver.solve(measured.problem, budget_bytes)
+
+
+def _planned(measured: Measured, solution: Solution, budget_bytes: int, module: torch.nn.Module) -> Planned:
+    problem = measured.problem
+    if solution.status.fits:
+        check(problem, solution.schedule, None)  # no schedule is believed unchecked
+    simulation = simulate(problem, solution.schedule)
+    plan = Plan(
+        budget_bytes=budget_bytes,
+        peak_bytes=simulation.peak_bytes,
+        time_ms=simulation.time_ms,
+        baseline_peak_bytes=measured.eager_peak_bytes,
+        baseline_time_ms=problem.keep_all_time_ms,
+        solver=solution.solver,
+        planning_s=0.0,
+        schedule=solution.schedule,
+        recompute=solution.recompute,
+    )
+    first_stage = sum(op.name == LOSS for op in problem.backward)
+    program = make_program(measured.graphs.K_graph, solution.recompute, first_stage)
+    header = (
+        f"{type(module).__name__} under {format_bytes(budget_bytes)}: generated code, to be read and stepped through.\n"
+        f"Predicted peak {format_bytes(plan.peak_bytes)}, overhead {plan.overhead:+.1%}, by {plan.solver}."
+    )
+    return Planned(plan, program, header)
+
+
+def _too_small(measured: Measured, solution: Solution, budget_bytes: int) -> BudgetTooSmall:
+    smallest = solution.smallest_budget_bytes or solution.peak_bytes
+    op = solution.binding_op or "the first operation"
+    return BudgetTooSmall(
+        f"budget {format_bytes(budget_bytes)} < {format_bytes(smallest)}, the smallest for which a schedule was found "
+        f"(bound at {op}{_where(measured, op)}). Raise the budget to at least {smallest} bytes, reduce the batch, or "
+        f"split that operation.",
+        smallest,
+        op,
+    )
+
+
+def _where(measured: Measured, binding_op: str) -> str:
+    """The user's own words for an operation: submodule and source line."""
+    name = binding_op.split()[-1].split(".backward")[0]
+    for op in measured.graphs.D_graph:
+        if op.name == name:
+            return f", {op.source}"
+    return ""
+
+
+# ---- real steps --------------------------------------------------------------------------------------
+
+
+def _device(graphs: AllGraphs) -> torch.device:
+    devices = [info.device for info in graphs.D_graph.values.values()]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _loss_cost(
+    model: torch.nn.Module, sample: Sample, graphs: AllGraphs, loss: LossFunction | None
+) -> LossCost:
+    if loss is None:
+        return assumed_loss_cost(graphs.K_graph)
+    with borrowed(model), torch.no_grad():
+        output = run_graph(graphs.D_graph, model, sample)
+    for name, tensor in zip(graphs.D_graph.output_names, _distinct(output), strict=True):
+        tensor.requires_grad_(graphs.D_graph.values[name].requires_grad)
+    with borrowed(model), torch.enable_grad():
+        return measure_loss(loss, output)
+
+
+def _distinct(output: Any) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in leaves(output)}.values())
+
+
+def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> None:
+    """One forward and backward, holding the output to the end as training loops do."""
+    with torch.enable_grad():
+        output = step(*sample.args, **sample.kwargs)
+        if loss is None:
+            backward_from(leaves(output))
+        else:
+            loss(output).backward()
+
+
+def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> int:
+    """Most bytes that one step allocates at once above what was there before."""
+    with AllocationLog(device) as log:
+        run_step(step, sample, loss)
+    return log.peak_bytes
+
+
+def _eager_peak_bytes(
+    model: torch.nn.Module,
+    sample: Sample,
+    loss: LossFunction | None,
+    device: torch.device,
+    keep_all_peak_bytes: int,
+) -> int:
+    """Peak of the eager step, measured; what keep-all takes, where eager does not fit the device.
+
+    Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
+    """
+    try:
+        with borrowed(model, {device}):
+            measured = peak_of(model, sample, loss, device)
+    except (torch.OutOfMemoryError, MemoryError):
+        return keep_all_peak_bytes
+    return max(measured, keep_all_peak_bytes) if loss is None else measured
+
+
+def measured_peak_bytes(
+    module: torch.nn.Module, compiled: CompiledProgram, measured: Measured, loss: LossFunction | None
+) -> int:
+    """Peak of one real step of the plan on the sample. The module is left as it was."""
+    from rockmate.runner import Runner
+
+    runner = Runner(module, measured.graphs.D_graph, measured.sample, compiled)
+    with training_mode(module), borrowed(module, {measured.device}):
+        return peak_of(runner, measured.sample, loss, measured.device)
+
+
+def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> tuple[Measured, Planned]:
+    """Measure and plan in one go."""
+    check_budget(request.budget)
+    measured = measure(model, sample, request)
+    return measured, make_plan(measured, request, model)

@@ -1,0 +1,36 @@
+"""Progress of planning, for a person to watch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Display
+
+Progress = Callable[[str, int, int], None]
+"""Told the stage's name, how many of its parts are done, and how many there are."""
+
+
+@contextlib.contextmanager
+def progress_display(wanted: bool | Progress) -> Iterator[Progress]:
+    """A callable to report to: the user's own, a display on standard error, or one that ignores what it is told."""
+    if callable(wanted):
+        yield wanted
+    elif not wanted:
+        yield lambda stage, done, total: None
+    else:
+        columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
+        with Display(*columns, console=Console(stderr=True)) as display:
+            tasks: dict[str, int] = {}
+
+            def tell(stage: str, done: int, total: int) -> None:
+                for other, task in tasks.items():
+                    if other != stage:
+                        display.stop_task(display.tasks[task].id)
+                if stage not in tasks:
+                    tasks[stage] = display.add_task(stage, total=total)
+                display.update(display.tasks[tasks[stage]].id, completed=done, total=total)
+
+            yield tell

@@ -1,0 +1,93 @@
+"""Calls compiled code in a module's place: checks the call, runs the forward, rebuilds the output."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from rkgb import DGraph, Sample
+from rkgb.call import is_ref
+from rkgb.dgraph import leaf_tensors
+from rkgb.tree import leaves, map_leaves
+from rockmate.codegen import CompiledProgram
+from rockmate.errors import InputMismatch, PlanMismatch
+from rockmate.runtime import Step
+
+
+class Runner:
+    """A planned forward, called like the module that it stands for."""
+
+    def __init__(
+        self, module: torch.nn.Module, graph: DGraph, sample: Sample, compiled: CompiledProgram
+    ) -> None:
+        self._module = module
+        self._graph = graph
+        self._compiled = compiled
+        self._signature = inspect.signature(module.forward)
+        self._skeleton = sample.skeleton()
+        self._expected = [_traits(tensor) for tensor in sample.tensors]
+        self._output_names = graph.output_names
+        self._submodules = list(module.named_modules())
+        self._parameters = list(module.named_parameters())
+        self._modes = [submodule.training for _, submodule in self._submodules]
+        self._gradients = [parameter.requires_grad for _, parameter in self._parameters]
+        self._input_outputs = {name for name in self._output_names if name in graph.leaves}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, as the module would. Raises `InputMismatch` or `PlanMismatch` before anything runs."""
+        bound = self._signature.bind(*args, **kwargs)
+        tensors = self._checked(Sample(bound.args, bound.kwargs))
+        self._check_module()
+        results = self._compiled.forward(Step(self._compiled.tables), *tensors)
+        values = dict(zip(self._output_names, results, strict=True))
+        if self._input_outputs:
+            values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}
+        return map_leaves(lambda ref: values[ref.name], self._graph.output, is_ref)
+
+    def _checked(self, call: Sample) -> list[torch.Tensor]:
+        tensors = call.tensors
+        if call.skeleton() != self._skeleton:
+            raise InputMismatch(
+                f"the arguments {call.skeleton()} differ from the sample's {self._skeleton} in structure or in a value "
+                "that is no tensor. Plan the module again with such a sample."
+            )
+        for index, (tensor, expected) in enumerate(zip(tensors, self._expected, strict=True)):
+            found = _traits(tensor)
+            if found != expected:
+                raise InputMismatch(
+                    f"tensor {index} of this call is {_describe(found)}, but the sample's was {_describe(expected)}: "
+                    "the plan holds for the sample's shapes. Make a batch of that shape, or plan the module again "
+                    "with this one."
+                )
+        return tensors
+
+    def _check_module(self) -> None:
+        for (name, submodule), mode in zip(self._submodules, self._modes, strict=True):
+            if submodule.training is not mode:
+                raise PlanMismatch(
+                    f"submodule {name or '(root)'!r} is in {'training' if submodule.training else 'eval'} mode, but was "
+                    "not when the module was planned. Put it back, or plan the module again."
+                )
+        for (name, parameter), flag in zip(self._parameters, self._gradients, strict=True):
+            if parameter.requires_grad is not flag:
+                raise PlanMismatch(
+                    f"requires_grad of {name!r} is {parameter.requires_grad}, but was {flag} when the module was "
+                    "planned. Put it back, or plan the module again."
+                )
+
+
+def _traits(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device, bool]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _describe(traits: tuple[tuple[int, ...], torch.dtype, torch.device, bool]) -> str:
+    shape, dtype, device, requires_grad = traits
+    grad = " requiring a gradient" if requires_grad else ""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{grad}"
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in a module's output, in order."""
+    return leaves(output)

@@ -1,0 +1,238 @@
+"""What generated code calls while it runs.
+
+A handle stands in the autograd graph for a saved tensor that the plan forgets. The first handle
+that is asked for its tensor runs the segment of recomputation that fills it, and its fellows. All
+state belongs to one call of the module (`Step`) and is owned by that call's handles: it lives
+exactly as long as the autograd graph does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rockmate.errors import PlanMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenTensor:
+    """Where a forgotten saved tensor comes back from: the segment, and its place in its storage."""
+
+    segment: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCode:
+    """A segment as the runtime needs it."""
+
+    run: Callable[[Step], None]
+    is_random: bool
+    makes: frozenset[str]  # keys of kept values that it stores
+
+
+@dataclass(slots=True)
+class StepTables:
+    """What all calls of one generated module share."""
+
+    saved_counts: dict[str, int]  # by operation: how many tensors it saves
+    forgotten: dict[str, dict[int, ForgottenTensor]]  # by operation and packing order
+    segments: list[SegmentCode]
+    generators: dict[str, torch.Generator]  # by device, of the operations that are repeated
+
+
+class Handle:
+    """Stands for one saved tensor. Empty until its segment has run, if it is a forgotten one."""
+
+    __slots__ = ("__weakref__", "segment", "step", "value", "version")
+
+    def __init__(self, value: torch.Tensor | None, version: int) -> None:
+        self.value = value
+        self.version = version
+        self.step: Step | None = None
+        self.segment = -1
+
+
+def _unpack(handle: Handle) -> torch.Tensor:
+    if handle.value is None:
+        assert handle.step is not None
+        handle.step.run(handle.segment)
+        if handle.value is None:
+            raise PlanMismatch("a recomputation did not give back the tensor asked for: plan the module again.")
+    elif handle.value._version != handle.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an in-place operation: "
+            f"a tensor of shape {list(handle.value.shape)} is at version {handle.value._version}; expected version "
+            f"{handle.version} instead. Do not change what the forward used before the backward has run."
+        )
+    return handle.value
+
+
+class Step:
+    """One call of the module: what it keeps for recomputation, and the handles that it has given out."""
+
+    __slots__ = ("__weakref__", "_handles", "_random", "_tables", "_values")
+
+    def __init__(self, tables: StepTables) -> None:
+        self._tables = tables
+        self._values: dict[str, torch.Tensor] = {}
+        self._random: dict[str, torch.Tensor] = {}
+        # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
+        self._handles: dict[str, list[weakref.ref[Handle]]] = {}
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forgets(self, op: str) -> _Forgetting:
+        """Context of an operation some of whose saved tensors are forgotten."""
+        return _Forgetting(self, op)
+
+    def keep(self, key: str, value: torch.Tensor) -> None:
+        """Keep `value` for a later segment."""
+        self._values[key] = value.detach()
+
+    def mark_random(self, op: str, device: str) -> None:
+        """Note the random stream's state before `op`, which will be repeated."""
+        self._random[op] = self._tables.generators[device].get_state()
+
+    def accept(self, op: str, handles: list[Handle]) -> None:
+        """Take over what `op` packed: forget what the plan forgets."""
+        if not handles:
+            return  # nothing was saved: gradients are off for this operation
+        expected = self._tables.saved_counts[op]
+        if len(handles) != expected:
+            raise PlanMismatch(
+                f"%{op} saved {len(handles)} tensors for its backward, but {expected} when it was planned: "
+                "requires_grad flags have changed since. Plan the module again."
+            )
+        for index, forgotten in self._tables.forgotten[op].items():
+            handle = handles[index]
+            handle.value = None
+            handle.step = self
+            handle.segment = forgotten.segment
+        self._handles[op] = [weakref.ref(handle) for handle in handles]
+
+    # ---- recomputation --------------------------------------------------------------------------
+
+    def run(self, segment: int) -> None:
+        """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
+        code = self._tables.segments[segment]
+        generators = self._tables.generators.values() if code.is_random else ()
+        states = [(generator, generator.get_state()) for generator in generators]
+        try:
+            with torch.no_grad():
+                code.run(self)
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+    def take(self, key: str, last: bool) -> torch.Tensor:
+        """A kept value; forgotten after its last use, unless the graph will be walked again."""
+        if key not in self._values:
+            self._make(key)
+        if last and not torch._C._autograd._get_current_graph_task_keep_graph():
+            return self._values.pop(key)
+        return self._values[key]
+
+    def _make(self, key: str) -> None:
+        """A partial backward may skip the stage whose segment makes `key`: run that segment first."""
+        for index, code in enumerate(self._tables.segments):
+            if key in code.makes:
+                self.run(index)
+                return
+        raise PlanMismatch(
+            f"the kept value {key} is gone: the backward ran a second time. Pass retain_graph=True to the first."
+        )
+
+    def rewind(self, op: str, device: str) -> None:
+        """Put the random stream where it was when `op` first ran."""
+        self._tables.generators[device].set_state(self._random[op])
+
+    def fill(self, op: str, index: int, value: torch.Tensor) -> None:
+        """Give a forgotten tensor back: `value` shares its storage."""
+        reference = self._handles[op][index]
+        handle = reference()
+        if handle is None:
+            return  # its node has run already, or was never reached
+        place = self._tables.forgotten[op][index]
+        handle.value = value.as_strided(place.size, place.stride, place.offset)
+        handle.version = handle.value._version
+
+    def captures(self, op: str) -> _Capturing:
+        """Context in which `op` is repeated for the sake of what autograd saves for it."""
+        return _Capturing()
+
+
+class _Forgetting:
+    """Packs handles instead of tensors while one operation runs."""
+
+    __slots__ = ("_handles", "_hooks", "_op", "_step")
+
+    def __init__(self, step: Step, op: str) -> None:
+        self._step = step
+        self._op = op
+        self._handles: list[Handle] = []
+        # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(_packer(self._handles), _unpack)
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+        if error is None:
+            self._step.accept(self._op, self._handles)
+        self._handles.clear()
+
+
+def _packer(handles: list[Handle]) -> Callable[[torch.Tensor], Handle]:
+    def pack(tensor: torch.Tensor) -> Handle:
+        # Detached, or an output would own the graph node that owns the handle that owns it.
+        handle = Handle(tensor.detach(), tensor._version)
+        handles.append(handle)
+        return handle
+
+    return pack
+
+
+class _Capturing:
+    """Records what autograd would save, in packing order, and builds a graph that holds nothing."""
+
+    __slots__ = ("_grad", "_hooks", "_saved")
+
+    def __init__(self) -> None:
+        saved: list[torch.Tensor] = []
+        self._saved = saved
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.detach()), _discarded
+        )
+        self._grad = torch.enable_grad()
+
+    def __enter__(self) -> list[torch.Tensor]:
+        self._grad.__enter__()
+        self._hooks.__enter__()
+        return self._saved
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+        self._grad.__exit__(kind, error, traceback)
+        self._saved = []
+
+
+def _discarded(_: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a repeated operation is never walked")
+
+
+def differentiable(value: torch.Tensor) -> torch.Tensor:
+    """`value` as autograd saw it in the forward: requiring a gradient."""
+    return value.detach().requires_grad_()

@@ -1,0 +1,50 @@
+"""Recomputation schedules of training steps, on plain numbers: problems, schedules, solvers and a checker."""
+
+from .auto import Auto
+from .baselines import Chen, KeepAll, KeepNone
+from .checker import CheckedSchedule, check
+from .evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_time
+from .greedy import Greedy, improve_plan
+from .oracle import Oracle
+from .problem import BackwardOp, Chain, Data, ForwardOp, Problem, Recompute
+from .rotor import Rotor, RotorTable
+from .schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError, schedule_of
+from .smallest import SmallestBudget, smallest_budget
+from .solver import Solution, Solver, Status
+
+__all__ = [
+    "Auto",
+    "Backward",
+    "BackwardOp",
+    "Chain",
+    "CheckedSchedule",
+    "Chen",
+    "Compute",
+    "Data",
+    "Evaluation",
+    "Forget",
+    "ForwardOp",
+    "Greedy",
+    "KeepAll",
+    "KeepNone",
+    "Op",
+    "Oracle",
+    "Problem",
+    "Recompute",
+    "Rotor",
+    "RotorTable",
+    "Schedule",
+    "ScheduleError",
+    "SmallestBudget",
+    "Solution",
+    "Solver",
+    "Status",
+    "check",
+    "evaluate",
+    "improve_plan",
+    "memory_curve",
+    "normalise",
+    "peak_and_time",
+    "schedule_of",
+    "smallest_budget",
+]

@@ -1,0 +1,256 @@
+"""The problem on plain numbers: forward operations, backward operations, and the data between them.
+
+A training step computes every forward operation once in order, then every backward operation once in order.
+Between, just before a backward operation, forward operations may be computed again. What is computed again,
+and when, is the only freedom; it is written as a `Recompute` (see `evaluate` for the memory and time of one).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+Recompute = tuple[tuple[int, ...], ...]
+"""One sorted tuple of forward indices per backward operation: what is recomputed just before it."""
+
+JSON_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Something with bytes: the storage that a forward operation fills, or a tensor that it saves."""
+
+    name: str  # unique among data, no white space
+    size_bytes: int
+    producer: int  # index in Problem.forward
+    kind: str = "data"  # "data", or "phantom": saved by its producer for the backward only
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOp:
+    """One forward operation: reads data of earlier operations, fills its outputs."""
+
+    name: str  # unique among forward operations, no white space
+    time_ms: float
+    inputs: tuple[int, ...]  # indices of Data read; model inputs and parameters are not Data
+    outputs: tuple[int, ...]  # indices of Data produced (phantoms included); may be empty
+    workspace_bytes: int = 0  # highest extra bytes while it runs, beyond its inputs and all its outputs
+    recomputable: bool = True  # False: must never be computed a second time
+    replay_bytes: int = 0  # bytes resident from its first to its last computation, if it is ever recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOp:
+    """One backward operation; gradients are not Data, their lifetimes are given by the two byte counts."""
+
+    name: str  # unique among backward operations, no white space
+    time_ms: float
+    needs: tuple[int, ...]  # Data that must be alive
+    resident_bytes: int  # gradients alive when it starts, hence also during the recomputations just before it
+    peak_bytes: int  # highest bytes of gradients and workspace while it runs (>= resident_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A whole training step.
+
+    Raises `ValueError`, naming the operation or data, if the numbers do not describe a step.
+    """
+
+    data: tuple[Data, ...]
+    forward: tuple[ForwardOp, ...]  # in execution order
+    backward: tuple[BackwardOp, ...]  # in execution order; the first ones usually are the user's loss
+    held: frozenset[int] = frozenset()  # Data held by the user from their computation to the end of the step
+    base_bytes: int = 0  # resident throughout the step
+
+    def __post_init__(self) -> None:
+        _check_names("data", [item.name for item in self.data])
+        _check_names("forward operation", [op.name for op in self.forward])
+        _check_names("backward operation", [op.name for op in self.backward])
+        _check_data(self)
+        _check_forward(self)
+        _check_backward(self)
+        for index in self.held:
+            if not 0 <= index < len(self.data):
+                raise ValueError(f"held: there is no data {index}; give indices below {len(self.data)}")
+        if self.base_bytes < 0:
+            raise ValueError(f"base_bytes is {self.base_bytes}; it must not be negative")
+
+    @property
+    def keep_all_time_ms(self) -> float:
+        """Time of the step without any recomputation, in milliseconds."""
+        return math.fsum(op.time_ms for op in self.forward) + math.fsum(op.time_ms for op in self.backward)
+
+    @property
+    def no_recompute(self) -> Recompute:
+        """The plan that recomputes nothing (keep-all)."""
+        return ((),) * len(self.backward)
+
+    def forward_users(self) -> list[list[int]]:
+        """For each data, the forward operations that read it, in order."""
+        users: list[list[int]] = [[] for _ in self.data]
+        for index, op in enumerate(self.forward):
+            for item in op.inputs:
+                users[item].append(index)
+        return users
+
+    def backward_users(self) -> list[list[int]]:
+        """For each data, the backward operations that need it, in order."""
+        users: list[list[int]] = [[] for _ in self.data]
+        for index, op in enumerate(self.backward):
+            for item in op.needs:
+                users[item].append(index)
+        return users
+
+    def renewed(self, index: int) -> tuple[int, ...]:
+        """Outputs of forward operation `index` that a recomputation makes anew (not the held ones)."""
+        return tuple(item for item in self.forward[index].outputs if item not in self.held)
+
+    def to_json(self) -> str:
+        """The problem as versioned JSON text; `Problem.from_json` reads it back."""
+        content = asdict(self)
+        content["held"] = sorted(self.held)
+        return json.dumps({"version": JSON_VERSION, **content})
+
+    @staticmethod
+    def from_json(text: str) -> Problem:
+        """Read what `to_json` wrote. Raises `ValueError` on another version or on numbers of no step."""
+        content = json.loads(text)
+        if content.get("version") != JSON_VERSION:
+            raise ValueError(
+                f"problem has version {content.get('version')!r}; this code reads {JSON_VERSION}"
+            )
+        return Problem(
+            data=tuple(Data(**item) for item in content["data"]),
+            forward=tuple(
+                ForwardOp(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
+                for op in content["forward"]
+            ),
+            backward=tuple(BackwardOp(**{**op, "needs": tuple(op["needs"])}) for op in content["backward"]),
+            held=frozenset(content["held"]),
+            base_bytes=content["base_bytes"],
+        )
+
+    def __str__(self) -> str:
+        total = sum(item.size_bytes for item in self.data)
+        return (
+            f"Problem({len(self.forward)} forward, {len(self.backward)} backward, {len(self.data)} data of "
+            f"{total / 2**20:.1f} MiB, {self.keep_all_time_ms:.2f} ms)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A partition of a problem into a sequence of blocks, for solvers that work along a chain.
+
+    Raises `ValueError` if the blocks are not contiguous or the backward operations do not go back through
+    them.
+    """
+
+    blocks: tuple[range, ...]  # contiguous ranges of forward indices that cover all of them in order
+    backward_block: tuple[int, ...]  # block of each backward operation; len(blocks) for those of the loss
+
+    def __post_init__(self) -> None:
+        expected = 0
+        for index, block in enumerate(self.blocks):
+            if block.start != expected or block.step != 1 or len(block) == 0:
+                raise ValueError(
+                    f"block {index} is {block}; it must start at {expected} and must not be empty"
+                )
+            expected = block.stop
+        previous = len(self.blocks)
+        for stage, index in enumerate(self.backward_block):
+            if not 0 <= index <= previous:
+                raise ValueError(
+                    f"backward operation {stage} is in block {index} after one in block {previous}; "
+                    "the backward must go back through the blocks"
+                )
+            previous = index
+
+    def check(self, problem: Problem) -> None:
+        """Raise `ValueError` unless this chain partitions `problem`."""
+        covered = self.blocks[-1].stop if self.blocks else 0
+        if covered != len(problem.forward):
+            raise ValueError(f"the blocks cover {covered} forward operations of {len(problem.forward)}")
+        if len(self.backward_block) != len(problem.backward):
+            raise ValueError(
+                f"backward_block has {len(self.backward_block)} entries for {len(problem.backward)} backward "
+                "operations"
+            )
+
+
+def check_recompute(problem: Problem, recompute: Recompute) -> None:
+    """Raise `ValueError` unless `recompute` is a plan for `problem` (sizes, order, recomputable)."""
+    if len(recompute) != len(problem.backward):
+        raise ValueError(f"plan has {len(recompute)} stages for {len(problem.backward)} backward operations")
+    for stage, group in enumerate(recompute):
+        if any(first >= second for first, second in itertools.pairwise(group)):
+            raise ValueError(f"plan stage {stage} is {group}; indices must strictly increase")
+        for index in group:
+            if not 0 <= index < len(problem.forward):
+                raise ValueError(f"plan stage {stage}: there is no forward operation {index}")
+            if not problem.forward[index].recomputable:
+                raise ValueError(f"plan stage {stage}: {problem.forward[index].name} is not recomputable")
+
+
+def _check_names(what: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if not name or name.split() != [name]:
+            raise ValueError(f"{what} is named {name!r}; names must be non-empty words without white space")
+        if name in seen:
+            raise ValueError(f"two {what}s are named {name}; names must be unique")
+        seen.add(name)
+
+
+def _check_data(problem: Problem) -> None:
+    for index, item in enumerate(problem.data):
+        if item.size_bytes < 0:
+            raise ValueError(f"data {item.name} has {item.size_bytes} bytes; sizes must not be negative")
+        if not 0 <= item.producer < len(problem.forward):
+            raise ValueError(f"data {item.name} has producer {item.producer}, which is no forward operation")
+        if index not in problem.forward[item.producer].outputs:
+            producer = problem.forward[item.producer].name
+            raise ValueError(f"data {item.name} is not among the outputs of its producer {producer}")
+
+
+def _check_time(name: str, time_ms: float) -> None:
+    if not (math.isfinite(time_ms) and time_ms >= 0):
+        raise ValueError(f"{name} takes {time_ms} ms; times must be finite and not negative")
+
+
+def _check_indices(problem: Problem, name: str, what: str, indices: tuple[int, ...]) -> None:
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"{name} lists a data twice in its {what} {indices}")
+    for item in indices:
+        if not 0 <= item < len(problem.data):
+            raise ValueError(f"{name}: there is no data {item}, listed in its {what}")
+
+
+def _check_forward(problem: Problem) -> None:
+    for index, op in enumerate(problem.forward):
+        _check_time(op.name, op.time_ms)
+        _check_indices(problem, op.name, "inputs", op.inputs)
+        _check_indices(problem, op.name, "outputs", op.outputs)
+        if op.workspace_bytes < 0 or op.replay_bytes < 0:
+            raise ValueError(f"{op.name} has negative workspace_bytes or replay_bytes")
+        for item in op.inputs:
+            if problem.data[item].producer >= index:
+                raise ValueError(f"{op.name} reads {problem.data[item].name} before it is produced")
+        for item in op.outputs:
+            if problem.data[item].producer != index:
+                raise ValueError(f"{op.name} outputs {problem.data[item].name}, which names another producer")
+
+
+def _check_backward(problem: Problem) -> None:
+    for op in problem.backward:
+        _check_time(op.name, op.time_ms)
+        _check_indices(problem, op.name, "needs", op.needs)
+        if not 0 <= op.resident_bytes <= op.peak_bytes:
+            raise ValueError(
+                f"{op.name} has resident_bytes {op.resident_bytes} and peak_bytes {op.peak_bytes}; "
+                "they must satisfy 0 <= resident_bytes <= peak_bytes"
+            )

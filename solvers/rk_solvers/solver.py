@@ -1,0 +1,101 @@
+"""What every solver is (`Solver`) and returns (`Solution`)."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from dataclasses import dataclass
+
+from .evaluate import evaluate, normalise
+from .problem import Problem, Recompute
+from .schedule import Schedule, schedule_of
+
+
+class Status(enum.Enum):
+    """How a solve ended; the value is the sentence shown to the user."""
+
+    OPTIMAL = "No schedule of this class that fits the budget takes less time."
+    FEASIBLE = (
+        "The schedule fits the budget. A faster one may exist: raise the solver's time limit or number of "
+        "tries to search longer."
+    )
+    INFEASIBLE = (
+        "No schedule known to this solver fits the budget. Raise the budget to at least the smallest one "
+        "reported, or reduce the batch."
+    )
+
+    @property
+    def fits(self) -> bool:
+        """Whether a schedule within the budget was found."""
+        return self is not Status.INFEASIBLE
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A schedule with its cost. If infeasible, it is the lowest-peak schedule that the solver knows."""
+
+    status: Status
+    recompute: Recompute
+    schedule: Schedule
+    time_ms: float
+    peak_bytes: int
+    solver: str  # name of the solver that found it
+    smallest_budget_bytes: int | None = None  # infeasible only: the peak of this schedule
+    binding_op: str | None = None  # infeasible only: the operation of that peak, such as "compute linear_3"
+
+    def __str__(self) -> str:
+        count = sum(len(group) for group in self.recompute)
+        word = "fits" if self.status.fits else "does not fit"
+        return (
+            f"Solution({self.solver}: {word}, peak {self.peak_bytes / 2**20:.1f} MiB, "
+            f"{self.time_ms:.2f} ms, {count} recomputations)"
+        )
+
+
+class Solver(abc.ABC):
+    """Finds a schedule of least time whose peak fits a budget. Options are the subclass's fields."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Short name shown in solutions."""
+
+    @abc.abstractmethod
+    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
+        """Solve `problem` under `budget_bytes`; a budget that is too small is a `Status`, not an error."""
+
+
+def solution_of(
+    problem: Problem, budget_bytes: int, recompute: Recompute, solver: str, *, optimal: bool = False
+) -> Solution:
+    """Evaluate a plan, in its normal form, against a budget."""
+    plan = normalise(problem, recompute)
+    result = evaluate(problem, plan)
+    schedule = schedule_of(problem, plan)
+    if result.peak_bytes > budget_bytes:
+        return Solution(
+            Status.INFEASIBLE,
+            plan,
+            schedule,
+            result.time_ms,
+            result.peak_bytes,
+            solver,
+            result.peak_bytes,
+            result.peak_at,
+        )
+    status = Status.OPTIMAL if optimal or not any(plan) else Status.FEASIBLE
+    return Solution(status, plan, schedule, result.time_ms, result.peak_bytes, solver)
+
+
+def best_solution(problem: Problem, budget_bytes: int, plans: list[tuple[str, Recompute]]) -> Solution:
+    """The fastest of named plans that fits the budget, else that of lowest peak. Raises if there is none."""
+    if not plans:
+        raise ValueError("best_solution needs at least one plan")
+    ranked: list[tuple[bool, float, float, int]] = []
+    for order, (_, plan) in enumerate(plans):
+        result = evaluate(problem, normalise(problem, plan))
+        over = result.peak_bytes > budget_bytes
+        costs = (result.peak_bytes, result.time_ms) if over else (result.time_ms, result.peak_bytes)
+        ranked.append((over, *costs, order))
+    name, plan = plans[min(ranked)[-1]]
+    return solution_of(problem, budget_bytes, plan, name)

@@ -1,0 +1,84 @@
+"""What every test shares: fixed threads, a fixed seed, visible skips, golden files."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+THREADS = 2
+SEED = 20_240
+GOLDEN_FOLDER = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite the files of tests/golden/ from what the code does now, instead of comparing with them",
+    )
+
+
+def pytest_configure() -> None:
+    # Sums are split among threads, so results are equal from run to run only when their number is fixed.
+    torch.set_num_threads(THREADS)
+
+
+def required_features() -> frozenset[str]:
+    """The features that ROCKMATE_REQUIRE lists: a test that needs one of them may not be skipped."""
+    listed = os.environ.get("ROCKMATE_REQUIRE", "")
+    return frozenset(name.strip() for name in listed.split(",") if name.strip())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+        return
+    if "cuda" in required_features():
+        pytest.fail("ROCKMATE_REQUIRE lists cuda, but torch.cuda.is_available() is False", pytrace=False)
+    pytest.skip("needs an NVIDIA GPU (ROCKMATE_REQUIRE=cuda makes this a failure)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """A test marked with a required feature that skips itself fails: a skip must never look like a pass."""
+    report = yield
+    required = sorted(name for name in required_features() if item.get_closest_marker(name) is not None)
+    if report.skipped and required and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, though ROCKMATE_REQUIRE lists {', '.join(required)}: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seeds every generator before each test, so that no test depends on those run before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    return SEED
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` asserts that tests/golden/<name> holds this text; --update-golden rewrites it."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN_FOLDER / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"{path} is missing: run `make golden`, read it, and commit it"
+        expected = path.read_text(encoding="utf-8")
+        assert text == expected, (
+            f"{path} differs: if the change is meant, run `make golden` and read the diff"
+        )
+
+    return compare

@@ -1,0 +1,51 @@
+"""The scripts that people run first do run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_script(*arguments: str) -> str:
+    """Standard output of a script of the repository, run as from its root."""
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "solvers")])
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_demo_trains_and_draws(tmp_path):
+    text = run_script("examples/demo.py", "--quick", "--output", str(tmp_path))
+    assert "after 3 steps equal to eager's" in text
+    assert "off by up to" not in text
+    figures = {path.name for path in tmp_path.iterdir()}
+    assert figures == {f"{name}-tiny.{suffix}" for name in ("gpt2", "resnet50") for suffix in ("png", "pdf")}
+
+
+@pytest.mark.slow
+def test_step_benchmark_writes_its_results(tmp_path):
+    run_script(
+        "benchmarks/step.py", "--quick", "--models", "gpt2", "--repeats", "2", "--output", str(tmp_path)
+    )
+    (path,) = tmp_path.iterdir()
+    result = json.loads(path.read_text(encoding="utf-8"))
+    contenders = {contender["label"]: contender for contender in result["contenders"]}
+    assert {"eager", "checkpoint", "rockmate 1.00", "rockmate 0.50"} <= contenders.keys()
+    for contender in contenders.values():
+        assert contender["largest_gradient_difference"] == 0
+        if contender["budget_bytes"] is not None:
+            assert contender["measured_peak_bytes"] <= contender["budget_bytes"]
+    assert [bar["limit"] for bar in result["bars"]] == [1.02, 1.15, 1.25]
