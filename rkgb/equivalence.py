@@ -48,7 +48,7 @@ class _Writer:
     def __init__(self, graph: DGraph) -> None:
         self._graph = graph
         self.numbers: dict[str, int] = {}
-        self._storages: dict[str, int] = {}
+        self._described: set[str] = set()
 
     def number(self, name: str) -> str:
         return str(self.numbers.setdefault(name, len(self.numbers)))
@@ -63,19 +63,19 @@ class _Writer:
         return repr(tree)
 
     def _describe(self, name: str) -> str:
-        known = name in self.numbers
         number = self.number(name)
-        if known:
+        if name in self._described:
             return number
+        self._described.add(name)
         info = self._graph.values[name]
         leaf = self._graph.leaves.get(name)
         kind = "value" if leaf is None else leaf.kind.value
         # Which values share a storage decides bytes; so do small constants' values, as numbers do.
-        storage = self._storages.setdefault(info.owner, len(self._storages))
+        owner = self.number(info.owner)
         held = ""
         if leaf is not None and leaf.kind is LeafKind.CONSTANT and isinstance(leaf.constant, torch.Tensor):
             held = repr(leaf.constant.flatten()[:16].tolist()) if leaf.constant.device.type == "cpu" else ""
         return (
             f"{number}:{kind}:{info.dtype}:{info.shape}:{info.stride}:{info.offset}:{info.device}:"
-            f"{info.requires_grad}:s{storage}:{info.storage_bytes}:{held}"
+            f"{info.requires_grad}:in {owner}:{info.storage_bytes}:{held}"
         )
