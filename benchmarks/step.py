@@ -119,9 +119,7 @@ def planned(label: str, entry: zoo.ZooEntry, budget: float) -> Contender | None:
 def first_gradients(contender: Contender, entry: zoo.ZooEntry) -> dict[str, Tensor]:
     """The gradients of one step, by parameter; the parameters are left without."""
     training_step(contender, entry)
-    found = {
-        name: value.grad for name, value in contender.weights.named_parameters() if value.grad is not None
-    }
+    found = {name: value.grad for name, value in contender.weights.named_parameters() if value.grad is not None}
     contender.weights.zero_grad(set_to_none=True)
     return found
 
@@ -129,9 +127,7 @@ def first_gradients(contender: Contender, entry: zoo.ZooEntry) -> dict[str, Tens
 def measure(contender: Contender, entry: zoo.ZooEntry, expected: dict[str, Tensor]) -> None:
     """Fills in the peak of a step, and how far its gradients are from those expected."""
     found = first_gradients(contender, entry)
-    assert found.keys() == expected.keys(), (
-        f"{contender.label}: other parameters have gradients than in eager"
-    )
+    assert found.keys() == expected.keys(), f"{contender.label}: other parameters have gradients than in eager"
     differences = [(found[name].double() - expected[name].double()).abs().max() for name in expected]
     contender.largest_gradient_difference = torch.stack(differences).max().item()
     with PeakMemory(entry.target.device) as memory:
@@ -191,9 +187,7 @@ def judge(contenders: list[Contender], bars: Sequence[Bar]) -> list[dict[str, An
 
 def table_of(contenders: list[Contender], title: str) -> Table:
     """One line per contender."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("")
     for heading in (
         "median\nstep",
@@ -276,9 +270,7 @@ def result_of(contender: Contender, reference: Contender) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     parser.add_argument("--repeats", type=int, default=11, help="timed steps of each contender (default 11)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

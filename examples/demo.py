@@ -234,14 +234,10 @@ def run(subject: Subject, options: argparse.Namespace, device: torch.device) -> 
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps")
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument(
-        "--budgets", nargs="+", type=float, default=[0.7, 0.5, 0.35], help="parts of eager's peak"
-    )
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5, 0.35], help="parts of eager's peak")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the figures")

@@ -199,9 +199,7 @@ def _never_unpacked(_: object) -> torch.Tensor:
     raise AssertionError("no backward runs while values are inspected")
 
 
-def _live(
-    nodes: list[DNode], values: Mapping[str, ValueInfo], leaves: set[str], outputs: list[str]
-) -> list[DNode]:
+def _live(nodes: list[DNode], values: Mapping[str, ValueInfo], leaves: set[str], outputs: list[str]) -> list[DNode]:
     """Nodes that reach an output, write into something that does, or move a random generator."""
     needed = set(outputs)
     needed_storages = {values[name].owner for name in outputs}

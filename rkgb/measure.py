@@ -98,7 +98,7 @@ class _FreshGradients(torch.autograd.Function):
         return outputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]  # torch leaves it to the subclass
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         gradients = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1e-3)
             for shape, stride, dtype, device in ctx.layouts
@@ -136,7 +136,7 @@ def _run_block(graph: DGraph, block: Block, given: dict[str, Any], observer: _Ob
             for name in dropped:
                 values.pop(name, None)
         outputs = [values[name] for name in block.outputs if values[name].requires_grad]
-        total = _FreshGradients.apply(*outputs) if outputs else None
+        total = _FreshGradients.apply(*outputs) if outputs else None  # type: ignore[no-untyped-call]
     values.clear()
     del outputs
     if total is not None:
@@ -267,7 +267,7 @@ class _MemoryObserver(_Observer):
         info = self.graph.values.get(source)
         plain = not tensor.is_conj() and not tensor.is_neg() and (info is None or info.dtype == tensor.dtype)
         return SavedTensor(
-            kind, source, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), refillable=plain
+            kind, source, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), refillable=plain
         )
 
     def profile(self, timings: list[_Timing]) -> BlockProfile:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 
@@ -55,7 +56,7 @@ class AllocationLog:
             torch.cuda.synchronize(self.device)
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
             return self
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
         self._profile = profile(use_cpu=True, profile_memory=True)
         with quiet_profiler():

@@ -66,12 +66,12 @@ def fresh_sample(sample: Sample, seed: int = 0) -> Sample:
             drawn = torch.empty_like(tensor).copy_(tensor.reshape(-1)[order].view(tensor.shape))
         return drawn.requires_grad_(tensor.requires_grad)
 
-    return sample.with_tensors([fresh(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in sample.tensors])
+    return sample.with_tensors(
+        [fresh(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in sample.tensors]
+    )
 
 
-def record_step(
-    module: torch.nn.Module, sample: Sample, forward: Callable[[Sample], Any], seed: int = 0
-) -> StepRecord:
+def record_step(module: torch.nn.Module, sample: Sample, forward: Callable[[Sample], Any], seed: int = 0) -> StepRecord:
     """Forward and backward by `forward`, from a seed; `module` is given back unchanged.
 
     The backward starts from fixed random gradients, so that no cancellation hides a difference.

@@ -184,9 +184,7 @@ def _connect_and_sort(graph: DGraph, nodes: list[SNode], leaf_views: list[DNode]
     return ordered
 
 
-def _mark_unrepeatable(
-    graph: DGraph, nodes: list[SNode], effects: list[DNode], leaf_views: list[DNode]
-) -> None:
+def _mark_unrepeatable(graph: DGraph, nodes: list[SNode], effects: list[DNode], leaf_views: list[DNode]) -> None:
     """Name the nodes that must run once, and why."""
     everything = [op for node in nodes for op in node.ops] + effects + leaf_views
     rewritten = {

@@ -11,9 +11,7 @@ import torch
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
     """The state of the CPU's generator and of those of the CUDA devices among `devices`."""
     generators = [torch.default_generator]
-    generators += [
-        torch.cuda.default_generators[device.index or 0] for device in devices if device.type == "cuda"
-    ]
+    generators += [torch.cuda.default_generators[device.index or 0] for device in devices if device.type == "cuda"]
     return [(generator, generator.get_state()) for generator in generators]
 
 

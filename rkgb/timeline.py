@@ -29,9 +29,7 @@ def forward_peaks(log: AllocationLog, op_marks: list[int]) -> list[int]:
     return peaks
 
 
-def merge_stages(
-    log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]
-) -> list[StageWindow]:
+def merge_stages(log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]) -> list[StageWindow]:
     """Fill in the windows' bytes, then join those that need not be told apart.
 
     `known` lists the storages that the forward made and that may live on, each by its address and

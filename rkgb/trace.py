@@ -1,51 +1,24 @@
 """Module and sample to B graph, by ``torch.jit.trace`` and a walk of its inlined graph.
 
 Operations stay composite (linear, layer_norm, scaled_dot_product_attention): half the nodes of a
-dispatcher-level trace and fewer Python calls. Shape arithmetic is folded while walking. What the
-tracer cannot see (regions without gradient, values read from data) is restored or refused here,
-and the replay check has the last word.
+dispatcher-level trace and fewer Python calls. What the tracer cannot see (regions without
+gradient, values read from data) is restored or refused, and the replay check has the last word.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
 import warnings
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit._trace import TracerWarning
 
-from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind, Source
-from rkgb.call import Call, Ref, is_ref
+from rkgb.bgraph import BGraph
 from rkgb.errors import TraceError
+from rkgb.jit_walker import JitWalker
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
-
-# The order of c10::ScalarType: traced graphs name a dtype by its place in that list.
-_SCALAR_TYPES = (
-    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool "
-    "qint8 quint8 qint32 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 "
-    "float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz uint16 uint32 uint64"
-).split()
-_MEMORY_FORMATS = (
-    torch.contiguous_format,
-    torch.preserve_format,
-    torch.channels_last,
-    torch.channels_last_3d,
-)
-# The tracer notes their results as needing no gradient even where they do.
-_UNRELIABLE_GRADIENT_FLAGS = frozenset({"aten::_convolution"})
-_NUMBER_CASTS: dict[str, Callable[[Any], Any]] = {
-    "aten::Int": int,
-    "aten::IntImplicit": int,
-    "aten::Float": float,
-    "aten::FloatImplicit": float,
-    "aten::Bool": bool,
-    "aten::ScalarImplicit": lambda number: number,
-}
 
 
 class _Flat(torch.nn.Module):
@@ -81,14 +54,14 @@ def trace(module: torch.nn.Module, sample: Sample) -> BGraph:
             ) from error
     if not leaves(flat.output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
-    walker = _Walker(module, sample)
+    walker = JitWalker(module, sample)
     walker.walk(traced.inlined_graph)
     remaining = iter(walker.output_refs)
     graph = BGraph(
         nodes=walker.nodes,
         leaves=walker.leaves,
         output=map_leaves(lambda _: next(remaining), flat.output),
-        warnings=[str(w.message) for w in caught if issubclass(w.category, torch.jit.TracerWarning)],
+        warnings=[str(w.message) for w in caught if issubclass(w.category, TracerWarning)],
     )
     graph.verify()
     return graph
@@ -101,312 +74,3 @@ def _refuse_scripted(module: torch.nn.Module) -> None:
                 f"submodule {path or '(root)'!r} is compiled by torch.jit ({type(submodule).__name__}): its "
                 "operations cannot be told apart. Use the Python module that it was made from."
             )
-
-
-class _Number:
-    """A tensor of the trace that only holds shape arithmetic: known now, on any input."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-def _is_number(leaf: object) -> bool:
-    return isinstance(leaf, _Number)
-
-
-class _Walker:
-    """Walks the inlined graph once, turning its C++ values into Python data."""
-
-    def __init__(self, module: torch.nn.Module, sample: Sample) -> None:
-        self.module = module
-        self.sample = sample
-        self.nodes: list[BNode] = []
-        self.leaves: dict[str, Leaf] = {}
-        self.output_refs: list[Ref] = []
-        self._values: dict[str, Any] = {}  # by the C++ value's name
-        self._paths: dict[str, str] = {}  # module values: their qualified name under the wrapper
-        self._leaf_of_tensor: dict[int, Ref] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._counts: Counter[str] = Counter()
-
-    def walk(self, graph: Any) -> None:
-        """Fill `nodes`, `leaves` and `output_refs`."""
-        self_value, *inputs = graph.inputs()
-        self._paths[self_value.debugName()] = ""
-        for index, value in enumerate(inputs):
-            name = self._name(f"input_{index}")
-            self.leaves[name] = Leaf(name, LeafKind.INPUT, index=index)
-            self._shapes[name] = tuple(self.sample.tensors[index].shape)
-            self._values[value.debugName()] = Ref(name)
-        for node in graph.nodes():
-            self._visit(node)
-        (result,) = graph.outputs()
-        self.output_refs = [self._as_ref(item) for item in self._read(result)]
-
-    def _visit(self, node: Any) -> None:
-        kind = node.kind()
-        if kind.startswith("prim::"):
-            self._visit_prim(kind.removeprefix("prim::"), node)
-        elif kind in _NUMBER_CASTS:
-            self._define(node, _NUMBER_CASTS[kind](self._number(node)))
-        elif kind in ("aten::size", "aten::dim", "aten::numel"):
-            self._define(node, self._fold_shape(kind, node))
-        else:
-            self._visit_op(node)
-
-    # ---- prim nodes: structure, constants, attributes -------------------------------------------
-
-    def _visit_prim(self, kind: str, node: Any) -> None:
-        inputs = list(node.inputs())
-        if kind == "Constant":
-            self._define(node, self._constant(next(iter(node.outputs())).toIValue()))
-        elif kind == "GetAttr":
-            self._visit_attribute(node, inputs[0])
-        elif kind == "ListConstruct":
-            self._define(node, [self._read(value) for value in inputs])
-        elif kind == "TupleConstruct":
-            self._define(node, tuple(self._read(value) for value in inputs))
-        elif kind in ("ListUnpack", "TupleUnpack"):
-            for output, item in zip(node.outputs(), self._read(inputs[0]), strict=True):
-                self._values[output.debugName()] = item
-        elif kind == "NumToTensor":
-            self._define(node, _Number(torch.tensor(self._read(inputs[0]))))
-        elif kind in ("device", "dtype"):
-            self._define(node, getattr(self._type_of(inputs[0]), kind)())
-        elif kind == "PythonOp":
-            self._visit_python_op(node)
-        else:
-            raise TraceError(
-                f"the trace holds {kind} at {_source(node)}: a scripted function or control flow inside the "
-                "graph. Call the plain Python function there."
-            )
-
-    def _constant(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        # Python numbers that meet tensors are traced as 0-dim tensors of these two dtypes; they must stay
-        # numbers, for a 0-dim tensor takes part in type promotion and a number does not.
-        if value.dim() == 0 and value.dtype in (torch.float64, torch.int64, torch.bool):
-            return _Number(value)
-        return self._constant_leaf(value)
-
-    def _constant_leaf(self, value: torch.Tensor) -> Ref:
-        name = self._name("constant")
-        self.leaves[name] = Leaf(name, LeafKind.CONSTANT, constant=value)
-        self._shapes[name] = tuple(value.shape)
-        return Ref(name)
-
-    def _visit_attribute(self, node: Any, owner: Any) -> None:
-        prefix = self._paths[owner.debugName()]
-        path = f"{prefix}.{node.s('name')}" if prefix else node.s("name")
-        output = next(iter(node.outputs()))
-        kind = output.type().kind()
-        if kind == "ClassType":
-            self._paths[output.debugName()] = path
-        elif kind == "TensorType":
-            self._define(node, self._tensor_leaf(path.removeprefix("wrapped.")))
-        else:
-            self._define(node, _attribute(self.module, path.removeprefix("wrapped.")))
-
-    def _tensor_leaf(self, path: str) -> Ref:
-        tensor = _attribute(self.module, path)
-        known = self._leaf_of_tensor.get(id(tensor))  # tied weights are one leaf
-        if known is not None:
-            return known
-        registered = any(tensor is buffer for buffer in self.module.buffers())
-        if isinstance(tensor, torch.nn.Parameter) or registered:
-            name = self._name(path.replace(".", "_"), numbered=False)
-            kind = LeafKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else LeafKind.BUFFER
-            self.leaves[name] = Leaf(name, kind, path=path)
-            self._shapes[name] = tuple(tensor.shape)
-            ref = Ref(name)
-        else:
-            ref = self._constant_leaf(tensor)
-        self._leaf_of_tensor[id(tensor)] = ref
-        return ref
-
-    # ---- operations -------------------------------------------------------------------------------
-
-    def _visit_python_op(self, node: Any) -> None:
-        values = iter(node.inputs())
-        scalars = iter(node.scalar_args())
-        args = tuple(self._read(next(values)) if kind == "d" else next(scalars) for kind in node.cconv())
-        function = node.pyobj()
-        owner = getattr(function, "__self__", function)  # the Function class; `function` is its bound apply
-        name = self._name(getattr(owner, "__name__", "function").lower())
-        outputs = list(node.outputs())
-        pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
-        self._append(name, Call(owner.apply, self._arguments(args)), pattern, node)
-
-    def _visit_op(self, node: Any) -> None:
-        function = _overload(node)
-        schema = function._schema.arguments
-        read = [self._read(value) for value in node.inputs()]
-        if leaves(read, _is_number) and not leaves(read, is_ref):
-            numbers = map_leaves(lambda number: number.tensor, read, _is_number)
-            result = function(*[_plain(v, a) for v, a in zip(numbers, schema, strict=True)])
-            self._define(node, _Number(result) if isinstance(result, torch.Tensor) else result)
-            return
-        values = self._arguments(read)
-        pairs = [(argument, _plain(v, argument)) for argument, v in zip(schema, values, strict=True)]
-        positional = tuple(value for argument, value in pairs if not argument.kwarg_only)
-        keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only and value is not None}
-        outputs = list(node.outputs())
-        name = self._name(function._schema.name.split("::")[-1].strip("_"))
-        if not leaves(read, is_ref) and outputs[0].type().kind() != "TensorType":
-            raise TraceError(f"{function} at {_source(node)} computes no tensor from no tensor: cannot be traced.")
-        pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
-        self._append(name, Call(function, positional, keywords), pattern, node)
-
-    def _append(self, name: str, call: Call, pattern: Any, node: Any) -> None:
-        self.nodes.append(BNode(name, call, pattern, self._grad_enabled(node, call), _source(node)))
-
-    def _grad_enabled(self, node: Any, call: Call) -> bool:
-        """Tracing does not record ``no_grad`` regions, but the requires_grad of every value shows them."""
-        if node.kind() in _UNRELIABLE_GRADIENT_FLAGS:
-            return True
-        recorded = [v.type().requires_grad() for v in node.outputs() if v.type().kind() == "TensorType"]
-        return any(recorded) or not recorded or not self._reads_gradient(node)
-
-    def _reads_gradient(self, node: Any) -> bool:
-        for value in node.inputs():
-            read = self._values.get(value.debugName())
-            leaf = self.leaves.get(read.name) if isinstance(read, Ref) else None
-            if leaf is not None:  # leaves carry no reliable flag in the traced types
-                if self._leaf_requires_grad(leaf):
-                    return True
-            elif value.type().kind() == "TensorType" and value.type().requires_grad():
-                return True
-        return False
-
-    def _leaf_requires_grad(self, leaf: Leaf) -> bool:
-        if leaf.kind is LeafKind.INPUT:
-            return self.sample.tensors[leaf.index].requires_grad
-        return leaf.kind is LeafKind.PARAMETER and bool(_attribute(self.module, leaf.path).requires_grad)
-
-    def _bind_outputs(self, name: str, outputs: list[Any]) -> tuple[Any, ...]:
-        return tuple(self._bind_output(f"{name}_{k}", output) for k, output in enumerate(outputs))
-
-    def _bind_output(self, name: str, output: Any) -> Any:
-        if output.type().kind() == "ListType":
-            unpack = next((use.user for use in output.uses() if use.user.kind() == "prim::ListUnpack"), None)
-            if unpack is None:
-                raise TraceError(f"%{name} returns a list whose length the trace does not tell. Unpack it in forward.")
-            pattern = [self._bind_output(f"{name}_{k}", item) for k, item in enumerate(unpack.outputs())]
-            self._values[output.debugName()] = pattern
-            return pattern
-        if output.type().kind() != "TensorType":
-            raise TraceError(
-                f"%{name} reads a number out of tensor data (a {output.type()}): the plan would be wrong for "
-                "other data. Keep such values in tensors, or compute them outside the module."
-            )
-        ref = Ref(name)
-        self._values[output.debugName()] = ref
-        sizes = output.type().sizes()
-        if sizes is not None:
-            self._shapes[name] = tuple(sizes)
-        return ref
-
-    # ---- values ------------------------------------------------------------------------------------
-
-    def _read(self, value: Any) -> Any:
-        return self._values[value.debugName()]
-
-    def _define(self, node: Any, value: Any) -> None:
-        self._values[next(iter(node.outputs())).debugName()] = value
-
-    def _number(self, node: Any) -> Any:
-        value = self._read(next(iter(node.inputs())))
-        if isinstance(value, _Number):
-            return value.tensor.item()
-        if not isinstance(value, Ref):
-            return value
-        leaf = self.leaves.get(value.name)
-        if leaf is not None and leaf.constant is not None:
-            return leaf.constant.item()
-        raise TraceError(
-            f"at {_source(node)} the module turns the tensor %{value.name} into a Python number: the graph would "
-            "be wrong for other data. Keep the value in a tensor, or compute it outside the module."
-        )
-
-    def _fold_shape(self, kind: str, node: Any) -> Any:
-        inputs = list(node.inputs())
-        shape = self._shape_of(inputs[0], node)
-        if kind == "aten::dim":
-            return len(shape)
-        if kind == "aten::numel":
-            return torch.Size(shape).numel()
-        return shape[self._read(inputs[1])] if len(inputs) > 1 else list(shape)
-
-    def _shape_of(self, value: Any, node: Any) -> tuple[int, ...]:
-        read = self._read(value)
-        if isinstance(read, _Number):
-            return tuple(read.tensor.shape)
-        if read.name not in self._shapes:
-            raise TraceError(f"at {_source(node)} the shape of %{read.name} depends on data: it cannot be planned.")
-        return self._shapes[read.name]
-
-    def _type_of(self, value: Any) -> Any:
-        return value.type()
-
-    def _arguments(self, values: Any) -> Any:
-        """Numbers become Python scalars where a tensor is expected too: that is what eager was given."""
-        return map_leaves(
-            lambda number: number.tensor.item() if number.tensor.dim() == 0 else self._constant_leaf(number.tensor),
-            values,
-            _is_number,
-        )
-
-    def _as_ref(self, item: Any) -> Ref:
-        if isinstance(item, Ref):
-            return item
-        return self._constant_leaf(item.tensor)
-
-    def _name(self, stem: str, numbered: bool = True) -> str:
-        if not numbered and stem not in self.leaves:
-            return stem
-        if stem.startswith("input_"):
-            return stem
-        self._counts[stem] += 1
-        return f"{stem}_{self._counts[stem] - 1}"
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    owner: Any = module
-    for part in path.split("."):
-        owner = getattr(owner, part)
-    return owner
-
-
-def _overload(node: Any) -> torch._ops.OpOverload:
-    schema = torch._C.parse_schema(node.schema())
-    namespace, name = schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    return getattr(packet, schema.overload_name or "default")
-
-
-def _plain(value: Any, argument: Any) -> Any:
-    """Enumerations are traced as integers: give them their Python names back."""
-    kind = str(argument.real_type)
-    if type(value) is not int:
-        return value
-    if "ScalarType" in kind:
-        return getattr(torch, _SCALAR_TYPES[value])
-    if "MemoryFormat" in kind:
-        return _MEMORY_FORMATS[value]
-    if "Layout" in kind:
-        return torch.strided if value == 0 else value
-    return value
-
-
-def _source(node: Any) -> Source:
-    scope = node.scopeName().rsplit("/", maxsplit=1)[-1].removeprefix("__module.")
-    path = "" if scope in ("wrapped", "") else scope.removeprefix("wrapped.")
-    location = ""
-    with contextlib.suppress(RuntimeError):
-        frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
-        outside = [frame for frame in frames if "/torch/" not in frame[0]]
-        if outside or frames:
-            file, line = (outside or frames)[0]
-            location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"
-    return Source(path, location)

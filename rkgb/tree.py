@@ -19,9 +19,7 @@ def is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def map_leaves(
-    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[object], bool] = is_tensor
-) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[object], bool] = is_tensor) -> Any:
     """Copy of `tree` in which every leaf chosen by `is_leaf` is replaced by ``function(leaf)``."""
     if is_leaf(tree):
         return function(tree)

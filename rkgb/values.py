@@ -35,7 +35,7 @@ def info_of(tensor: torch.Tensor, owner: str) -> ValueInfo:
     return ValueInfo(
         shape=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
-        offset=tensor.storage_offset(),
+        offset=int(tensor.storage_offset()),
         dtype=tensor.dtype,
         device=tensor.device,
         requires_grad=tensor.requires_grad,

@@ -18,12 +18,12 @@ RESERVE = 0.1  # part of the free memory left alone when the budget is "what is 
 _FORMS = 'Give bytes (2_000_000_000), a size ("2GiB"), a fraction of the eager peak (0.5), or None: what is free.'
 
 
-def check_budget(budget: Budget) -> None:
+def check_budget(budget: object) -> None:
     """Raise `BudgetError` now for a budget that could never be read, before anything is measured."""
     resolve_budget(budget, eager_peak_bytes=1 << 40, device=torch.device("cpu"))
 
 
-def resolve_budget(budget: Budget, eager_peak_bytes: int, device: torch.device) -> int:
+def resolve_budget(budget: object, eager_peak_bytes: int, device: torch.device) -> int:
     """The budget in bytes.
 
     A float is a fraction of `eager_peak_bytes`; None is what is free on `device` now, less 10 %.

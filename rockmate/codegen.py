@@ -49,9 +49,7 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
     tables = StepTables(
         saved_counts={op: len(program.graph.op_profiles[op].saved) for op in program.slots},
         forgotten={
-            op: {
-                s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots
-            }
+            op: {s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots}
             for op, slots in program.slots.items()
         },
         segments=[

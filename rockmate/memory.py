@@ -87,9 +87,7 @@ class PeakMemory:
         if PeakMemory.is_measuring:
             raise RuntimeError("PeakMemory does not nest: leave the outer `with PeakMemory(...)` first")
         if _profiler_enabled():
-            raise RuntimeError(
-                "PeakMemory needs PyTorch's profiler, which is running: stop the other profile first"
-            )
+            raise RuntimeError("PeakMemory needs PyTorch's profiler, which is running: stop the other profile first")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -112,9 +110,7 @@ class PeakMemory:
         PeakMemory.is_measuring = False
         if not _profiler_enabled():
             if exception is None:
-                raise RuntimeError(
-                    "another profiler was started and stopped inside PeakMemory, and ended its records"
-                )
+                raise RuntimeError("another profiler was started and stopped inside PeakMemory, and ended its records")
             return
         with quiet_profiler():
             profile.__exit__(exception_type, exception, traceback)

@@ -75,7 +75,7 @@ class Rockmate(torch.nn.Module):
     @property
     def code(self) -> str:
         """The generated source: the forward, and one function per recomputation."""
-        return self._compiled.code.source  # type: ignore[no-any-return, union-attr]
+        return self._compiled.code.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Raises `InputMismatch` for arguments unlike the sample's."""
@@ -97,7 +97,7 @@ class Rockmate(torch.nn.Module):
     # ---- the model, seen through -----------------------------------------------------------------
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's own mode."""
         original = self.__dict__.get("original")
         return True if original is None else original.training

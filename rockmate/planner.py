@@ -190,9 +190,7 @@ def _device(graphs: AllGraphs) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _loss_cost(
-    model: torch.nn.Module, sample: Sample, graphs: AllGraphs, loss: LossFunction | None
-) -> LossCost:
+def _loss_cost(model: torch.nn.Module, sample: Sample, graphs: AllGraphs, loss: LossFunction | None) -> LossCost:
     if loss is None:
         return assumed_loss_cost(graphs.K_graph)
     with borrowed(model), torch.no_grad():

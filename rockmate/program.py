@@ -139,10 +139,10 @@ class _Assigner:
         slots: dict[str, list[Slot]] = {}
         for op, profile in self.graph.op_profiles.items():
             for index, tensor in enumerate(profile.saved):
-                stage = first_stage.get((op, tensor.source))
-                if tensor.kind is SavedKind.LEAF or stage is None:
+                first = first_stage.get((op, tensor.source))
+                if tensor.kind is SavedKind.LEAF or first is None:
                     continue
-                segment = self.served_by(tensor.source, stage)
+                segment = self.served_by(tensor.source, first)
                 if segment != FORWARD:
                     slots.setdefault(op, []).append(Slot(op, index, segment, tensor))
         return slots

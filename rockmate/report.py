@@ -64,9 +64,7 @@ class MemoryCurve:
 def comparison_table(rows: Sequence[ComparisonRow], title: str | None = None) -> Table:
     """One line per row, models apart; a peak above its budget and a gradient that differs are red."""
     # Fits the 80 columns of a plain terminal or a log file.
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("model", no_wrap=True)
     for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -144,9 +142,7 @@ def draw_panel(panel: Axes, eager_timeline: Timeline, plan: MemoryCurve) -> None
     panel.fill_between(plan_ms, plan_mib, step="post", color=PLAN_COLOUR, alpha=0.25, linewidth=0)
     panel.step(eager_ms, eager_mib, where="post", color=EAGER_COLOUR, linewidth=1.0, label="eager")
     panel.step(plan_ms, plan_mib, where="post", color=PLAN_COLOUR, linewidth=1.1, label="under the budget")
-    panel.axhline(
-        plan.budget_bytes / MIB, color=BUDGET_COLOUR, linewidth=1.2, linestyle=(0, (5, 3)), label="budget"
-    )
+    panel.axhline(plan.budget_bytes / MIB, color=BUDGET_COLOUR, linewidth=1.2, linestyle=(0, (5, 3)), label="budget")
     panel.plot(
         plan_ms[plan_mib.index(max(plan_mib))],
         plan.predicted_peak_bytes / MIB,

@@ -19,9 +19,7 @@ from rockmate.runtime import Step
 class Runner:
     """A planned forward, called like the module that it stands for."""
 
-    def __init__(
-        self, module: torch.nn.Module, graph: DGraph, sample: Sample, compiled: CompiledProgram
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, graph: DGraph, sample: Sample, compiled: CompiledProgram) -> None:
         self._module = module
         self._graph = graph
         self._compiled = compiled

@@ -211,9 +211,7 @@ class _Capturing:
     def __init__(self) -> None:
         saved: list[torch.Tensor] = []
         self._saved = saved
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: saved.append(tensor.detach()), _discarded
-        )
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _discarded)
         self._grad = torch.enable_grad()
 
     def __enter__(self) -> list[torch.Tensor]:

@@ -34,11 +34,7 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is no size in bytes. Write a number and one of B, KB, MB, GB, TB (powers of 1000) "
             'or KiB, MiB, GiB, TiB (powers of 1024), such as "2GiB" or "500 MB"'
         )
-    return (
-        round(float(match[1]) * BYTES_PER_UNIT[unit])
-        if "." in match[1]
-        else int(match[1]) * BYTES_PER_UNIT[unit]
-    )
+    return round(float(match[1]) * BYTES_PER_UNIT[unit]) if "." in match[1] else int(match[1]) * BYTES_PER_UNIT[unit]
 
 
 def format_bytes(size_bytes: float) -> str:

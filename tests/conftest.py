@@ -77,8 +77,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             return
         assert path.exists(), f"{path} is missing: run `make golden`, read it, and commit it"
         expected = path.read_text(encoding="utf-8")
-        assert text == expected, (
-            f"{path} differs: if the change is meant, run `make golden` and read the diff"
-        )
+        assert text == expected, f"{path} differs: if the change is meant, run `make golden` and read the diff"
 
     return compare

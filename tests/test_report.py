@@ -53,9 +53,7 @@ def test_what_breaks_the_promise_is_red(change, shown):
 
 def test_figure_is_written_as_png_and_pdf(tmp_path):
     eager = [(1.0, 200 * MIB), (2.0, 400 * MIB), (4.0, 10 * MIB)]
-    curves = [
-        MemoryCurve(f"budget {share}", eager[:1], int(share * 400 * MIB), 200 * MIB) for share in (0.7, 0.5)
-    ]
+    curves = [MemoryCurve(f"budget {share}", eager[:1], int(share * 400 * MIB), 200 * MIB) for share in (0.7, 0.5)]
     paths = draw_memory_figure(tmp_path / "new" / "figure", "A title", eager, curves)
     assert [path.name for path in paths] == ["figure.png", "figure.pdf"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")

@@ -37,9 +37,7 @@ def test_demo_trains_and_draws(tmp_path):
 
 @pytest.mark.slow
 def test_step_benchmark_writes_its_results(tmp_path):
-    run_script(
-        "benchmarks/step.py", "--quick", "--models", "gpt2", "--repeats", "2", "--output", str(tmp_path)
-    )
+    run_script("benchmarks/step.py", "--quick", "--models", "gpt2", "--repeats", "2", "--output", str(tmp_path))
     (path,) = tmp_path.iterdir()
     result = json.loads(path.read_text(encoding="utf-8"))
     contenders = {contender["label"]: contender for contender in result["contenders"]}

@@ -17,9 +17,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,7 @@ class ZooEntry:
     sample: Inputs  # positional arguments: `model(*entry.sample)`
     target: Tensor  # what the output for `sample` is compared with
     criterion: Callable[[Tensor, Tensor], Tensor]  # (output, target) → scalar
-    make_batch: Callable[
-        [int], tuple[Inputs, Tensor]
-    ]  # seed → (inputs, target), shaped as `sample` and `target`
+    make_batch: Callable[[int], tuple[Inputs, Tensor]]  # seed → (inputs, target), shaped as `sample` and `target`
 
     def loss(self, output: Tensor) -> Tensor:
         """Scalar loss of the output for `sample`."""

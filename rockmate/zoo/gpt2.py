@@ -72,9 +72,7 @@ class CausalSelfAttention(nn.Module):
         """[batch, time, width] → [batch, time, width]."""
         batch, time, width = hidden.shape
         query, key, value = (
-            part.view(batch, time, self.config.heads, -1).transpose(
-                1, 2
-            )  # [batch, heads, time, width / heads]
+            part.view(batch, time, self.config.heads, -1).transpose(1, 2)  # [batch, heads, time, width / heads]
             for part in self.qkv(hidden).split(width, dim=-1)
         )
         if self.config.attention == "sdpa":

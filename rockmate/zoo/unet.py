@@ -48,13 +48,9 @@ class UNet(nn.Module):
         super().__init__()
         widths = [config.width << level for level in range(config.depth + 1)]
         inputs = [config.channels, *widths[:-1]]
-        self.down = nn.ModuleList(
-            double_convolution(*pair) for pair in zip(inputs[:-1], widths[:-1], strict=True)
-        )
+        self.down = nn.ModuleList(double_convolution(*pair) for pair in zip(inputs[:-1], widths[:-1], strict=True))
         self.bottom = double_convolution(widths[-2], widths[-1])
-        self.expand = nn.ModuleList(
-            nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in widths[:-1]
-        )
+        self.expand = nn.ModuleList(nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in widths[:-1])
         self.up = nn.ModuleList(double_convolution(2 * width, width) for width in widths[:-1])
         self.head = nn.Conv2d(config.width, config.classes, 1)
 

@@ -42,9 +42,7 @@ class Auto(Solver):
         deadline = start + self.time_limit_s
         plans: list[tuple[str, Recompute]] = []
         greedy = Greedy(self.seed, self.tries, self.rounds)
-        plans += [
-            ("greedy", plan) for plan in greedy.plans(problem, budget_bytes, start + self.time_limit_s / 2)
-        ]
+        plans += [("greedy", plan) for plan in greedy.plans(problem, budget_bytes, start + self.time_limit_s / 2)]
         self._report(problem, budget_bytes, plans)
         if self.chain is not None:
             table = Rotor(self.chain).prepare(problem, max(budget_bytes, 0))
@@ -65,9 +63,7 @@ class Auto(Solver):
 
     def _improved(self, problem: Problem, budget_bytes: int, plan: Recompute, deadline: float) -> Recompute:
         left_s = max(0.0, deadline - time.monotonic())
-        return improve_plan(
-            problem, budget_bytes, plan, seed=self.seed, rounds=self.rounds, time_limit_s=left_s
-        )
+        return improve_plan(problem, budget_bytes, plan, seed=self.seed, rounds=self.rounds, time_limit_s=left_s)
 
     def _report(self, problem: Problem, budget_bytes: int, plans: list[tuple[str, Recompute]]) -> None:
         if self.progress is not None and plans:

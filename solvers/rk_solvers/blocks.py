@@ -117,9 +117,7 @@ def _part(problem: Problem, chain: Chain, index: int, last: list[int]) -> _Part:
     for stage in stages:
         op = problem.backward[stage]
         needs = tuple(local[item] for item in op.needs if item in local)
-        backward.append(
-            BackwardOp(op.name, op.time_ms, needs, op.resident_bytes - resident, op.peak_bytes - resident)
-        )
+        backward.append(BackwardOp(op.name, op.time_ms, needs, op.resident_bytes - resident, op.peak_bytes - resident))
     held = frozenset(local[item] for item in items if item in problem.held)
     return _Part(Problem(data, forward, tuple(backward), held), stages, resident)
 
@@ -167,9 +165,7 @@ def _options(part: Problem, grid: int, rounds: int) -> tuple[Option, ...]:
     least_saved = sum(part.data[item].size_bytes for item in part.backward[0].needs)
     most = max(keep_all.forward_bytes, keep_all.backward_bytes)
     low = max(keep_all.saved_bytes, least_saved)
-    peaks = [2 * most] + [
-        round(least_saved + (most - least_saved) * (grid - step) / grid) for step in range(1, grid)
-    ]
+    peaks = [2 * most] + [round(least_saved + (most - least_saved) * (grid - step) / grid) for step in range(1, grid)]
     for peak in peaks:
         for step in range(2 * grid + 1):
             saved = round(least_saved + (low - least_saved) * step / (2 * grid))
@@ -202,9 +198,7 @@ def _option(part: Problem, plan: Recompute) -> Option:
     curve = memory_curve(part, plan)
     count = len(part.forward)
     alive = sum(
-        part.data[item.data].size_bytes
-        for item in instances_of(part, plan)
-        if item.first <= count <= item.last
+        part.data[item.data].size_bytes for item in instances_of(part, plan) if item.first <= count <= item.last
     )
     return Option(
         recompute_time_ms(part, plan),

@@ -51,9 +51,7 @@ class Greedy(Solver):
         """Candidate plans, the improved one first; they may exceed the budget."""
         tables = Tables(problem)
         rng = random.Random(self.seed)
-        baseline = best_solution(
-            problem, budget_bytes, [("", plan) for plan in baseline_plans(problem)]
-        ).recompute
+        baseline = best_solution(problem, budget_bytes, [("", plan) for plan in baseline_plans(problem)]).recompute
         best: PlanState | None = None
         failed: list[Recompute] = []
         for number in range(max(2, self.tries)):

@@ -32,9 +32,7 @@ class Tables:
         self.recomputable = [op.recomputable for op in problem.forward]
         self.replay = [op.replay_bytes for op in problem.forward]
         self.renewed = [problem.renewed(index) for index in range(self.count)]
-        self.inputs = [
-            tuple(item for item in op.inputs if item not in problem.held) for op in problem.forward
-        ]
+        self.inputs = [tuple(item for item in op.inputs if item not in problem.held) for op in problem.forward]
         self.needs = [tuple(item for item in op.needs if item not in problem.held) for op in problem.backward]
         self.workspace = [problem.base_bytes + op.workspace_bytes for op in problem.forward]
         self.resident = [op.resident_bytes for op in problem.backward]

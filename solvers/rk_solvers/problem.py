@@ -120,9 +120,7 @@ class Problem:
         """Read what `to_json` wrote. Raises `ValueError` on another version or on numbers of no step."""
         content = json.loads(text)
         if content.get("version") != JSON_VERSION:
-            raise ValueError(
-                f"problem has version {content.get('version')!r}; this code reads {JSON_VERSION}"
-            )
+            raise ValueError(f"problem has version {content.get('version')!r}; this code reads {JSON_VERSION}")
         return Problem(
             data=tuple(Data(**item) for item in content["data"]),
             forward=tuple(
@@ -157,9 +155,7 @@ class Chain:
         expected = 0
         for index, block in enumerate(self.blocks):
             if block.start != expected or block.step != 1 or len(block) == 0:
-                raise ValueError(
-                    f"block {index} is {block}; it must start at {expected} and must not be empty"
-                )
+                raise ValueError(f"block {index} is {block}; it must start at {expected} and must not be empty")
             expected = block.stop
         previous = len(self.blocks)
         for stage, index in enumerate(self.backward_block):
@@ -177,8 +173,7 @@ class Chain:
             raise ValueError(f"the blocks cover {covered} forward operations of {len(problem.forward)}")
         if len(self.backward_block) != len(problem.backward):
             raise ValueError(
-                f"backward_block has {len(self.backward_block)} entries for {len(problem.backward)} backward "
-                "operations"
+                f"backward_block has {len(self.backward_block)} entries for {len(problem.backward)} backward operations"
             )
 
 

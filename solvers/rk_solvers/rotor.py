@@ -167,9 +167,7 @@ def _fill(numbers: _Numbers) -> _Table:
     """All cells, by increasing j - i: the recursion of RR-9302, with options."""
     count, width = len(numbers.input), numbers.slots + 1
     times = np.full((count, count, width), np.inf)
-    stored = np.full(
-        (count, count, width), np.inf
-    )  # [k, j]: T[k, j] with the input of k paid from the memory
+    stored = np.full((count, count, width), np.inf)  # [k, j]: T[k, j] with the input of k paid from the memory
     elapsed = np.concatenate([[0.0], np.cumsum(numbers.forward_ms)])
     memory = np.arange(width)
     for length in range(count):
@@ -180,11 +178,7 @@ def _fill(numbers: _Numbers) -> _Table:
                 _keep(numbers, times, first, last, option, cell)
             if length:
                 after = np.arange(first + 1, last + 1)
-                total = (
-                    stored[after, last]
-                    + times[first, first:last]
-                    + (elapsed[after] - elapsed[first])[:, None]
-                )
+                total = stored[after, last] + times[first, first:last] + (elapsed[after] - elapsed[first])[:, None]
                 least = _run_through(numbers, first, last)
                 total[memory[None, :] < least[:, None]] = np.inf
                 np.minimum(cell, total.min(axis=0), out=cell)

@@ -78,9 +78,7 @@ class Schedule:
                 case "forget":
                     ops.append(Forget(words[1]))
                 case other:
-                    raise ScheduleError(
-                        f"line {number}: unknown operation {other!r}; use compute, backward or forget"
-                    )
+                    raise ScheduleError(f"line {number}: unknown operation {other!r}; use compute, backward or forget")
         return Schedule(tuple(ops))
 
     def recompute(self, problem: Problem) -> Recompute:

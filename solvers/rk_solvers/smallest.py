@@ -28,9 +28,7 @@ class SmallestBudget:
     recompute: Recompute  # a plan with that peak
 
 
-def smallest_budget(
-    problem: Problem, chain: Chain | None = None, time_limit_s: float = 10.0
-) -> SmallestBudget:
+def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: float = 10.0) -> SmallestBudget:
     """The lowest peak, in bytes, that any solver can reach, and where it occurs."""
     plan = lowest_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
     result = evaluate(problem, plan)
@@ -68,9 +66,7 @@ def lowest_peak_plan(
         if high - low <= max(1, high // 500) or time.monotonic() >= deadline:
             break
         middle = (low + high) // 2 if step else low + 1  # the bound is often reached
-        best = min(
-            [best, *_repaired(tables, [*starts, best], middle)], key=lambda p: peak_and_time(problem, p)
-        )
+        best = min([best, *_repaired(tables, [*starts, best], middle)], key=lambda p: peak_and_time(problem, p))
         reached = peak_and_time(problem, best)[0]
         low = max(low, middle) if reached > middle else low
         high = reached

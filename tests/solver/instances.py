@@ -82,9 +82,7 @@ class Builder:
             op, stage = self.forward[index], stage_of[index]
             made = sum(self.data[item].size_bytes for item in op.inputs) + self.parameter_bytes[index]
             peak = resident[stage] + made + op.workspace_bytes
-            backward.append(
-                BackwardOp(op.name, self.backward_ms[index], self.saves[index], resident[stage], peak)
-            )
+            backward.append(BackwardOp(op.name, self.backward_ms[index], self.saves[index], resident[stage], peak))
         problem = Problem(tuple(self.data), tuple(self.forward), tuple(backward), frozenset({last}))
         return problem, self._chain()
 
@@ -148,9 +146,7 @@ def _gelu(b: Builder, x: int, size: float, long: bool) -> int:
     return b.add("mul", (z, y), size, saves="x")
 
 
-def resnet50(
-    batch: int = 32, layers: tuple[int, ...] = (3, 4, 6, 3), side: int = 224
-) -> tuple[Problem, Chain]:
+def resnet50(batch: int = 32, layers: tuple[int, ...] = (3, 4, 6, 3), side: int = 224) -> tuple[Problem, Chain]:
     """Bottleneck residual network in single precision: convolutions are dear, the rest is cheap."""
     b = Builder()
 
@@ -238,9 +234,7 @@ def random_problem(seed: int, count: int = 6, plain: bool = False) -> Problem:
         needs = tuple(sorted(rng.sample(known, min(len(known), rng.choice([0, 1, 1, 2, 3])))))
         resident = rng.choice([0, 1, 3, 7])
         backward.append(
-            BackwardOp(
-                f"b{stage}", float(rng.randint(0, 3)), needs, resident, resident + rng.choice([0, 2, 5])
-            )
+            BackwardOp(f"b{stage}", float(rng.randint(0, 3)), needs, resident, resident + rng.choice([0, 2, 5]))
         )
     held = frozenset() if plain else frozenset(item for item in range(len(data)) if rng.random() < 0.1)
     return Problem(tuple(data), tuple(forward), tuple(backward), held, 0 if plain else rng.choice([0, 3]))

@@ -90,9 +90,7 @@ def test_each_broken_rule_is_named(text, message):
 
 def test_unrecomputable_held_order_and_budget_are_checked():
     forward = (ForwardOp("f0", 1, (), (0,), recomputable=False), ForwardOp("f1", 1, (0,), (1,)))
-    problem = Problem(
-        (Data("y0", 8, 0), Data("y1", 8, 1)), forward, (BackwardOp("b", 1, (0,), 0, 0),), frozenset({1})
-    )
+    problem = Problem((Data("y0", 8, 0), Data("y1", 8, 1)), forward, (BackwardOp("b", 1, (0,), 0, 0),), frozenset({1}))
     start = "compute f0\ncompute f1\n"
     with pytest.raises(ScheduleError, match="not recomputable"):
         check(problem, Schedule.parse(start + "forget y0\ncompute f0"))
