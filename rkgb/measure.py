@@ -6,6 +6,7 @@ model only runs forward, so that measuring needs inference memory plus one block
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -351,7 +352,7 @@ class _Timing(_Observer):
     def finished(self) -> None:
         stamps = [*self._node_stamps, self._clock.now()]
         self.op_ms = {name: self._clock.elapsed_ms(start, end) for name, start, end in self._op_stamps}
-        self.node_ms = [self._clock.elapsed_ms(a, b) for a, b in zip(stamps, stamps[1:], strict=False)]
+        self.node_ms = [self._clock.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
 
 
 def _take_times(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> _Timing:

@@ -60,10 +60,10 @@ def fresh_sample(sample: Sample, seed: int = 0) -> Sample:
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-            drawn = torch.empty_like(tensor).copy_(noise)
+            drawn = torch.empty_like(tensor.detach()).copy_(noise)
         else:
             order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-            drawn = torch.empty_like(tensor).copy_(tensor.reshape(-1)[order].view(tensor.shape))
+            drawn = torch.empty_like(tensor.detach()).copy_(tensor.reshape(-1)[order].view(tensor.shape))
         return drawn.requires_grad_(tensor.requires_grad)
 
     return sample.with_tensors(

@@ -154,7 +154,8 @@ class _Writer:
         lasting = self._last_positions(segment, filled, keeps, dropped)
         for position, op in enumerate(segment.ops):
             if op.is_random:
-                self._line(1, f"step.rewind({op.name!r}, {str(_device_of(self.program, op))!r})")
+                last = segment.index == self.program.random_marks[op.name]
+                self._line(1, f"step.rewind({op.name!r}, {str(_device_of(self.program, op))!r}, last={last})")
             self._write_repeated(op, op.name in segment.captured)
             for line in filled.get(position, ()):
                 self._line(1, line)

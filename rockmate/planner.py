@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from rockmate.plan import Plan
 from rockmate.program import Program, make_program
 from rockmate.simulator import simulate
 from rockmate.units import format_bytes
+
+_ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
 
 Progress = Callable[[str, int, int], None]
 StepFunction = Callable[..., Any]  # called like the module
@@ -106,26 +109,23 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     started = time.perf_counter()
     budget_bytes = resolve_budget(request.budget, measured.eager_peak_bytes, measured.device)
     target_bytes = budget_bytes
-    for attempt in range(4):
-        request.progress("solve", attempt, 4)
+    lowest_bytes = sys.maxsize  # peak of the best plan that has run
+    for attempt in range(_ATTEMPTS):
+        request.progress("solve", attempt, _ATTEMPTS)
         solution = _solve(measured, request, target_bytes)
-        if not solution.status.fits:
-            raise _too_small(measured, solution, budget_bytes)
         planned = _planned(measured, solution, budget_bytes, module)
-        request.progress("check", attempt, 4)
+        request.progress("check", attempt, _ATTEMPTS)
         peak_bytes = measured_peak_bytes(module, planned.compile_for(module), measured, request.loss)
-        if peak_bytes is None or peak_bytes <= budget_bytes:
+        if solution.status.fits and peak_bytes <= budget_bytes:
             break
-        # The prediction was short by this much: ask for that much less.
-        target_bytes -= (peak_bytes - budget_bytes) + (1 << 10)
+        lowest_bytes = min(lowest_bytes, peak_bytes)
+        if not solution.status.fits:
+            raise _too_small(measured, solution, budget_bytes, lowest_bytes)
+        # The prediction was short by this much: ask for that much less, and more so each time.
+        target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     else:
-        raise BudgetTooSmall(
-            f"the plan for {format_bytes(budget_bytes)} takes {format_bytes(peak_bytes)} when run, after 4 "
-            "corrections. Raise the budget a little.",
-            peak_bytes,
-            solution.schedule.ops[0].name,
-        )
-    request.progress("check", 4, 4)
+        raise _too_small(measured, solution, budget_bytes, lowest_bytes)
+    request.progress("check", _ATTEMPTS, _ATTEMPTS)
     planning_s = measured.measuring_s + time.perf_counter() - started
     planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes)
     return planned
@@ -161,13 +161,14 @@ def _planned(measured: Measured, solution: Solution, budget_bytes: int, module: 
     return Planned(plan, program, header)
 
 
-def _too_small(measured: Measured, solution: Solution, budget_bytes: int) -> BudgetTooSmall:
-    smallest = solution.smallest_budget_bytes or solution.peak_bytes
-    op = solution.binding_op or "the first operation"
+def _too_small(measured: Measured, solution: Solution, budget_bytes: int, lowest_bytes: int) -> BudgetTooSmall:
+    """`lowest_bytes` was measured: a step of the plan of lowest peak really takes that much."""
+    op = solution.binding_op or simulate(measured.problem, solution.schedule).peak_op
+    smallest = max(lowest_bytes, budget_bytes + 1)
     return BudgetTooSmall(
         f"budget {format_bytes(budget_bytes)} < {format_bytes(smallest)}, the smallest for which a schedule was found "
         f"(bound at {op}{_where(measured, op)}). Raise the budget to at least {smallest} bytes, reduce the batch, or "
-        f"split that operation.",
+        "split that operation.",
         smallest,
         op,
     )

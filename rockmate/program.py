@@ -67,7 +67,7 @@ class Program:
     segments: list[Segment]
     slots: dict[str, list[Slot]]  # by operation: its forgotten tensors
     forward_keeps: set[str]  # values of the forward that segments read
-    random_marks: set[str]  # random operations that are repeated
+    random_marks: dict[str, int]  # random operations that are repeated: the last segment to do so
 
 
 def make_program(graph: KGraph, recompute: Recompute, first_stage: int) -> Program:
@@ -126,7 +126,7 @@ class _Assigner:
             segments,
             slots,
             {kept.value for segment in segments for kept, _ in segment.takes if kept.made_by == FORWARD},
-            {op.name for segment in segments for op in segment.ops if op.is_random},
+            {op.name: segment.index for segment in segments for op in segment.ops if op.is_random},
         )
 
     def _slots(self) -> dict[str, list[Slot]]:

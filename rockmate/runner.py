@@ -10,7 +10,7 @@ import torch
 from rkgb import DGraph, Sample
 from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
-from rkgb.tree import leaves, map_leaves
+from rkgb.tree import map_leaves
 from rockmate.codegen import CompiledProgram
 from rockmate.errors import InputMismatch, PlanMismatch
 from rockmate.runtime import Step
@@ -65,8 +65,8 @@ class Runner:
         for (name, submodule), mode in zip(self._submodules, self._modes, strict=True):
             if submodule.training is not mode:
                 raise PlanMismatch(
-                    f"submodule {name or '(root)'!r} is in {'training' if submodule.training else 'eval'} mode, but was "
-                    "not when the module was planned. Put it back, or plan the module again."
+                    f"submodule {name or '(root)'!r} is in {'training' if submodule.training else 'eval'} mode, "
+                    "but was not when the module was planned. Put it back, or plan the module again."
                 )
         for (name, parameter), flag in zip(self._parameters, self._gradients, strict=True):
             if parameter.requires_grad is not flag:
@@ -84,8 +84,3 @@ def _describe(traits: tuple[tuple[int, ...], torch.dtype, torch.device, bool]) -
     shape, dtype, device, requires_grad = traits
     grad = " requiring a gradient" if requires_grad else ""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{grad}"
-
-
-def output_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output, in order."""
-    return leaves(output)

@@ -150,9 +150,11 @@ class Step:
             f"the kept value {key} is gone: the backward ran a second time. Pass retain_graph=True to the first."
         )
 
-    def rewind(self, op: str, device: str) -> None:
+    def rewind(self, op: str, device: str, last: bool) -> None:
         """Put the random stream where it was when `op` first ran."""
         self._tables.generators[device].set_state(self._random[op])
+        if last and not torch._C._autograd._get_current_graph_task_keep_graph():
+            del self._random[op]
 
     def fill(self, op: str, index: int, value: torch.Tensor) -> None:
         """Give a forgotten tensor back: `value` shares its storage."""
