@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Auto, Chain, Problem, Solution, Solver, check
+from rk_solvers import Auto, Chain, KeepAll, Problem, Solution, Solver, check
 from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
 from rkgb.memory import AllocationLog
 from rkgb.replay import backward_from, run_graph
@@ -26,6 +26,7 @@ from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
+_BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 Progress = Callable[[str, int, int], None]
 StepFunction = Callable[..., Any]  # called like the module
@@ -95,7 +96,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         loss_cost = _loss_cost(model, arguments, graphs, request.loss)
         problem, chain = build_problem(graphs, loss_cost)
         request.progress("eager step", 0, 1)
-        keep_all_peak = check(problem, Auto().solve(problem, 1 << 62).schedule).peak_bytes
+        keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
         request.progress("eager step", 1, 1)
     return Measured(arguments, graphs, problem, chain, eager, device, time.perf_counter() - started)
@@ -112,7 +113,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     lowest_bytes = sys.maxsize  # peak of the best plan that has run
     for attempt in range(_ATTEMPTS):
         request.progress("solve", attempt, _ATTEMPTS)
-        solution = _solve(measured, request, target_bytes)
+        solution = _solve(measured, request, target_bytes, first=attempt == 0)
         planned = _planned(measured, solution, budget_bytes, module)
         request.progress("check", attempt, _ATTEMPTS)
         peak_bytes = measured_peak_bytes(module, planned.compile_for(module), measured, request.loss)
@@ -121,6 +122,8 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         lowest_bytes = min(lowest_bytes, peak_bytes)
         if not solution.status.fits:
             raise _too_small(measured, solution, budget_bytes, lowest_bytes)
+        if solution.peak_bytes > target_bytes:
+            continue  # without recomputation it does not fit, after all
         # The prediction was short by this much: ask for that much less, and more so each time.
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     else:
@@ -131,7 +134,12 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     return planned
 
 
-def _solve(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solution:
+def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: bool) -> Solution:
+    if first:
+        # What is a hair above the budget on paper may fit: the step that follows tells.
+        keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
+        if keep_all.status.fits:
+            return keep_all
     solver = request.solver or Auto(chain=measured.chain)
     return solver.solve(measured.problem, budget_bytes)
 
