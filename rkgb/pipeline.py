@@ -12,10 +12,12 @@ from rkgb.bgraph import BGraph
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
+from rkgb.errors import ReplayMismatch
+from rkgb.expand import expand_composites
 from rkgb.kgraph import KGraph, s_to_k
 from rkgb.measure import measure_blocks
 from rkgb.replay import replay_check
-from rkgb.sample import make_sample
+from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import training_mode
 from rkgb.trace import trace
@@ -52,16 +54,32 @@ def make_all_graphs(
     tell = on_stage or (lambda name, done, total: None)
     arguments = make_sample(model, sample, model_kwargs)
     with training_mode(model):
-        tell("trace", 0, 3)
-        basic = trace(model, arguments)
-        tell("trace", 1, 3)
-        dataflow = b_to_d(basic, model, arguments)
-        tell("trace", 2, 3)
-        replay_check(dataflow, model, arguments)
-        tell("trace", 3, 3)
+        tell("trace", 0, 4)
+        basic, dataflow = _exact_trace(model, arguments, tell)
         simplified = d_to_s(dataflow)
         blocks = cut(simplified)
         profiles = measure_blocks(simplified, blocks, model, arguments, on_stage)
         tell("measure", len(blocks), len(blocks))
         backward = s_to_k(simplified, blocks, profiles)
     return AllGraphs(basic, dataflow, simplified, blocks, equivalent_classes(dataflow, blocks), backward)
+
+
+def _exact_trace(model: torch.nn.Module, sample: Sample, tell: Stage) -> tuple[BGraph, DGraph]:
+    """The finest trace that the replay check accepts."""
+    composite = trace(model, sample)
+    tell("trace", 1, 4)
+    fine = expand_composites(composite, model, sample)
+    tell("trace", 2, 4)
+    candidates = [fine, composite] if len(fine.nodes) > len(composite.nodes) else [composite]
+    for basic in candidates:
+        dataflow = b_to_d(basic, model, sample)
+        tell("trace", 3, 4)
+        try:
+            replay_check(dataflow, model, sample)
+        except ReplayMismatch:
+            if basic is candidates[-1]:
+                raise
+        else:
+            break
+    tell("trace", 4, 4)
+    return basic, dataflow

@@ -5,6 +5,7 @@ from rockmate.errors import BudgetError, BudgetTooSmall, InputMismatch, NothingT
 from rockmate.memory import PeakMemory
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
+from rockmate.verify import Verification, verify
 
 __all__ = [
     "BudgetError",
@@ -20,4 +21,6 @@ __all__ = [
     "RockmateError",
     "SampleError",
     "TraceError",
+    "Verification",
+    "verify",
 ]

@@ -1,0 +1,161 @@
+"""B graph to a finer B graph: composite operations that save tensors of their own are taken apart.
+
+A composite operation (dropout, a batched matmul, attention on CPU) computes inner tensors, some of
+which autograd saves. As one node it must be repeated whole to get one of them back; taken apart,
+each inner tensor can be kept or recomputed by itself: a dropout's mask kept and its product
+forgotten, a transposed copy made again without the product that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.bgraph import BGraph, BNode
+from rkgb.call import Call, Ref, bind, ref_names
+from rkgb.dgraph import last_uses, leaf_tensors
+from rkgb.sample import Sample
+from rkgb.state import borrowed
+from rkgb.tree import leaves, map_leaves
+
+# Taking an operation apart pays when what it hides is not negligible beside its output.
+_WORTH = 0.125
+
+
+def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) -> BGraph:
+    """Run the trace once on the sample, and replace composite operations that hide saved tensors.
+
+    The inner operations are those that really ran; whether they give the same gradients is for the
+    replay check to tell. The module is left as it was.
+    """
+    nodes: list[BNode] = []
+    with borrowed(module):
+        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
+        given = set(values)
+        with torch.enable_grad():
+            for node, dropped in zip(graph.nodes, last_uses(graph.nodes, []), strict=True):
+                nodes += _run(node, values)
+                for name in dropped:
+                    if name not in given:
+                        values.pop(name, None)
+    result = BGraph(nodes, graph.leaves, graph.output, graph.warnings)
+    result.verify()
+    return result
+
+
+def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
+    """Run `node`; return it, or what it is made of."""
+    saved: list[tuple[int, int]] = []
+
+    def drop(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        saved.append((storage._cdata, storage.nbytes()))
+
+    composite = _is_composite(node.call)
+    recorder = _Recorder()
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, _never_unpacked)
+    with torch.set_grad_enabled(node.grad_enabled), hooks:
+        if composite:
+            with recorder:
+                result = node.call.evaluate(values)
+        else:
+            result = node.call.evaluate(values)
+    known = {tensor.untyped_storage()._cdata for tensor in leaves([values[n] for n in node.call.inputs])}
+    known |= {tensor.untyped_storage()._cdata for tensor in leaves(result)}
+    hidden = sum({cdata: size for cdata, size in saved if cdata not in known}.values())
+    size = sum(tensor.untyped_storage().nbytes() for tensor in leaves(result))
+    parts = _parts(node, recorder.calls, values, result) if composite and hidden > _WORTH * size else None
+    bind(node.outputs, result, values)
+    return parts or [node]
+
+
+def _is_composite(call: Call) -> bool:
+    function = call.function
+    return isinstance(function, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        function.name(), "CompositeImplicitAutograd"
+    )
+
+
+def _never_unpacked(_: object) -> torch.Tensor:
+    raise AssertionError("no backward runs while operations are taken apart")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    grad_enabled: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operations that run below autograd, with the tensors themselves: none is freed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Recorded] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(_Recorded(func, args, kwargs or {}, result, torch.is_grad_enabled()))
+        return result
+
+
+def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: Any) -> list[BNode] | None:
+    """The recorded calls as nodes, or None where they do not tell the whole story."""
+    if len(calls) < 2:
+        return None
+    names = {id(values[name]): name for name in node.call.inputs}
+    outputs = {
+        id(tensor): ref.name
+        for tensor, ref in zip(leaves(result), leaves(node.outputs, lambda leaf: isinstance(leaf, Ref)), strict=True)
+    }
+    if not outputs.keys().isdisjoint(names):
+        return None
+    last = {id(tensor): index for index, call in enumerate(calls) for tensor in leaves(call.result)}
+    parts: list[BNode] = []
+    for index, call in enumerate(calls):
+        # A tensor that is no input and no result has come from outside: only numbers may.
+        arguments = map_leaves(lambda tensor: _named(tensor, names), (tuple(call.args), dict(call.kwargs)))
+        if leaves(arguments) or not leaves(call.result):
+            return None
+        stem = f"{node.name}_{call.function._schema.name.split('::')[-1].strip('_')}_{index}"
+        produced = leaves(call.result)
+        for place, tensor in enumerate(produced):
+            final = id(tensor) in outputs and last[id(tensor)] == index
+            own = stem if len(produced) == 1 else f"{stem}_{place}"
+            names[id(tensor)] = outputs[id(tensor)] if final else own
+        pattern = map_leaves(lambda tensor: Ref(names[id(tensor)]), _as_list(call.result))
+        made = _without_shape_reads(Call(call.function, *arguments), produced[0])
+        parts.append(BNode(stem, made, pattern, node.grad_enabled and call.grad_enabled, node.source))
+    defined = {name for part in parts for name in part.output_names}
+    return parts if set(ref_names(node.outputs)) <= defined else None
+
+
+def _as_list(result: Any) -> Any:
+    return list(result) if isinstance(result, tuple) else result
+
+
+def _named(tensor: torch.Tensor, names: dict[int, str]) -> Any:
+    if id(tensor) in names:
+        return Ref(names[id(tensor)])
+    if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64) and tensor.device.type == "cpu":
+        return tensor.item()
+    return tensor
+
+
+def _without_shape_reads(call: Call, result: torch.Tensor) -> Call:
+    """``empty_like`` reads a shape, not a value: without the tensor it can be repeated from nothing."""
+    if call.function is not torch.ops.aten.empty_like.default or result.numel() == 0:
+        return call
+    dense = math.prod(result.shape) == result.untyped_storage().nbytes() // result.element_size()
+    if not dense:
+        return call
+    keywords = {"dtype": result.dtype, "device": result.device}
+    return Call(torch.ops.aten.empty_strided.default, (list(result.shape), list(result.stride())), keywords)
