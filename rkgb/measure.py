@@ -28,7 +28,7 @@ from rkgb.state import borrowed
 from rkgb.timeline import StageWindow, forward_peaks, merge_stages
 
 _TIMED_RUNS = 5
-_TIMED_RUNS_MS = 1500.0  # a block that takes longer than this in all is timed fewer times, but at least twice
+_TIMED_RUNS_MS = 800.0  # a block that takes longer than this in all is timed fewer times, but at least twice
 
 Progress = Callable[[str, int, int], None]
 

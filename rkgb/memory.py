@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +32,7 @@ class AllocationEvent:
 
     address: int
     size_bytes: int
+    time_ns: int = 0  # on the recorder's own line of time
 
 
 class AllocationLog:
@@ -46,6 +48,7 @@ class AllocationLog:
         self.events: list[AllocationEvent] = []
         self.marks: list[int] = []
         self._profile: profile | None = None
+        self._quiet = quiet_profiler()
 
     def mark(self) -> None:
         """Note this point in the order of events."""
@@ -59,8 +62,8 @@ class AllocationLog:
         if _profiler_enabled():
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
         self._profile = profile(use_cpu=True, profile_memory=True)
-        with quiet_profiler():
-            self._profile.__enter__()
+        self._quiet.__enter__()
+        self._profile.__enter__()
         return self
 
     def __exit__(
@@ -73,10 +76,16 @@ class AllocationLog:
             self._split(_cuda_events(trace))
             return
         assert self._profile is not None
-        with quiet_profiler():
-            self._profile.__exit__(kind, error, traceback)
-        if error is None:
+        recorded = _profiler_enabled()
+        try:
+            if recorded:
+                self._profile.__exit__(kind, error, traceback)
+        finally:
+            self._quiet.__exit__(None, None, None)
+        if recorded:
             self._split(_cpu_events(self._profile))
+        elif error is None:
+            raise RuntimeError("another profiler was started and stopped inside the measurement, and ended it.")
 
     def _split(self, events: list[AllocationEvent]) -> None:
         mark_size = _MARK_BYTES if self.device.type == "cpu" else _round_up(_MARK_BYTES)
@@ -110,21 +119,22 @@ def highest_level(events: list[AllocationEvent]) -> int:
 def _cpu_events(profiled: profile) -> list[AllocationEvent]:
     results: Any = profiled.kineto_results
     pending = list(results.experimental_event_tree())
-    found: list[tuple[int, AllocationEvent]] = []
+    found: list[AllocationEvent] = []
     while pending:
         event = pending.pop()
         pending.extend(event.children)
         tag, fields = event.typed
         if tag == _EventType.Allocation and fields.device.type == "cpu":
-            found.append((event.start_time_ns, AllocationEvent(fields.ptr, fields.alloc_size)))
-    found.sort(key=lambda pair: pair[0])
-    return [event for _, event in found]
+            found.append(AllocationEvent(fields.ptr, fields.alloc_size, event.start_time_ns))
+    return sorted(found, key=lambda event: event.time_ns)
 
 
 def _cuda_events(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
     signs = {"alloc": 1, "free_requested": -1}
     return [
-        AllocationEvent(entry["addr"], signs[entry["action"]] * _round_up(entry["size"]))
+        AllocationEvent(
+            entry["addr"], signs[entry["action"]] * _round_up(entry["size"]), entry.get("time_us", 0) * 1000
+        )
         for entry in trace
         if entry["action"] in signs
     ]
@@ -139,19 +149,31 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     return _round_up(size_bytes) if device.type == "cuda" else size_bytes
 
 
+_NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
+
+
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Hold back the lines that the profiler library writes to the standard error stream on start and stop."""
+    """Leave out the lines that the profiler's libraries write to the standard error stream about themselves.
+
+    Everything else that is written meanwhile comes out, in order, at the end of the block.
+    """
     try:
         sys.stderr.flush()
-        saved = os.dup(2)
+        stream = os.dup(2)
     except (OSError, ValueError, AttributeError):  # no usable stream: nothing to hold back
         yield
         return
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os.dup2(stream, 2)
+            os.close(stream)
+            held.seek(0)
+            for line in held.read().splitlines(keepends=True):
+                if not any(noise in line for noise in _NOISE):
+                    os.write(2, line)

@@ -56,13 +56,13 @@ def make_sample(module: torch.nn.Module, sample: Any, kwargs: Mapping[str, Any] 
         positional = (sample,)
     signature = inspect.signature(module.forward)
     try:
-        signature.bind(*positional, **keywords)
+        bound = signature.bind(*positional, **keywords)
     except TypeError as error:
         raise SampleError(
             f"the sample does not fit {type(module).__name__}.forward{signature}: {error}. Give one tensor, "
             "a tuple of positional arguments, or a dict of keyword arguments, as you would call the module."
         ) from None
-    made = Sample(positional, keywords)
+    made = Sample(bound.args, bound.kwargs)  # one form, however the arguments were passed
     if not any(is_tensor(leaf) for leaf in made.tensors):
         raise SampleError(
             f"the sample of {type(module).__name__} holds no tensor (got {type(sample).__name__}). "

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
-from torch._C._autograd import DeviceType, _profiler_enabled
-from torch.autograd import profiler
+from torch._C._autograd import _profiler_enabled
 
-from rkgb.memory import quiet_profiler
+from rkgb.memory import AllocationLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PeakMemory:
         memory.peak_bytes
 
     On the CPU the numbers are the running sum of the allocations and frees that PyTorch's profiler reports,
-    exact to the byte. The free of a block that was allocated *before* entry is not among them, so clear old
+    exact to the byte. The free of a block that was allocated *before* entry is left out, so clear old
     gradients and outputs first: where one is freed inside, the true level is lower from then on, and the
     reported peak an upper bound. Not seen are buffers that libraries allocate past PyTorch's allocator, and
     what other threads of the program allocate.
@@ -59,8 +59,9 @@ class PeakMemory:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f'PeakMemory measures "cpu" and "cuda" devices, not {str(self.device)!r}')
-        self._profile: profiler.profile | None = None
+        self._log: AllocationLog | None = None
         self._allocated_at_entry_bytes = 0
+        self._entered_ns = 0
         self._use: MemoryUse | None = None
 
     @property
@@ -93,9 +94,9 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._allocated_at_entry_bytes = torch.cuda.memory_allocated(self.device)
         self._use = None
-        self._profile = profiler.profile(use_cpu=True, profile_memory=True)
-        with quiet_profiler():
-            self._profile.__enter__()
+        self._log = AllocationLog(self.device)
+        self._log.__enter__()
+        self._entered_ns = time.time_ns()
         PeakMemory.is_measuring = True
         return self
 
@@ -105,18 +106,12 @@ class PeakMemory:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._profile is not None
-        profile, self._profile = self._profile, None
+        assert self._log is not None
+        log, self._log = self._log, None
         PeakMemory.is_measuring = False
-        if not _profiler_enabled():
-            if exception is None:
-                raise RuntimeError("another profiler was started and stopped inside PeakMemory, and ended its records")
-            return
-        with quiet_profiler():
-            profile.__exit__(exception_type, exception, traceback)
-        timeline = tuple(levels(profile.kineto_results, self.device))
+        log.__exit__(exception_type, exception, traceback)
+        timeline = tuple(levels(log, self._entered_ns))
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             entry_bytes = self._allocated_at_entry_bytes
             self._use = MemoryUse(
                 peak_bytes=torch.cuda.max_memory_allocated(self.device) - entry_bytes,
@@ -125,9 +120,7 @@ class PeakMemory:
                 timeline=timeline,
             )
         else:
-            peak_bytes = max((level for _, level in timeline), default=0)
-            net_bytes = timeline[-1][1] if timeline else 0
-            self._use = MemoryUse(max(peak_bytes, 0), net_bytes, 0, timeline)
+            self._use = MemoryUse(log.peak_bytes, timeline[-1][1] if timeline else 0, 0, timeline)
 
     def _result(self) -> MemoryUse:
         if self._use is None:
@@ -135,21 +128,9 @@ class PeakMemory:
         return self._use
 
 
-def levels(results: Any, device: torch.device) -> Iterator[tuple[float, int]]:
-    """Running sum of the profile's memory events on the device, as (time_ms since entry, bytes)."""
-    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    index = None
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in results.events()
-        if event.name() == "[memory]"
-        and event.device_type() == kind
-        and (index is None or event.device_index() == index)
-    ]
-    events.sort(key=lambda event: event[0])  # those of different threads come one thread after the other
+def levels(log: AllocationLog, entered_ns: int) -> Iterator[tuple[float, int]]:
+    """Running sum of the log's events, as (time_ms since entry, bytes)."""
     level_bytes = 0
-    for start_ns, change_bytes in events:
-        level_bytes += change_bytes
-        yield (start_ns - results.trace_start_ns()) / 1e6, level_bytes
+    for event in log.events:
+        level_bytes += event.size_bytes
+        yield max(0.0, (event.time_ns - entered_ns) / 1e6), level_bytes
