@@ -12,14 +12,14 @@ from rkgb.bgraph import BGraph
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
-from rkgb.errors import ReplayMismatch
+from rkgb.errors import ReplayMismatch, TraceError
 from rkgb.expand import expand_composites
 from rkgb.kgraph import KGraph, s_to_k
 from rkgb.measure import measure_blocks
 from rkgb.replay import replay_check
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import training_mode
+from rkgb.state import autocast_in_force, training_mode
 from rkgb.trace import trace
 
 Stage = Callable[[str, int, int], None]
@@ -53,6 +53,12 @@ def make_all_graphs(
     """
     tell = on_stage or (lambda name, done, total: None)
     arguments = make_sample(model, sample, model_kwargs)
+    kind = autocast_in_force({tensor.device for tensor in (*model.parameters(), *arguments.tensors)})
+    if kind is not None:
+        raise TraceError(
+            f"autocast is on for {kind}: graphs of a module under autocast are not supported yet. Leave the autocast "
+            "region, or convert the module to the lower precision."
+        )
     with training_mode(model):
         tell("trace", 0, 4)
         basic, dataflow = _exact_trace(model, arguments, tell)

@@ -20,6 +20,12 @@ def module_devices(module: torch.nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
 
 
+def autocast_in_force(devices: set[torch.device]) -> str | None:
+    """The device type for which autocast is on now, of those among `devices`; None where it is off."""
+    kinds = {device.type for device in devices}
+    return next((kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)), None)
+
+
 @contextlib.contextmanager
 def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) -> Iterator[None]:
     """Run code on `module` that leaves its buffers, gradients and the random streams as they were.

@@ -10,6 +10,7 @@ import torch
 from rkgb import DGraph, Sample
 from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
+from rkgb.state import autocast_in_force
 from rkgb.tree import map_leaves
 from rockmate.codegen import CompiledProgram
 from rockmate.errors import InputMismatch, PlanMismatch
@@ -31,6 +32,7 @@ class Runner:
         self._parameters = list(module.named_parameters())
         self._modes = [submodule.training for _, submodule in self._submodules]
         self._gradients = [parameter.requires_grad for _, parameter in self._parameters]
+        self._devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +64,12 @@ class Runner:
         return tensors
 
     def _check_module(self) -> None:
+        kind = autocast_in_force(self._devices)
+        if kind is not None:
+            raise PlanMismatch(
+                f"autocast is on for {kind}, but was not when the module was planned: planned code does not cast. Leave "
+                "the autocast region for this call."
+            )
         for (name, submodule), mode in zip(self._submodules, self._modes, strict=True):
             if submodule.training is not mode:
                 raise PlanMismatch(
