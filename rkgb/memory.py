@@ -49,6 +49,7 @@ class AllocationLog:
         self.marks: list[int] = []
         self._profile: profile | None = None
         self._quiet = quiet_profiler()
+        self._before = 0
 
     def mark(self) -> None:
         """Note this point in the order of events."""
@@ -58,6 +59,7 @@ class AllocationLog:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+            self._before = len(self._history())  # of an earlier log, if the allocator still has it
             return self
         if _profiler_enabled():
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
@@ -71,7 +73,7 @@ class AllocationLog:
     ) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            trace = torch.cuda.memory._snapshot(self.device.index)["device_traces"][self.device.index or 0]
+            trace = self._history()[self._before :]
             torch.cuda.memory._record_memory_history(None)
             self._split(_cuda_events(trace))
             return
@@ -86,6 +88,11 @@ class AllocationLog:
             self._split(_cpu_events(self._profile))
         elif error is None:
             raise RuntimeError("another profiler was started and stopped inside the measurement, and ended it.")
+
+    def _history(self) -> list[dict[str, Any]]:
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot(index)["device_traces"]
+        return traces[index] if index < len(traces) else traces[0]
 
     def _split(self, events: list[AllocationEvent]) -> None:
         mark_size = _MARK_BYTES if self.device.type == "cpu" else _round_up(_MARK_BYTES)

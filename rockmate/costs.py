@@ -63,7 +63,7 @@ def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:
     producer = {data: place for place, comp in enumerate(graph.forward) for data in comp.outputs}
     data = tuple(Data(d.name, d.size_bytes, producer[d], d.kind) for d in _stored(graph))
     once = unrepeatable_nodes(graph)
-    forward = tuple(_forward_op(comp, index_of, once) for comp in graph.forward)
+    forward = tuple(_forward_op(graph, comp, index_of, once) for comp in graph.forward)
     backward = (
         BackwardOp(LOSS, loss.time_ms, tuple(sorted(held)), 0, loss.peak_bytes),
         *(_backward_op(comp, index_of) for comp in graph.backward),
@@ -98,8 +98,11 @@ def _writes_statistics_only(graph: KGraph, written: list[str]) -> bool:
     return all(dgraph.owner(name) in dgraph.leaves for name in written)
 
 
-def _forward_op(comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:
-    state_bytes = torch.default_generator.get_state().nbytes if comp.node.is_random else 0
+def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:
+    values = graph.sgraph.dgraph.values
+    random = [op for op in comp.node.ops if op.is_random and values[op.output_names[0]].device.type == "cpu"]
+    # The state of a CUDA generator is a few bytes in host memory; the CPU's takes room where tensors are.
+    state_bytes = len(random) * torch.default_generator.get_state().nbytes
     return ForwardOp(
         comp.name,
         comp.time_ms,

@@ -121,6 +121,8 @@ def draw_memory_figure(
     panels = figure.subplots(1, len(plans), sharex=True, sharey=True, squeeze=False)[0]
     for panel, plan in zip(panels, plans, strict=True):
         draw_panel(panel, eager_timeline, plan)
+    longest_ms = max(time_ms for line in (eager_timeline, *(plan.timeline for plan in plans)) for time_ms, _ in line)
+    panels[0].set_xlim(0, 1.01 * longest_ms)
     panels[0].set_ylabel("memory above the start of the step (MiB)", color=TEXT_COLOUR)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=TEXT_COLOUR)
     figure.supxlabel("time in the step (ms)", fontsize=10, color=TEXT_COLOUR)
@@ -154,7 +156,6 @@ def draw_panel(panel: Axes, eager_timeline: Timeline, plan: MemoryCurve) -> None
         label="predicted peak",
     )
     panel.set_title(plan.label, loc="left", fontsize=10, color=TEXT_COLOUR)
-    panel.set_xlim(left=0)
     panel.set_ylim(bottom=0, top=1.12 * max([plan.budget_bytes / MIB, *eager_mib, *plan_mib]))
     panel.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     panel.spines[["top", "right"]].set_visible(False)

@@ -67,8 +67,8 @@ class Runner:
         kind = autocast_in_force(self._devices)
         if kind is not None:
             raise PlanMismatch(
-                f"autocast is on for {kind}, but was not when the module was planned: planned code does not cast. Leave "
-                "the autocast region for this call."
+                f"autocast is on for {kind}, but was not when the module was planned: planned code does not cast. "
+                "Leave the autocast region for this call."
             )
         for (name, submodule), mode in zip(self._submodules, self._modes, strict=True):
             if submodule.training is not mode:
