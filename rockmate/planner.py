@@ -26,6 +26,7 @@ from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
+_SOLVE_S = 15.0  # the default solver improves its plan no longer than this
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 Progress = Callable[[str, int, int], None]
@@ -140,7 +141,7 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
         keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
         if keep_all.status.fits:
             return keep_all
-    solver = request.solver or Auto(chain=measured.chain)
+    solver = request.solver or Auto(chain=measured.chain, time_limit_s=_SOLVE_S)
     return solver.solve(measured.problem, budget_bytes)
 
 

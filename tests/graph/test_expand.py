@@ -1,0 +1,78 @@
+"""Composite operations are taken apart where, and only where, that gives the solver a choice."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rkgb.dgraph import b_to_d
+from rkgb.expand import expand_composites
+from rkgb.replay import replay_check
+from rkgb.sample import make_sample
+from rkgb.trace import trace
+
+
+class Attention(nn.Module):
+    """Self-attention by torch's fused function, or written out."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused = fused
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.fused:
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=0.2)
+        return F.dropout((query @ key.transpose(-2, -1)).softmax(-1), 0.2, self.training) @ value
+
+
+def expanded(module, *inputs):
+    sample = make_sample(module, inputs)
+    composite = trace(module, sample)
+    return composite, expand_composites(composite, module, sample), sample
+
+
+def names(graph):
+    return [node.call.op_name for node in graph]
+
+
+def test_a_dropout_becomes_its_mask_and_its_product():
+    _, fine, _ = expanded(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4))
+    assert names(fine) == ["linear", "empty_strided", "bernoulli_", "div_", "mul"]
+
+
+def test_a_mask_does_not_need_the_values_that_it_will_drop():
+    _, fine, _ = expanded(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4))
+    mask = next(node for node in fine if node.call.op_name == "empty_strided")
+    assert mask.call.inputs == []
+
+
+def test_operations_that_hide_nothing_stay_whole():
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
+    composite, fine, _ = expanded(module, torch.randn(3, 5, 4))
+    assert names(fine) == names(composite) == ["linear", "layer_norm", "gelu", "linear"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_taken_apart_is_exact(fused):
+    module = Attention(fused)
+    composite, fine, sample = expanded(module, torch.randn(2, 6, 8))
+    assert len(fine.nodes) > len(composite.nodes)
+    replay_check(b_to_d(fine, module, sample), module, sample)
+
+
+def test_the_module_and_the_random_stream_are_left_as_they_were():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    sample = make_sample(module, torch.randn(3, 4))
+    composite = trace(module, sample)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    expand_composites(composite, module, sample)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_values_keep_the_names_of_the_trace():
+    composite, fine, _ = expanded(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4))
+    assert fine.output_names == composite.output_names
