@@ -6,6 +6,7 @@ import itertools
 import keyword
 import linecache
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,10 @@ def execute(code: GeneratedCode) -> dict[str, Any]:
     """Run generated source; its lines show in tracebacks and in the debugger."""
     file_name = f"<rockmate {next(_file_numbers)}>"
     namespace = dict(code.namespace)
-    # Registered for good: linecache drops entries that have a modification time, so give none.
+    # Entries without a modification time stay until they are taken out: here, with the functions.
     linecache.cache[file_name] = (len(code.source), None, code.source.splitlines(keepends=True), file_name)
     exec(compile(code.source, file_name, "exec"), namespace)
+    weakref.finalize(namespace["forward"], linecache.cache.pop, file_name, None)
     return namespace
 
 
