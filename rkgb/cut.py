@@ -82,8 +82,8 @@ def _make_block(graph: SGraph, nodes: list[SNode]) -> Block:
 
 
 def _needed_leaf_views(graph: SGraph, ops: set[DNode]) -> set[DNode]:
-    """The views of leaves that `ops` use, directly or through one another."""
-    producer = {name: op for op in graph.leaf_views for name in op.output_names}
+    """The views of leaves and the in-place writes to them whose results `ops` use, directly or through one another."""
+    producer = {name: op for op in (*graph.leaf_views, *graph.effects) for name in op.output_names}
     needed: set[DNode] = set()
     waiting = [name for op in ops for name in op.call.inputs]
     while waiting:

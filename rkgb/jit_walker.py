@@ -68,13 +68,14 @@ class JitWalker:
         self._leaf_of_tensor: dict[int, Ref] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._counts: Counter[str] = Counter()
+        self._taken: set[str] = set()  # names of leaves, operations and values
 
     def walk(self, graph: Any) -> None:
         """Fill `nodes`, `leaves` and `output_refs`."""
         self_value, *inputs = graph.inputs()
         self._paths[self_value.debugName()] = ""
         for index, value in enumerate(inputs):
-            name = self._name(f"input_{index}")
+            name = self._name(f"input_{index}", numbered=False)
             self.leaves[name] = Leaf(name, LeafKind.INPUT, index=index)
             self._shapes[name] = tuple(self.sample.tensors[index].shape)
             self._values[value.debugName()] = Ref(name)
@@ -225,16 +226,21 @@ class JitWalker:
         return leaf.kind is LeafKind.PARAMETER and bool(_attribute(self.module, leaf.path).requires_grad)
 
     def _bind_outputs(self, name: str, outputs: list[Any]) -> tuple[Any, ...]:
-        return tuple(self._bind_output(f"{name}_{k}", output) for k, output in enumerate(outputs))
+        return tuple(self._bind_output(self._part(name, k), output) for k, output in enumerate(outputs))
 
     def _bind_output(self, name: str, output: Any) -> Any:
         if output.type().kind() == "ListType":
             unpack = next((use.user for use in output.uses() if use.user.kind() == "prim::ListUnpack"), None)
             if unpack is None:
                 raise TraceError(f"%{name} returns a list whose length the trace does not tell. Unpack it in forward.")
-            pattern = [self._bind_output(f"{name}_{k}", item) for k, item in enumerate(unpack.outputs())]
+            pattern = [self._bind_output(self._part(name, k), item) for k, item in enumerate(unpack.outputs())]
             self._values[output.debugName()] = pattern
             return pattern
+        if output.type().kind() == "TupleType":  # what a custom function with several outputs returns
+            unpack = next(use.user for use in output.uses() if use.user.kind() == "prim::TupleUnpack")
+            items = self._bind_outputs(name, list(unpack.outputs()))
+            self._values[output.debugName()] = items
+            return items
         if output.type().kind() != "TensorType":
             raise TraceError(
                 f"%{name} reads a number out of tensor data (a {output.type()}): the plan would be wrong for "
@@ -303,12 +309,17 @@ class JitWalker:
         return self._constant_leaf(item.tensor)
 
     def _name(self, stem: str, numbered: bool = True) -> str:
-        if not numbered and stem not in self.leaves:
-            return stem
-        if stem.startswith("input_"):
-            return stem
-        self._counts[stem] += 1
-        return f"{stem}_{self._counts[stem] - 1}"
+        """A fresh name: parameters and operations of a user's module may be called alike."""
+        name = stem
+        while numbered or name in self._taken:
+            name = f"{stem}_{self._counts[stem]}"
+            self._counts[stem] += 1
+            numbered = False
+        self._taken.add(name)
+        return name
+
+    def _part(self, name: str, place: int) -> str:
+        return self._name(f"{name}_{place}", numbered=False)
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

@@ -96,7 +96,7 @@ class _FreshGradients(torch.autograd.Function):
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
         # Only the layouts are kept: holding an output here would keep its bytes alive.
         ctx.layouts = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in outputs]
-        return outputs[0].new_zeros(())
+        return outputs[0].new_zeros((), dtype=torch.float32)  # real, for complex outputs too
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.bgraph import BGraph
+from rkgb.bgraph import BGraph, LeafKind
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
@@ -72,20 +72,34 @@ def make_all_graphs(
 
 def _exact_trace(model: torch.nn.Module, sample: Sample, tell: Stage) -> tuple[BGraph, DGraph]:
     """The finest trace that the replay check accepts."""
-    composite = trace(model, sample)
+    # On copies: a forward that writes into its input would change the user's data at each run.
+    composite = trace(model, sample.copy())
     tell("trace", 1, 4)
-    fine = expand_composites(composite, model, sample)
+    coarse = b_to_d(composite, model, sample.copy())
+    _refuse_input_writes(model, coarse)
     tell("trace", 2, 4)
-    candidates = [fine, composite] if len(fine.nodes) > len(composite.nodes) else [composite]
-    for basic in candidates:
-        dataflow = b_to_d(basic, model, sample)
-        tell("trace", 3, 4)
-        try:
-            replay_check(dataflow, model, sample)
-        except ReplayMismatch:
-            if basic is candidates[-1]:
-                raise
-        else:
-            break
+    fine = expand_composites(composite, model, sample)
+    tell("trace", 3, 4)
+    basic, dataflow = composite, coarse
+    if len(fine.nodes) > len(composite.nodes):
+        basic, dataflow = fine, b_to_d(fine, model, sample)
+    try:
+        replay_check(dataflow, model, sample)
+    except ReplayMismatch:
+        if basic is composite:
+            raise
+        basic, dataflow = composite, coarse
+        replay_check(dataflow, model, sample)
     tell("trace", 4, 4)
     return basic, dataflow
+
+
+def _refuse_input_writes(model: torch.nn.Module, graph: DGraph) -> None:
+    for op in graph:
+        for name in op.written:
+            leaf = graph.leaves.get(graph.owner(name))
+            if leaf is not None and leaf.kind is LeafKind.INPUT:
+                raise TraceError(
+                    f"{op.name} ({op.source}) writes into input {leaf.index} of {type(model).__name__} in place: running "
+                    "it again would start from changed data. Clone the input first in forward."
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from rkgb.bgraph import BGraph
 from rkgb.call import is_ref
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
-from rkgb.errors import ReplayMismatch
+from rkgb.errors import ReplayMismatch, TraceError
 from rkgb.sample import Sample
 from rkgb.state import borrowed, random_states
 from rkgb.tree import leaves, map_leaves
@@ -54,13 +55,16 @@ def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def fresh_sample(sample: Sample, seed: int = 0) -> Sample:
-    """Random data of the sample's shapes and ranges: integers and booleans are permuted, not invented."""
+    """Random data of the sample's shapes and ranges: integers and booleans are permuted, not invented.
+
+    Floating-point tensors of one sign, such as probabilities, keep their range; all others become normal noise.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-            drawn = torch.empty_like(tensor.detach()).copy_(noise)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            drawn = torch.empty_like(tensor.detach()).copy_(_in_range_of(tensor.detach(), noise))
         else:
             order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
             drawn = torch.empty_like(tensor.detach()).copy_(tensor.reshape(-1)[order].view(tensor.shape))
@@ -69,6 +73,16 @@ def fresh_sample(sample: Sample, seed: int = 0) -> Sample:
     return sample.with_tensors(
         [fresh(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in sample.tensors]
     )
+
+
+def _in_range_of(tensor: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Normal `noise`, made uniform between the extremes of `tensor` where these differ and are of one sign."""
+    if tensor.is_complex() or tensor.numel() == 0:
+        return noise
+    low, high = (float(bound) for bound in tensor.aminmax())
+    if low < 0 < high or low == high or not math.isfinite(high - low):
+        return noise
+    return low + (high - low) * torch.special.ndtr(noise)
 
 
 def record_step(module: torch.nn.Module, sample: Sample, forward: Callable[[Sample], Any], seed: int = 0) -> StepRecord:
@@ -86,6 +100,11 @@ def record_step(module: torch.nn.Module, sample: Sample, forward: Callable[[Samp
         }
         backward_from(outputs)
         for name, parameter in module.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise TraceError(
+                    f"the gradient of {name} is {parameter.grad.layout}: only dense gradients can be planned. "
+                    "Build the embedding with sparse=False."
+                )
             record[f"gradient of {name}"] = parameter.grad
         for index, tensor in enumerate(sample.tensors):
             if tensor.requires_grad:
@@ -121,13 +140,13 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
     Raises `ReplayMismatch` naming the first difference. A module that differs from itself between
     two equal runs is compared all the same: it cannot be exact, and the message says so.
     """
-    data = fresh_sample(sample)
-    expected = record_step(module, data, lambda fresh: fresh.call(module))
-    found = record_step(module, data, lambda fresh: run_graph(graph, module, fresh))
+    # Each run has its own copy of the data: a module may write into its inputs.
+    expected = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module))
+    found = record_step(module, fresh_sample(sample), lambda fresh: run_graph(graph, module, fresh))
     difference = expected.first_difference(found)
     if difference is None:
         return
-    again = record_step(module, data, lambda fresh: fresh.call(module)).first_difference(expected)
+    again = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module)).first_difference(expected)
     cause = (
         f"The module differs from itself between two runs, too ({again}): it is not deterministic."
         if again is not None

@@ -31,6 +31,10 @@ class Sample:
         args, kwargs = map_leaves(lambda _: next(remaining), (self.args, self.kwargs))
         return Sample(args, kwargs)
 
+    def copy(self) -> Sample:
+        """The same arguments in storages of their own."""
+        return self.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors])
+
     def skeleton(self) -> Any:
         """The structure with every tensor blanked: what must be equal from call to call."""
         return map_leaves(lambda _: "tensor", (self.args, self.kwargs))

@@ -33,6 +33,8 @@ def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) 
     Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None.
     """
     generators = random_states(devices if devices is not None else module_devices(module))
+    # A forward may put other tensors in the places of buffers: the places are restored, then the values.
+    places = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
@@ -42,6 +44,9 @@ def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) 
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for place, registered in places:
+            place.clear()
+            place.update(registered)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
