@@ -100,6 +100,6 @@ def _refuse_input_writes(model: torch.nn.Module, graph: DGraph) -> None:
             leaf = graph.leaves.get(graph.owner(name))
             if leaf is not None and leaf.kind is LeafKind.INPUT:
                 raise TraceError(
-                    f"{op.name} ({op.source}) writes into input {leaf.index} of {type(model).__name__} in place: running "
-                    "it again would start from changed data. Clone the input first in forward."
+                    f"{op.name} ({op.source}) writes into input {leaf.index} of {type(model).__name__} in place: "
+                    "running it again would start from changed data. Clone the input first in forward."
                 )

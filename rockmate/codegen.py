@@ -16,8 +16,9 @@ import torch
 from rkgb import DNode, LeafKind
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import RUNNING_STATISTICS
+from rkgb.profile import SavedKind
 from rkgb.tree import leaves
-from rockmate.program import Program, Segment, dropped_after
+from rockmate.program import Program, Segment, Slot, dropped_after
 from rockmate.runtime import ForgottenTensor, SegmentCode, Step, StepTables, differentiable
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
@@ -88,6 +89,15 @@ def _function_name(segment: Segment) -> str:
     return f"recompute_{segment.index}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A forgotten tensor is given back after the operation at `position`, from the expression `value`."""
+
+    position: int
+    slot: Slot
+    value: str
+
+
 class _Writer:
     """Writes the forward function and one function per segment."""
 
@@ -151,20 +161,20 @@ class _Writer:
         for kept, last in segment.takes:
             self._line(1, f"{kept.value} = step.take({kept.key!r}, last={last})")
         keeps = {kept.value: kept.key for kept in segment.keeps}
-        filled = self._fills_after(segment)
-        dropped = dropped_after(segment.ops, [], self.graph.leaves)
-        lasting = self._last_positions(segment, filled, keeps, dropped)
+        fills = self._fills(segment)
+        dropped = self._dropped(segment, fills)
         for position, op in enumerate(segment.ops):
             if op.is_random:
                 last = segment.index == self.program.random_marks[op.name]
                 self._line(1, f"step.rewind({op.name!r}, {str(_device_of(self.program, op))!r}, last={last})")
             self._write_repeated(op, op.name in segment.captured)
-            for line in filled.get(position, ()):
-                self._line(1, line)
+            for fill in fills:
+                if fill.position == position:
+                    self._line(1, f"step.fill({fill.slot.op!r}, {fill.slot.index}, {fill.value})")
             for name in op.output_names:
                 if name in keeps:
                     self._line(1, f"step.keep({keeps[name]!r}, {name})")
-            self._delete(lasting.get(position, []))
+            self._delete((["saved"] if op.name in segment.captured else []) + dropped.get(position, []))
         if not segment.ops:
             self._line(1, "pass")
 
@@ -178,27 +188,24 @@ class _Writer:
             if self.graph.values[name].requires_grad:
                 self._line(1, f"{name} = {name}.detach()")
 
-    def _fills_after(self, segment: Segment) -> dict[int, list[str]]:
-        """Lines that give forgotten tensors back, by the place of the operation after which they can."""
+    def _fills(self, segment: Segment) -> list[_Fill]:
+        """How forgotten tensors are given back: each as soon as its storage is complete."""
         complete = {
             self.graph.owner(name): position
             for position, op in enumerate(segment.ops)
             for name in (*op.output_names, *op.written)
         }
         place = {op.name: position for position, op in enumerate(segment.ops)}
-        lines: dict[int, list[str]] = {}
+        fills = []
         for slot in segment.fills:
-            maker, _, rest = slot.tensor.source.partition(".saved")
-            if rest:
-                index = self._phantom_index(slot.tensor.source, segment.ops[place[maker]])
-                lines.setdefault(place[maker], []).append(f"step.fill({slot.op!r}, {slot.index}, saved[{index}])")
+            source = slot.tensor.source
+            maker = source.partition(".saved")[0]
+            if slot.tensor.kind is SavedKind.PHANTOM:
+                index = self._phantom_index(source, segment.ops[place[maker]])
+                fills.append(_Fill(place[maker], slot, f"saved[{index}]"))
             else:
-                position = complete[slot.tensor.source]
-                lines.setdefault(position, []).append(f"step.fill({slot.op!r}, {slot.index}, {slot.tensor.source})")
-        for position, op in enumerate(segment.ops):
-            if op.name in segment.captured:
-                lines.setdefault(position, []).append("del saved")
-        return lines
+                fills.append(_Fill(complete[source], slot, source))
+        return fills
 
     def _phantom_index(self, phantom: str, op: DNode) -> int:
         """Place of a phantom among what the repeated operation packs: running statistics are not there."""
@@ -209,21 +216,16 @@ class _Writer:
         packed = [t.source for t in self.program.graph.op_profiles[op.name].saved if t.source not in left_out]
         return packed.index(phantom)
 
-    def _last_positions(
-        self,
-        segment: Segment,
-        filled: dict[int, list[str]],
-        keeps: dict[str, str],
-        dropped: list[list[str]],
-    ) -> dict[int, list[str]]:
-        """Variables to delete after each operation: once read, filled and kept for the last time."""
-        last = {name: position for position, names in enumerate(dropped) for name in names}
-        place_of = {line: position for position, lines in filled.items() for line in lines}
-        for slot in segment.fills:
-            name = slot.tensor.source
-            if name in last:
-                line = f"step.fill({slot.op!r}, {slot.index}, {name})"
-                last[name] = max(last[name], place_of[line])
+    def _dropped(self, segment: Segment, fills: list[_Fill]) -> dict[int, list[str]]:
+        """Variables to delete after each operation: once read and given back for the last time."""
+        last = {
+            name: position
+            for position, names in enumerate(dropped_after(segment.ops, [], self.graph.leaves))
+            for name in names
+        }
+        for fill in fills:
+            if fill.value in last:
+                last[fill.value] = max(last[fill.value], fill.position)
         positions: dict[int, list[str]] = {}
         for name, position in last.items():
             positions.setdefault(position, []).append(name)
