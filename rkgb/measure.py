@@ -89,7 +89,7 @@ def _main_device(graph: DGraph, block: Block) -> torch.device:
 # ---- one run of a block ----------------------------------------------------------------------------
 
 
-class _FreshGradients(torch.autograd.Function):
+class FreshGradients(torch.autograd.Function):
     """Stands for the rest of the model: consumes the block's outputs, hands back new gradients."""
 
     @staticmethod
@@ -137,7 +137,7 @@ def _run_block(graph: DGraph, block: Block, given: dict[str, Any], observer: _Ob
             for name in dropped:
                 values.pop(name, None)
         outputs = [values[name] for name in block.outputs if values[name].requires_grad]
-        total = _FreshGradients.apply(*outputs) if outputs else None  # type: ignore[no-untyped-call]
+        total = FreshGradients.apply(*outputs) if outputs else None  # type: ignore[no-untyped-call]
     values.clear()
     del outputs
     if total is not None:

@@ -70,7 +70,7 @@ class Rockmate(torch.nn.Module):
         state["_measured"] = measured
         state["_planned"] = planned
         state["_compiled"] = compiled
-        state["_runner"] = None
+        state["_runner"] = Runner(model, measured.graphs.D_graph, measured.sample, compiled)
 
     @property
     def code(self) -> str:
@@ -81,15 +81,7 @@ class Rockmate(torch.nn.Module):
         """The model's forward. Raises `InputMismatch` for arguments unlike the sample's."""
         if not self.original.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        return self._planned_forward()(*args, **kwargs)
-
-    def _planned_forward(self) -> Runner:
-        state = self.__dict__
-        if state["_runner"] is None:
-            measured: Measured = state["_measured"]
-            state["_runner"] = Runner(self.original, measured.graphs.D_graph, measured.sample, state["_compiled"])
-        runner: Runner = state["_runner"]
-        return runner
+        return self._runner(*args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Nothing: ``loss.backward()`` is enough. Accepted for code written for older versions."""
@@ -133,6 +125,7 @@ class Rockmate(torch.nn.Module):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin._adopt(copy.deepcopy(self.original, memo), self._measured, self._planned)
+        twin._runner.expect_flags_of(self._runner)
         return twin
 
     def extra_repr(self) -> str:

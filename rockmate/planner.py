@@ -12,8 +12,9 @@ import torch
 
 from rk_solvers import Auto, Chain, KeepAll, Problem, Solution, Solver, check
 from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
+from rkgb.measure import FreshGradients
 from rkgb.memory import AllocationLog
-from rkgb.replay import backward_from, run_graph
+from rkgb.replay import run_graph
 from rkgb.state import borrowed, training_mode
 from rkgb.tree import leaves
 from rockmate.budget import Budget, check_budget, resolve_budget
@@ -220,7 +221,9 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
     with torch.enable_grad():
         output = step(*sample.args, **sample.kwargs)
         if loss is None:
-            backward_from(leaves(output))
+            # As a loss would: its gradients belong to autograd, which frees them once they are used.
+            differentiable = [tensor for tensor in leaves(output) if tensor.requires_grad]
+            FreshGradients.apply(*differentiable).backward()  # type: ignore[no-untyped-call]
         else:
             loss(output).backward()
 

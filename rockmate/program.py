@@ -185,10 +185,16 @@ class _Assigner:
                 needed.update(op.call.inputs)
                 storages.update(self.dgraph.owner(name) for name in op.call.inputs)
         segment.ops = live[::-1]
+        segment.captured |= {op.name for op in segment.ops if self._fills_several(op)}
         read = dict.fromkeys(name for op in segment.ops for name in op.call.inputs)
         inputs = [n for n in read if n in self.dgraph.leaves and self.dgraph.leaves[n].kind is LeafKind.INPUT]
         # The caller's own tensors cost nothing to keep, and a graph walked twice needs them twice.
         segment.takes += [(Kept(name, FORWARD), False) for name in inputs]
+
+    def _fills_several(self, op: DNode) -> bool:
+        """Such operations may leave out, without gradients, what only their backward reads (LSTM's workspace)."""
+        fresh = [name for name in op.output_names if self.dgraph.owner(name) == name]
+        return len(fresh) > 1 and any(self.dgraph.values[name].requires_grad for name in op.output_names)
 
     def _leaf_views(self, ops: set[DNode]) -> set[DNode]:
         views = {name: op for op in self.graph.sgraph.leaf_views for name in op.output_names}

@@ -10,7 +10,7 @@ import torch
 from rkgb import DGraph, Sample
 from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
-from rkgb.state import autocast_in_force
+from rkgb.state import autocast_in_force, training_mode
 from rkgb.tree import map_leaves
 from rockmate.codegen import CompiledProgram
 from rockmate.errors import InputMismatch, PlanMismatch
@@ -30,10 +30,15 @@ class Runner:
         self._output_names = graph.output_names
         self._submodules = list(module.named_modules())
         self._parameters = list(module.named_parameters())
-        self._modes = [submodule.training for _, submodule in self._submodules]
+        with training_mode(module):  # as it was planned, whatever its mode is now
+            self._modes = [submodule.training for _, submodule in self._submodules]
         self._gradients = [parameter.requires_grad for _, parameter in self._parameters]
         self._devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
+
+    def expect_flags_of(self, other: Runner) -> None:
+        """Hold the module to the flags with which `other`'s was planned: this one is a copy, made later."""
+        self._modes, self._gradients = other._modes, other._gradients
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, as the module would. Raises `InputMismatch` or `PlanMismatch` before anything runs."""
