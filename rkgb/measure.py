@@ -241,6 +241,7 @@ class _MemoryObserver(_Observer):
                 self._remember(values[name])
         self.saved[op.name] = [self._describe(op, packed) for packed in self._packed]
         self._packed = []
+        self.mark()  # before anything is freed, and its address used again
 
     def before_node(self, op: DNode) -> None:
         self.windows.append(StageWindow(op.name, self.mark()))

@@ -16,6 +16,10 @@ from rkgb.dgraph import RUNNING_STATISTICS, DGraph, DNode
 from rkgb.errors import GraphError
 
 
+# Run without gradients, as recomputation is, they leave out the workspace that their backward reads.
+_DEPEND_ON_GRADIENT_MODE = frozenset({"aten::mkldnn_rnn_layer"})
+
+
 @dataclass(eq=False, slots=True)
 class SNode:
     """A real operation with its body: views, in-place operations, shapes of the same storages."""
@@ -198,6 +202,8 @@ def _mark_unrepeatable(graph: DGraph, nodes: list[SNode], effects: list[DNode], 
         for op in node.ops:
             if not isinstance(op.call.function, torch._ops.OpOverload):
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
+            elif op.call.function._schema.name in _DEPEND_ON_GRADIENT_MODE:
+                node.keep_reason = f"{op.name} gives nothing to its backward where it is repeated without gradients"
             elif not repeats_without_statistics(op) and any(graph.owner(n) in graph.leaves for n in op.written):
                 node.keep_reason = f"{op.name} writes into the module's state"
             elif any(graph.owner(name) in rewritten for name in op.call.inputs):
