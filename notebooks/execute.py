@@ -1,0 +1,78 @@
+"""Run the notebooks from top to bottom, each in a fresh kernel, and store them as they ran.
+
+python notebooks/execute.py                   # stores the outputs in the notebooks themselves
+python notebooks/execute.py --output folder   # leaves the notebooks alone
+"""
+# ruff: noqa: INP001  # a script, not a package
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+class ThisPython(KernelSpecManager):
+    """Knows one kernel, whatever is registered on the machine: the interpreter that runs this script."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        """The kernel, under any name."""
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+def execute(path: Path, scratch: Path, timeout_s: int) -> Any:
+    """The notebook as it ran; what it writes goes to `scratch`. Raises `CellExecutionError` for a cell that fails."""
+    notebook = nbformat.read(path, as_version=4)
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisPython())
+    folder = {"metadata": {"path": str(scratch)}}
+    client = NotebookClient(notebook, km=manager, timeout=timeout_s, record_timing=False, resources=folder)
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "solvers")])
+    # On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
+    settings = {"PYTHONPATH": search_path, "OMP_WAIT_POLICY": "PASSIVE", "IPYTHONDIR": str(scratch / "ipython")}
+    return without_circumstances(client.execute(env=os.environ | settings))
+
+
+def without_circumstances(notebook: Any) -> Any:
+    """The notebook without what would differ from machine to machine, and without messages to the error stream."""
+    notebook.metadata = METADATA
+    for index, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{index}"
+        cell.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return notebook
+
+
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all that are beside this script")
+    parser.add_argument("--output", type=Path, help="folder; default: each notebook's own")
+    parser.add_argument("--timeout", type=int, default=60, help="seconds for one cell (default 60)")
+    options = parser.parse_args()
+    for path in options.notebooks or sorted(Path(__file__).parent.glob("*.ipynb")):
+        with tempfile.TemporaryDirectory() as scratch:
+            os.environ["JUPYTER_RUNTIME_DIR"] = scratch
+            notebook = execute(path, Path(scratch), options.timeout)
+        folder = options.output or path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, folder / path.name)
+
+
+if __name__ == "__main__":
+    main()
