@@ -73,15 +73,13 @@ def draw(entry: zoo.ZooEntry, budgets: Sequence[float], rounds: int, folder: Pat
     eager_ms, *planned_ms = fastest_ms(steps, rounds)
     curves = [
         MemoryCurve(
-            f"budget {budget} = {format_bytes(model.plan.budget_bytes)}: time × {time_ms / eager_ms:.2f}",
+            f"budget {100 * budget:.0f} % of eager's peak: {format_bytes(model.plan.budget_bytes)}",
             scaled_to(timeline, time_ms),
             model.plan.budget_bytes,
             model.plan.peak_bytes,
         )
         for budget, model, timeline, time_ms in zip(budgets, models, timelines[1:], planned_ms, strict=True)
     ]
-    # The panels share the first one's time axis: the longest step comes first.
-    curves.sort(key=lambda curve: -curve.timeline[-1][0])
     title = TITLES.get(entry.name, f"One training step of {entry.name}")
     with tempfile.TemporaryDirectory() as scratch:
         png, _ = draw_memory_figure(Path(scratch) / "figure", title, scaled_to(timelines[0], eager_ms), curves)

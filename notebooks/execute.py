@@ -31,7 +31,7 @@ class ThisPython(KernelSpecManager):
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
         """The kernel, under any name."""
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=40"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 

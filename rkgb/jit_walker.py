@@ -33,6 +33,7 @@ _MEMORY_FORMATS = (
 )
 # The tracer notes their results as needing no gradient even where they do.
 _UNRELIABLE_GRADIENT_FLAGS = frozenset({"aten::_convolution"})
+_OWN_FILES = ("rkgb/sample.py", "rkgb/trace.py")  # between torch's tracer and the user's module
 _NUMBER_CASTS: dict[str, Callable[[Any], Any]] = {
     "aten::Int": int,
     "aten::IntImplicit": int,
@@ -356,7 +357,7 @@ def _source(node: Any) -> Source:
     location = ""
     with contextlib.suppress(RuntimeError):
         frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
-        outside = [frame for frame in frames if "/torch/" not in frame[0]]
+        outside = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].endswith(_OWN_FILES)]
         if outside or frames:
             file, line = (outside or frames)[0]
             location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"

@@ -97,6 +97,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         request.progress("loss", 0, 1)
         loss_cost = _loss_cost(model, arguments, graphs, request.loss)
         problem, chain = build_problem(graphs, loss_cost)
+        request.progress("loss", 1, 1)
         request.progress("eager step", 0, 1)
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
@@ -119,8 +120,8 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         planned = _planned(measured, solution, budget_bytes, module)
         request.progress("check", attempt, _ATTEMPTS)
         peak_bytes = measured_peak_bytes(module, planned.compile_for(module), measured, request.loss)
-        if solution.status.fits and peak_bytes <= budget_bytes:
-            break
+        if peak_bytes <= budget_bytes:
+            break  # whatever was predicted: this was measured
         lowest_bytes = min(lowest_bytes, peak_bytes)
         if not solution.status.fits:
             raise _too_small(measured, solution, budget_bytes, lowest_bytes)
