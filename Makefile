@@ -20,7 +20,7 @@ export MKL_NUM_THREADS := $(THREADS)
 # Threads that spin while they wait for each other make small operations a hundred times slower on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-CODE := $(wildcard rkgb rockmate solvers/rk_solvers tests examples benchmarks)
+CODE := $(wildcard rkgb rockmate solvers/rk_solvers examples benchmarks)
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
