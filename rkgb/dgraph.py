@@ -164,6 +164,12 @@ class _Inspector:
     def observe(self, node: BNode, values: dict[str, Any]) -> None:
         for name in node.output_names:
             self.note(name, values[name])
+        written = _written(node, self.values)
+        storages = {self.values[name].owner for name in written}
+        for name, tensor in values.items():
+            # What is written in place may come to require a gradient.
+            if storages and self.values[name].owner in storages:
+                self.note(name, tensor)
         self.nodes.append(
             DNode(
                 node.name,
@@ -172,7 +178,7 @@ class _Inspector:
                 node.grad_enabled,
                 node.source,
                 is_random=self.refresh_random_states(),
-                written=_written(node, self.values),
+                written=written,
             )
         )
 
@@ -181,6 +187,8 @@ class _Inspector:
 RUNNING_STATISTICS: dict[str, tuple[int, int, int]] = {
     # operation: positions of running_mean, running_var, and of the flag that makes it write them
     "aten::batch_norm": (3, 4, 5),
+    "aten::cudnn_batch_norm": (3, 4, 5),
+    "aten::native_batch_norm": (3, 4, 5),
     "aten::instance_norm": (3, 4, 5),
 }
 

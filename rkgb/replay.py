@@ -92,6 +92,10 @@ def record_step(module: torch.nn.Module, sample: Sample, forward: Callable[[Samp
     """
     devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
     with borrowed(module, devices):
+        if any(True for _ in module.buffers()):
+            # From a later state than the trace's: a number that the forward reads out of its buffers has changed.
+            with torch.no_grad():
+                fresh_sample(sample, seed + 1).call(module)
         torch.manual_seed(seed)
         with torch.enable_grad():
             outputs = leaves(forward(sample))

@@ -15,7 +15,6 @@ import torch
 from rkgb.dgraph import RUNNING_STATISTICS, DGraph, DNode
 from rkgb.errors import GraphError
 
-
 # Run without gradients, as recomputation is, they leave out the workspace that their backward reads.
 _DEPEND_ON_GRADIENT_MODE = frozenset({"aten::mkldnn_rnn_layer"})
 

@@ -1,0 +1,204 @@
+"""The log holds every allocation and release, to the byte and in order."""
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+
+from rkgb.memory import AllocationEvent, AllocationLog, allocated_bytes, highest_level
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def take(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def sizes(log: AllocationLog) -> list[int]:
+    return [event.size_bytes for event in log.events]
+
+
+def test_allocations_and_releases_are_in_order():
+    with AllocationLog(CPU) as log:
+        first = take(3 * KIB)
+        second = take(5 * KIB)
+        del first
+        third = take(2 * KIB)
+        del second, third
+    assert sizes(log) == [3 * KIB, 5 * KIB, -3 * KIB, 2 * KIB, -5 * KIB, -2 * KIB]
+    assert log.peak_bytes == 8 * KIB
+
+
+def test_a_release_has_the_address_of_its_allocation():
+    with AllocationLog(CPU) as log:
+        kept = take(KIB)
+        take(2 * KIB)
+    allocation, other, release = log.events
+    assert other.address == release.address
+    assert allocation.address == kept.untyped_storage().data_ptr()
+
+
+def test_events_have_times_that_rise():
+    with AllocationLog(CPU) as log:
+        for _ in range(5):
+            take(KIB)
+    times = [event.time_ns for event in log.events]
+    assert len(times) == 10
+    assert times == sorted(times)
+
+
+def test_views_allocate_nothing():
+    with AllocationLog(CPU) as log:
+        whole = take(KIB)
+        parts = [whole.view(2, -1), *whole.chunk(4)]
+    assert sizes(log) == [KIB]
+    assert len(parts) == 5
+
+
+def test_a_step_of_a_linear_layer_is_known_to_the_byte():
+    """[8, 16] → [8, 4], float32: the output, then the gradient of the weight. The bias is frozen."""
+    layer, inputs, gradient = torch.nn.Linear(16, 4), torch.randn(8, 16), torch.ones(8, 4)
+    layer.bias.requires_grad_(False)
+    with AllocationLog(CPU) as log:
+        output = layer(inputs)
+        log.mark()
+        output.backward(gradient)
+        del output
+    assert sum(sizes(log)[: log.marks[0]]) == 8 * 4 * 4
+    assert sum(sizes(log)) == 16 * 4 * 4
+    assert log.peak_bytes == 8 * 4 * 4 + 16 * 4 * 4
+
+
+def test_marks_count_the_events_before_them():
+    with AllocationLog(CPU) as log:
+        log.mark()
+        first = take(KIB)
+        log.mark()
+        log.mark()
+        del first
+        second = take(KIB)
+        log.mark()
+    assert log.marks == [0, 1, 1, 3]
+    assert sizes(log) == [KIB, -KIB, KIB]
+    assert second.nbytes == KIB
+
+
+def test_marks_allocate_nothing_that_counts():
+    with AllocationLog(CPU) as log:
+        for _ in range(10):
+            log.mark()
+    assert log.marks == [0] * 10
+    assert log.events == []
+    assert log.peak_bytes == 0
+
+
+def test_marks_inside_a_backward_are_in_the_order_of_its_nodes():
+    x = torch.ones(256, requires_grad=True)
+    with AllocationLog(CPU) as log:
+        first = x.neg()
+        second = first.neg()
+        first.grad_fn.register_prehook(lambda _: log.mark())
+        second.grad_fn.register_prehook(lambda _: log.mark())
+        second.backward(torch.ones(256))
+    before, between = log.marks
+    assert sizes(log)[:before] == [KIB, KIB, KIB]  # two values and the gradient given
+    assert sizes(log)[before:between] == [KIB]  # the gradient of the first value
+    assert x.grad is not None
+
+
+def test_releases_of_what_was_there_before_are_left_out():
+    before = take(64 * KIB)
+    with AllocationLog(CPU) as log:
+        del before
+        after = take(KIB)
+    assert sizes(log) == [KIB]
+    assert log.peak_bytes == after.nbytes
+
+
+def test_what_is_allocated_after_the_block_is_left_out():
+    with AllocationLog(CPU) as log:
+        kept = take(KIB)
+    del kept
+    take(KIB)
+    assert sizes(log) == [KIB]
+
+
+def test_an_address_used_twice_is_two_allocations():
+    with AllocationLog(CPU) as log:
+        for _ in range(3):
+            take(64 * KIB)
+    assert sizes(log) == [64 * KIB, -64 * KIB] * 3
+    assert log.peak_bytes == 64 * KIB
+
+
+def test_empty_tensors_are_no_events():
+    with AllocationLog(CPU) as log:
+        take(0)
+    assert log.events == []
+
+
+def test_logs_cannot_be_nested():
+    with (
+        AllocationLog(CPU) as outer,
+        pytest.raises(RuntimeError, match="while another profiler runs: stop that profiler first"),
+        AllocationLog(CPU),
+    ):
+        pass
+    assert outer.events == []
+
+
+def test_logs_cannot_run_under_a_profiler():
+    with profile(use_cpu=True), pytest.raises(RuntimeError, match="another profiler runs"), AllocationLog(CPU):
+        pass
+
+
+def test_a_profiler_that_ends_the_log_is_noticed():
+    with pytest.raises(RuntimeError, match="another profiler was started"), AllocationLog(CPU), profile(use_cpu=True):
+        pass
+
+
+def allocate_and_fail() -> None:
+    take(KIB)
+    raise ZeroDivisionError
+
+
+def test_an_error_inside_ends_the_log():
+    with pytest.raises(ZeroDivisionError), AllocationLog(CPU):
+        allocate_and_fail()
+    with AllocationLog(CPU) as log:
+        take(KIB)
+    assert log.peak_bytes == KIB
+
+
+def test_nothing_is_written_to_the_terminal(capfd):
+    with AllocationLog(CPU):
+        take(KIB)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [([], 0), ([5], 5), ([5, -5, 3], 5), ([-5, 3], 0), ([-5, 8], 3), ([1, 2, -2, 4, -5], 5)],
+)
+def test_the_highest_level_counts_from_zero_at_the_start(changes, level):
+    assert highest_level([AllocationEvent(0, change) for change in changes]) == level
+
+
+def test_cuda_rounds_up_to_its_blocks_and_the_cpu_does_not():
+    assert allocated_bytes(513, CPU) == 513
+    assert allocated_bytes(513, torch.device("cuda")) == 1024
+    assert allocated_bytes(512, torch.device("cuda")) == 512
+    assert allocated_bytes(0, torch.device("cuda")) == 0
+
+
+@pytest.mark.cuda
+def test_the_log_on_cuda_is_in_blocks_of_the_allocator():
+    device = torch.device("cuda", 0)
+    with AllocationLog(device) as log:
+        first = torch.empty(1000, dtype=torch.uint8, device=device)
+        log.mark()
+        del first
+        torch.empty(5 << 20, dtype=torch.uint8, device=device)
+    assert sizes(log) == [1024, -1024, 5 << 20, -(5 << 20)]
+    assert log.marks == [1]

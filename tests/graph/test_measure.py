@@ -1,0 +1,305 @@
+"""What measuring finds is what eager PyTorch does: saved tensors, bytes, stages; and it leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rkgb import AllGraphs, cut, d_to_s, make_sample, s_to_k
+from rkgb.call import bind
+from rkgb.dgraph import leaf_tensors
+from rkgb.measure import measure_blocks
+from rkgb.memory import AllocationLog
+from rkgb.profile import SavedKind
+from rkgb.sample import Sample
+from rkgb.state import borrowed
+from rockmate import zoo
+from tests.graph.cases import CASES, program
+from tests.graph.examined import examined
+from tests.graph.programs import (
+    TINY,
+    graphs_of,
+    linear,
+    measured_together,
+    rows,
+    state_of,
+    timed_once,
+    traced,
+    with_gradients,
+    zoo_graphs,
+)
+
+CPU = torch.device("cpu")
+Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset
+ALL = [*(f"zoo {name}" for name in TINY), *CASES]
+# Outputs that nothing uses afterwards are gone from the graphs, yet eager PyTorch saves what made them.
+EAGER_SAVES_AS_MUCH = [f"zoo {name}" for name in TINY]
+
+
+def taken(name: str) -> tuple[nn.Module, Sample, AllGraphs]:
+    """Module, sample and graphs of a zoo entry ("zoo …") or of a case."""
+    if name.startswith("zoo "):
+        entry = zoo.get(name.removeprefix("zoo "))
+        return entry.model, make_sample(entry.model, entry.sample), zoo_graphs(entry.name)
+    case = examined(name)
+    return case.module, make_sample(case.module, case.sample), case.graphs
+
+
+def saved_in_one_graph(graphs: AllGraphs, module: nn.Module, sample: Sample) -> dict[str, list[Saved]]:
+    """By operation, what autograd saves when all operations run into one graph, as in eager PyTorch."""
+    graph = graphs.D_graph
+    values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
+    owners: dict[int, str] = {}  # everything stays alive, so that addresses tell storages apart
+    for name, tensor in values.items():
+        owners.setdefault(tensor.untyped_storage()._cdata, name)
+    packed: list[Tensor] = []
+    found: dict[str, list[Saved]] = {}
+    everything: list[Any] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda nothing: nothing)
+    with borrowed(module), torch.enable_grad(), hooks:
+        for op in graph:
+            packed.clear()
+            with torch.set_grad_enabled(op.grad_enabled):
+                bind(op.outputs, op.call.evaluate(values), values)
+            for name in op.output_names:
+                owners.setdefault(values[name].untyped_storage()._cdata, name)
+            hidden = 0
+            for tensor in packed:
+                cdata = tensor.untyped_storage()._cdata
+                if cdata not in owners:
+                    owners[cdata], hidden = f"{op.name}.saved{hidden}", hidden + 1
+            found[op.name] = [(owners[t.untyped_storage()._cdata], *layout(t)) for t in packed]
+            everything.append([tensor.detach() for tensor in packed])
+    return found
+
+
+def layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+# ---- saved tensors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_saved_tensors_are_those_that_autograd_packs(name):
+    """Blocks were measured on detached copies, one representative for all: it must make no difference."""
+    module, sample, graphs = taken(name)
+    expected = saved_in_one_graph(graphs, module, sample)
+    for op in graphs.D_graph:
+        if op.name not in graphs.K_graph.op_profiles:
+            assert expected[op.name] == [], op.name  # views of leaves and writes into buffers that no block reads
+            continue
+        found = [(s.source, s.size, s.stride, s.offset) for s in graphs.K_graph.saved_by(op)]
+        assert found == expected[op.name], op.name
+
+
+@pytest.mark.parametrize("name", EAGER_SAVES_AS_MUCH)
+def test_saved_tensors_are_in_the_order_in_which_the_module_packs_them(name):
+    module, sample, graphs = taken(name)
+    packed: list[Any] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(layout(tensor)), lambda kept: kept)
+    with borrowed(module), hooks:
+        sample.call(module)
+    saved = [s for op in graphs.D_graph for s in graphs.K_graph.op_profiles[op.name].saved if op_saves(graphs, op)]
+    assert [(s.size, s.stride, s.offset) for s in saved] == packed
+
+
+def op_saves(graphs, op):
+    return op.name in graphs.K_graph.op_profiles
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kinds_of_saved_tensors_tell_who_fills_their_storage(name):
+    _, _, graphs = taken(name)
+    data = {owner for node in graphs.S_graph for owner in node.data}
+    for profile in graphs.K_graph.op_profiles.values():
+        for saved in profile.saved:
+            kinds = {
+                SavedKind.DATA: saved.source in data,
+                SavedKind.LEAF: saved.source in graphs.D_graph.leaves,
+                SavedKind.PHANTOM: any(
+                    saved.source == p.name for q in graphs.K_graph.op_profiles.values() for p in q.phantoms
+                ),
+            }
+            assert [kind for kind, holds in kinds.items() if holds] == [saved.kind]
+
+
+def phantoms(module, sample):
+    graphs = graphs_of(module, sample)
+    return {p.name: p.size_bytes for profile in graphs.K_graph.op_profiles.values() for p in profile.phantoms}
+
+
+def test_a_layer_norm_saves_mean_and_deviation_as_phantoms():
+    assert phantoms(nn.Sequential(linear(8, 64), nn.LayerNorm(64)), rows(16, 8)) == {
+        "layer_norm_0.saved0": 16 * 4,
+        "layer_norm_0.saved1": 16 * 4,
+    }
+
+
+def test_a_max_pooling_saves_its_indices_as_a_phantom():
+    module = nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d(2))
+    sizes = phantoms(module, rows(1, 1, 8, 8))
+    assert list(sizes.values()) == [16 * 8] or sizes == {}  # or it was taken apart, and they are a value
+
+
+def test_operations_that_save_inputs_and_outputs_alone_have_no_phantoms():
+    assert phantoms(nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid()), rows()) == {}
+
+
+def test_an_operation_under_no_grad_saves_nothing():
+    graphs = examined("gradient_modes-layer_without_gradient").graphs
+    (op,) = [op for op in graphs.D_graph if not op.grad_enabled]
+    assert graphs.K_graph.saved_by(op) == ()
+
+
+def test_what_a_write_made_differentiable_has_its_backward():
+    """A fresh tensor needs no gradient until something differentiable is written into it."""
+    graphs = examined("in_place-filling_a_fresh_tensor").graphs
+    assert any(comp.name.startswith("mul") for comp in graphs.K_graph.backward)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_graphs_account_for_every_byte_that_a_forward_leaves(name):
+    """What is alive after an eager forward is its outputs and what autograd saved: data and phantoms of K.
+
+    Only Python numbers that took part in differentiable operations are beside them, of eight bytes each.
+    """
+    module, sample, graphs = taken(f"zoo {name}")
+    kgraph = graphs.K_graph
+    with borrowed(module), AllocationLog(CPU) as log:
+        output = sample.call(module)
+    alive = sum(event.size_bytes for event in log.events)
+    saved = {s.source for profile in kgraph.op_profiles.values() for s in profile.saved if s.kind is not SavedKind.LEAF}
+    owners = {graphs.D_graph.owner(value) for value in graphs.D_graph.output_names}
+    predicted = sum(kgraph.data[owner].size_bytes for owner in saved | owners)
+    assert output.requires_grad
+    assert 0 <= alive - predicted <= 8 * len(graphs.D_graph.nodes)
+    assert (alive - predicted) % 8 == 0
+
+
+def test_an_operation_peaks_at_its_output_and_its_workspace():
+    """softmax(x·y) over 32 columns, in float32: its output. A sum of doubles of it: the copy, then the sum."""
+    graphs = graphs_of(program(lambda m, x: m.layer(x).repeat(1, 8).softmax(1)), rows(64, 4))
+    peaks = {name: profile.peak_bytes for name, profile in graphs.K_graph.op_profiles.items()}
+    assert peaks == {"linear_0": 64 * 4 * 4, "repeat_0": 64 * 32 * 4, "softmax_0": 64 * 32 * 4}
+
+
+def test_gradients_of_parameters_are_counted_at_the_end_of_a_block():
+    graphs = graphs_of(nn.Sequential(linear(4, 8), nn.Tanh(), linear(8, 2).requires_grad_(False)), rows())
+    profiles = measured_together(graphs, nn.Sequential(linear(4, 8), nn.Tanh(), linear(8, 2)), rows())
+    assert profiles[0].parameter_gradient_bytes == {"0_weight": 4 * 8 * 4, "0_bias": 8 * 4}
+
+
+def test_stages_are_in_the_order_of_the_backward():
+    graphs = graphs_of(program(lambda m, x: m.layer(x).sin().exp().tanh()), rows())
+    assert [comp.name for comp in graphs.K_graph.backward] == [
+        "tanh_0.backward",
+        "exp_0.backward",
+        "sin_0.backward",
+        "linear_0.backward",
+    ]
+
+
+def test_stages_need_what_their_derivative_reads():
+    graphs = graphs_of(program(lambda m, x: m.layer(x).sin().exp().tanh() * 2), rows())
+    needs = {comp.name: [d.name for d in comp.deps if d.kind != "grad"] for comp in graphs.K_graph.backward}
+    assert needs["tanh_0.backward"] == ["tanh_0"]  # of the result
+    assert needs["exp_0.backward"] == ["exp_0"]
+    assert needs["sin_0.backward"] == ["linear_0"]  # of the argument
+    assert needs["linear_0.backward"] == []  # of leaves alone
+
+
+def test_times_are_positive_and_finite():
+    graphs = zoo_graphs("gpt2-tiny")
+    assert all(0 < comp.time_ms < 10_000 for comp in graphs.K_graph.forward if comp.node.ops)
+    assert all(0 <= comp.time_ms < 10_000 for comp in graphs.K_graph.backward)
+
+
+# ---- nothing is changed ------------------------------------------------------------------------------------------
+
+
+class EveryState(nn.Module):
+    """Buffers, statistics, dropout, a part in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.still = linear(), nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()
+        self.count = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return F.dropout(self.still(self.norm(self.layer(x))), 0.5) * self.count
+
+
+def test_measuring_leaves_module_gradients_and_random_stream_as_they_were():
+    module, sample = with_gradients(EveryState()), rows()
+    before = state_of(module)
+    made = make_sample(module, sample)
+    graph = d_to_s(traced(module, sample))
+    assert state_of(module) == before
+    with timed_once():
+        measure_blocks(graph, cut(graph), module, made)
+    assert state_of(module) == before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_making_all_graphs_leaves_module_and_sample_as_they_were(name):
+    case = examined(name)
+    assert case.after_all == case.before
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_making_all_graphs_of_a_model_leaves_it_as_it_was(name):
+    entry = zoo.get(name)
+    before = state_of(with_gradients(entry.model))
+    graphs_of(entry.model, entry.sample)
+    assert state_of(entry.model) == before
+
+
+def test_an_interrupted_measurement_leaves_the_module_as_it_was():
+    module, sample = with_gradients(EveryState()), rows()
+    graph = d_to_s(traced(module, sample))
+    before = state_of(module)
+
+    def interrupt(stage, done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_blocks(graph, cut(graph), module, make_sample(module, sample), interrupt)
+    assert state_of(module) == before
+
+
+def test_progress_is_told_block_by_block():
+    module, sample = nn.Sequential(linear(), nn.Tanh(), linear()), rows()
+    graph = d_to_s(traced(module, sample))
+    told = []
+    blocks = cut(graph)
+    with timed_once():
+        profiles = measure_blocks(graph, blocks, module, make_sample(module, sample), lambda *step: told.append(step))
+    assert told == [("measure", 0, 3), ("measure", 1, 3), ("measure", 2, 3)]
+    s_to_k(graph, blocks, profiles).verify()
+
+
+def test_measuring_holds_no_more_than_inference_and_a_block():
+    """Blocks before and after the measured one keep no activations."""
+    depth, width, batch = 12, 64, 4096
+    module = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())))
+    sample = rows(batch, width)
+    graph = d_to_s(traced(module, sample))
+    blocks = cut(graph)
+    import unittest.mock
+
+    with (
+        unittest.mock.patch("rkgb.measure.AllocationLog", lambda device: NoLog()),
+        timed_once(),
+        AllocationLog(CPU) as log,
+    ):
+        unlogged(graph, blocks, module, make_sample(module, sample))
+    activation_bytes = batch * width * 4
+    assert log.peak_bytes < 8 * activation_bytes
