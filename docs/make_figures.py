@@ -6,7 +6,7 @@
 Each curve is the memory of one training step (forward, loss, backward), counted to the byte. Profiled steps run
 slower: the times are scaled to the fastest of several unprofiled steps, which all contenders take in turn.
 """
-# ruff: noqa: INP001  # a script, not a package
+# a script, not a package
 
 from __future__ import annotations
 

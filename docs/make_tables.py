@@ -2,7 +2,7 @@
 
 python docs/make_tables.py
 """
-# ruff: noqa: INP001  # a script, not a package
+# a script, not a package
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 python notebooks/execute.py                   # stores the outputs in the notebooks themselves
 python notebooks/execute.py --output folder   # leaves the notebooks alone
 """
-# ruff: noqa: INP001  # a script, not a package
+# a script, not a package
 
 from __future__ import annotations
 

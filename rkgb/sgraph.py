@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 import torch
 
-from rkgb.dgraph import RUNNING_STATISTICS, DGraph, DNode
+from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
 
 # Run without gradients, as recomputation is, they leave out the workspace that their backward reads.
@@ -212,4 +212,5 @@ def _mark_unrepeatable(graph: DGraph, nodes: list[SNode], effects: list[DNode], 
 def repeats_without_statistics(op: DNode) -> bool:
     """Whether `op` is a normalisation whose only writes are running statistics, left out when repeated."""
     function = op.call.function
-    return isinstance(function, torch._ops.OpOverload) and function._schema.name in RUNNING_STATISTICS
+    # instance_norm is not one: it saves copies of the statistics, so that leaving them out changes what it saves.
+    return isinstance(function, torch._ops.OpOverload) and function._schema.name == "aten::batch_norm"

@@ -52,7 +52,9 @@ def trace(module: torch.nn.Module, sample: Sample) -> BGraph:
                 f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}. Run the module on "
                 "the sample first; if it runs there, replace what depends on Python side effects."
             ) from error
-    if not leaves(flat.output):
+    # The traced module is part of a cycle: through the output it would hold every activation until it is collected.
+    output, flat.output = flat.output, None
+    if not leaves(output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
     walker = JitWalker(module, sample)
     walker.walk(traced.inlined_graph)
@@ -60,7 +62,7 @@ def trace(module: torch.nn.Module, sample: Sample) -> BGraph:
     graph = BGraph(
         nodes=walker.nodes,
         leaves=walker.leaves,
-        output=map_leaves(lambda _: next(remaining), flat.output),
+        output=map_leaves(lambda _: next(remaining), output),
         warnings=[str(w.message) for w in caught if issubclass(w.category, TracerWarning)],
     )
     graph.verify()

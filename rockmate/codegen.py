@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rkgb import DNode, LeafKind
+from rkgb import DNode, Leaf, LeafKind
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import RUNNING_STATISTICS
 from rkgb.profile import SavedKind
@@ -55,10 +55,23 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
             for op, slots in program.slots.items()
         },
         segments=[
-            SegmentCode(functions[_function_name(s)], s.is_random, frozenset(kept.key for kept in s.keeps))
-            for s in program.segments
+            SegmentCode(
+                functions[_function_name(segment)],
+                segment.is_random,
+                makes=frozenset(kept.key for kept in segment.keeps),
+                takes=frozenset(kept.key for kept, _ in segment.takes),
+                repeats=frozenset(op.name for op in segment.ops if op.is_random),
+                reads=_leaves_read(program, segment),
+            )
+            for segment in program.segments
         ],
         generators={device: _generator(torch.device(device)) for device in devices},
+        places={
+            name: _place(module, dgraph.leaves[name])
+            for segment in program.segments
+            for name in _leaves_read(program, segment)
+            if dgraph.leaves[name].kind is not LeafKind.INPUT
+        },
     )
     return CompiledProgram(code, functions["forward"], tables)
 
@@ -83,6 +96,21 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def _device_of(program: Program, op: DNode) -> torch.device:
     return program.graph.sgraph.dgraph.values[op.output_names[0]].device
+
+
+def _leaves_read(program: Program, segment: Segment) -> tuple[str, ...]:
+    """Parameters, buffers and inputs that a segment reads. Running statistics are not read again."""
+    dgraph = program.graph.sgraph.dgraph
+    written = {name for op in dgraph for name in op.written}
+    read = dict.fromkeys(name for op in segment.ops for name in op.call.inputs if name in dgraph.leaves)
+    return tuple(n for n in read if n not in written and dgraph.leaves[n].kind is not LeafKind.CONSTANT)
+
+
+def _place(module: torch.nn.Module, leaf: Leaf) -> tuple[dict[str, Any], str]:
+    """The dictionary of a submodule in which a parameter or buffer is, and its name there."""
+    owner, _, name = leaf.path.rpartition(".")
+    submodule = module.get_submodule(owner)
+    return (submodule._parameters if leaf.kind is LeafKind.PARAMETER else submodule._buffers), name
 
 
 def _function_name(segment: Segment) -> str:

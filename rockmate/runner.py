@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ class Runner:
         self._compiled = compiled
         self._signature = inspect.signature(module.forward)
         self._skeleton = sample.skeleton()
-        self._expected = [_traits(tensor) for tensor in sample.tensors]
+        self._expected = [_Traits.of(tensor) for tensor in sample.tensors]
         self._output_names = graph.output_names
         self._submodules = list(module.named_modules())
         self._parameters = list(module.named_parameters())
         with training_mode(module):  # as it was planned, whatever its mode is now
             self._modes = [submodule.training for _, submodule in self._submodules]
         self._gradients = [parameter.requires_grad for _, parameter in self._parameters]
+        self._layouts = [(parameter.dtype, parameter.stride()) for _, parameter in self._parameters]
         self._devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
 
@@ -59,12 +61,12 @@ class Runner:
                 "that is no tensor. Plan the module again with such a sample."
             )
         for index, (tensor, expected) in enumerate(zip(tensors, self._expected, strict=True)):
-            found = _traits(tensor)
+            found = _Traits.of(tensor)
             if found != expected:
                 raise InputMismatch(
-                    f"tensor {index} of this call is {_describe(found)}, but the sample's was {_describe(expected)}: "
-                    "the plan holds for the sample's shapes. Make a batch of that shape, or plan the module again "
-                    "with this one."
+                    f"tensor {index} of this call is {found}, but the sample's was {expected}: the plan holds for the "
+                    "sample's shapes and strides. Make a batch like it (.contiguous() repairs strides), or plan the "
+                    "module again with this one."
                 )
         return tensors
 
@@ -81,19 +83,39 @@ class Runner:
                     f"submodule {name or '(root)'!r} is in {'training' if submodule.training else 'eval'} mode, "
                     "but was not when the module was planned. Put it back, or plan the module again."
                 )
-        for (name, parameter), flag in zip(self._parameters, self._gradients, strict=True):
+        for (name, parameter), flag, layout in zip(self._parameters, self._gradients, self._layouts, strict=True):
             if parameter.requires_grad is not flag:
                 raise PlanMismatch(
                     f"requires_grad of {name!r} is {parameter.requires_grad}, but was {flag} when the module was "
                     "planned. Put it back, or plan the module again."
                 )
+            if (parameter.dtype, parameter.stride()) != layout:
+                raise PlanMismatch(
+                    f"{name!r} is {parameter.dtype} with strides {parameter.stride()}, but was {layout[0]} with "
+                    f"strides {layout[1]} when the module was planned. Put it back, or plan the module again."
+                )
 
 
-def _traits(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device, bool]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What a plan takes for granted of an input. Strides decide which operations copy and which make views."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    strides: tuple[int, ...]  # 0 where there is but one element to step over
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Traits:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, _strides(tensor))
+
+    def __str__(self) -> str:
+        grad = " requiring a gradient" if self.requires_grad else ""
+        plain = _strides(torch.empty(self.shape, device="meta"))
+        strides = f" with strides {list(self.strides)}" if self.strides != plain else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{strides}{grad}"
 
 
-def _describe(traits: tuple[tuple[int, ...], torch.dtype, torch.device, bool]) -> str:
-    shape, dtype, device, requires_grad = traits
-    grad = " requiring a gradient" if requires_grad else ""
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{grad}"
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -8,8 +8,9 @@ exactly as long as the autograd graph does.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,9 @@ class SegmentCode:
     run: Callable[[Step], None]
     is_random: bool
     makes: frozenset[str]  # keys of kept values that it stores
+    takes: frozenset[str]  # keys of kept values that it reads
+    repeats: frozenset[str]  # random operations that it repeats
+    reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class StepTables:
     forgotten: dict[str, dict[int, ForgottenTensor]]  # by operation and packing order
     segments: list[SegmentCode]
     generators: dict[str, torch.Generator]  # by device, of the operations that are repeated
+    places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
 
 
 class Handle:
@@ -78,12 +83,15 @@ def _unpack(handle: Handle) -> torch.Tensor:
 class Step:
     """One call of the module: what it keeps for recomputation, and the handles that it has given out."""
 
-    __slots__ = ("__weakref__", "_handles", "_random", "_tables", "_values")
+    __slots__ = ("__weakref__", "_handles", "_leaves", "_ran", "_random", "_tables", "_values", "_versions")
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
+        self._ran: set[int] = set()  # segments that have run, or run now
+        self._leaves = {name: place[key] for name, (place, key) in tables.places.items()}
+        self._versions = {name: leaf._version for name, leaf in self._leaves.items()}
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
         self._handles: dict[str, list[weakref.ref[Handle]]] = {}
 
@@ -96,6 +104,7 @@ class Step:
     def keep(self, key: str, value: torch.Tensor) -> None:
         """Keep `value` for a later segment."""
         self._values[key] = value.detach()
+        self._versions[key] = value._version
 
     def mark_random(self, op: str, device: str) -> None:
         """Note the random stream's state before `op`, which will be repeated."""
@@ -123,22 +132,42 @@ class Step:
     def run(self, segment: int) -> None:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
         code = self._tables.segments[segment]
+        self._ran.add(segment)
+        for name in code.reads:
+            self._refuse_changed(name)
         generators = self._tables.generators.values() if code.is_random else ()
         states = [(generator, generator.get_state()) for generator in generators]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for kind in ("cpu", "cuda"):
+                    if torch.is_autocast_enabled(kind):  # around the backward; the forward ran without
+                        stack.enter_context(torch.autocast(kind, enabled=False))
                 code.run(self)
         finally:
             for generator, state in states:
                 generator.set_state(state)
 
+    def _refuse_changed(self, name: str) -> None:
+        """Recomputation reads parameters and inputs again, also those that eager autograd would not save."""
+        leaf = self._leaves[name] if name in self._leaves else self._values[name]
+        place, key = self._tables.places.get(name, (self._leaves, name))
+        if place.get(key, leaf) is not leaf or leaf._version != self._versions[name]:
+            raise RuntimeError(
+                f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation or replaced "
+                "since the forward, but the backward recomputes from it. Change it after the backward."
+            )
+
     def take(self, key: str, last: bool) -> torch.Tensor:
         """A kept value; forgotten after its last use, unless the graph will be walked again."""
         if key not in self._values:
             self._make(key)
-        if last and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if last and self._is_over(index for index, code in enumerate(self._tables.segments) if key in code.takes):
             return self._values.pop(key)
         return self._values[key]
+
+    def _is_over(self, segments: Iterable[int]) -> bool:
+        """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""
+        return not torch._C._autograd._get_current_graph_task_keep_graph() and self._ran.issuperset(segments)
 
     def _make(self, key: str) -> None:
         """A partial backward may skip the stage whose segment makes `key`: run that segment first."""
@@ -153,7 +182,7 @@ class Step:
     def rewind(self, op: str, device: str, last: bool) -> None:
         """Put the random stream where it was when `op` first ran."""
         self._tables.generators[device].set_state(self._random[op])
-        if last and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if last and self._is_over(index for index, code in enumerate(self._tables.segments) if op in code.repeats):
             del self._random[op]
 
     def fill(self, op: str, index: int, value: torch.Tensor) -> None:

@@ -132,3 +132,16 @@ class TwoInputs(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         hidden = F.gelu(first + second)
         return torch.tanh(F.gelu(self.layer(hidden)) + second)
+
+
+class SharedNoise(nn.Module):
+    """Two outputs that share nothing but random noise, which no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        noise = F.dropout(hidden, 0.5, self.training)
+        return torch.tanh(self.left(hidden) * noise).square(), torch.tanh(self.right(hidden) * noise).square()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rk_solvers import Problem, Recompute, normalise, peak_and_time, schedule_of
 from rkgb.memory import AllocationLog
+from rkgb.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
 from rockmate.codegen import compile_program
@@ -131,6 +132,8 @@ def train(model: nn.Module, batches: Iterable[Any], loss: Loss = squares, forwar
     for batch in batches:
         optimizer.zero_grad()
         arguments = batch if isinstance(batch, tuple) else (batch,)
+        for tensor in leaves(arguments):
+            tensor.grad = None
         output = (forward or model)(*arguments)
         loss(output).backward()
         steps.append(seen(model, arguments, output))
@@ -163,7 +166,7 @@ def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | No
             assert tensor is other, f"{name} is there on one side only"
             continue
         assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
-        assert torch.equal(tensor, other), f"{name} is off by up to {(tensor - other).abs().max()}"
+        assert bitwise_equal(tensor, other), f"{name} is off by up to {(tensor - other).abs().max()}"
 
 
 def assert_same_training(found: Trained, expected: Trained) -> None:

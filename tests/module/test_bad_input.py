@@ -1,0 +1,299 @@
+"""Bad input is refused with an exact class and a message that says what to do, and changes nothing."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import (
+    BudgetError,
+    BudgetTooSmall,
+    InputMismatch,
+    NothingToTrain,
+    PeakMemory,
+    ReplayMismatch,
+    Rockmate,
+    SampleError,
+    TraceError,
+)
+from rockmate.errors import RockmateError
+from tests.module.models import WIDTH, Layers, Normalised, TwoInputs, built, images, rows
+from tests.module.steps import assert_trains_exactly, recomputing, squares
+
+
+class Snapshot:
+    """Everything of a model, a sample and the random stream that planning must give back."""
+
+    def __init__(self, model: nn.Module, sample: Tensor) -> None:
+        self.model, self.sample = model, sample
+        self.objects: dict[str, Tensor | None] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.objects |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+        self.objects["gradient of the sample"] = sample.grad
+        self.values = {name: None if t is None else t.detach().clone() for name, t in self.objects.items()}
+        self.flags = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        self.frozen = [parameter.requires_grad for parameter in model.parameters()]
+        self.attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+        self.data, self.stream = sample.detach().clone(), torch.get_rng_state()
+
+    def assert_unchanged(self) -> None:
+        after = Snapshot(self.model, self.sample)
+        changed = [name for name, tensor in self.objects.items() if after.objects[name] is not tensor]
+        for name, value in self.values.items():
+            if value is not None and not torch.equal(after.values[name], value):
+                changed.append(name)
+        assert not changed
+        assert (after.flags, after.frozen, after.attributes) == (self.flags, self.frozen, self.attributes)
+        assert torch.equal(after.data, self.data)
+        assert torch.equal(after.stream, self.stream)
+        assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def trained() -> tuple[nn.Module, Tensor]:
+    """A model in the middle of its training: buffers moved, gradients there, one submodule frozen."""
+    model, sample = built(Normalised), images().requires_grad_()
+    model.norms[2].requires_grad_(False).eval()
+    squares(model(sample)).backward()
+    return model, sample
+
+
+# ---- samples ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ((rows(), rows(), rows()), r"does not fit TwoInputs\.forward\(.*too many positional"),
+        (rows(), r"missing a required argument: 'second'\. Give one tensor, a tuple .* or a dict"),
+        ({"first": rows(), "third": rows()}, "missing a required argument: 'second'"),
+        ({"first": rows(), "second": rows(), "third": rows()}, "unexpected keyword argument 'third'"),
+        ((1, 2), "holds no tensor .* Give the arguments of one training step"),
+        (None, "does not fit|holds no tensor"),
+    ],
+    ids=["too-many", "too-few", "unknown-and-missing", "unknown", "no-tensor", "none"],
+)
+def test_samples_that_do_not_fit_the_signature_are_refused(sample, message):
+    with pytest.raises(SampleError, match=message):
+        Rockmate(built(TwoInputs), sample, 0.5)
+
+
+def test_a_sample_on_which_the_module_fails_is_refused_with_its_own_reason():
+    with pytest.raises(
+        TraceError, match=r"Layers cannot be traced: RuntimeError: .*Run the module on the sample first"
+    ):
+        Rockmate(built(Layers), torch.randn(4, WIDTH + 1), 0.5)
+
+
+# ---- modules ----------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Another operation on other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden).relu() if hidden.abs().max() > 1 else self.layer(hidden).sigmoid()
+
+
+class WithoutTensor(nn.Linear):
+    def forward(self, hidden: Tensor) -> str:  # type: ignore[override]
+        return f"{super().forward(hidden).sum():.3f}"
+
+
+class Detached(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).detach()
+
+
+def test_a_scripted_module_is_refused():
+    network = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(TraceError, match=r"submodule '0' is compiled by torch\.jit .* Use the Python module"):
+        Rockmate(network, rows(), 0.5)
+
+
+def test_control_flow_that_depends_on_data_is_refused():
+    """Small inputs take the branch that normal noise, on which the check runs, does not."""
+    message = "is not exact on fresh data: .*Control flow that depends on data.* Rewrite that part"
+    with pytest.raises(ReplayMismatch, match=message):
+        Rockmate(built(Branching), rows() / 100, 1.0)
+
+
+def test_a_module_that_returns_no_tensor_is_refused():
+    with pytest.raises(TraceError, match="returned no tensor"):
+        Rockmate(WithoutTensor(WIDTH, WIDTH), rows(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (nn.Linear(WIDTH, WIDTH).requires_grad_(False), "no parameter of Linear and no tensor .* Unfreeze a parameter"),
+        (nn.GELU(), "no parameter of GELU and no tensor"),
+        (Detached(WIDTH, WIDTH), "no gradient reaches an output of Detached.* Return the tensor that the loss"),
+    ],
+    ids=["frozen", "without-parameters", "detached"],
+)
+def test_a_module_without_gradients_is_refused(network, message):
+    with pytest.raises(NothingToTrain, match=message):
+        Rockmate(network, rows(), 0.5)
+
+
+# ---- budgets ----------------------------------------------------------------------------------------
+
+
+NO_AMOUNTS = (
+    *(0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf),
+    *("lots", "", "GiB", "-1GiB", "0B", "1e3"),
+    *(True, False, [], (1 << 30,), {"bytes": 1}, 1j, object, torch.device("cpu")),
+)
+
+
+@pytest.mark.parametrize("budget", NO_AMOUNTS, ids=repr)
+def test_budgets_that_are_no_amount_of_memory_are_refused_before_anything_runs(budget):
+    with pytest.raises(BudgetError, match=re.escape('Give bytes (2_000_000_000), a size ("2GiB"), a fraction')):
+        Rockmate(nn.Linear(1, 1), object(), budget)
+
+
+def test_a_budget_error_is_a_value_error_of_this_project():
+    assert issubclass(BudgetError, ValueError)
+    assert issubclass(BudgetError, RockmateError)
+
+
+def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
+    network = built(Layers)
+    with pytest.raises(BudgetTooSmall) as refusal:
+        Rockmate(network, rows(), "10KiB", loss=squares)
+    error = refusal.value
+    assert re.search(r"budget 10\.0 KiB < \d+ KiB, the smallest for which a schedule was found", str(error))
+    assert re.search(r"models\.py:\d+", str(error)), "the user's own source line"
+    assert error.binding_op in str(error)
+    assert re.search(rf"Raise the budget to at least {error.smallest_budget_bytes} bytes, reduce the batch", str(error))
+
+    model = Rockmate(network, rows(), error.smallest_budget_bytes, loss=squares)
+    assert model.plan.budget_bytes == error.smallest_budget_bytes
+    sample = rows()
+    with PeakMemory() as memory:
+        output = model(sample)
+        squares(output).backward()
+    assert memory.peak_bytes <= error.smallest_budget_bytes
+    assert_trains_exactly(model, [rows(1)])
+
+
+def test_one_byte_less_than_the_smallest_budget_is_refused_or_fits():
+    """The smallest budget is the smallest known, not a bound; but it must not be far off."""
+    network = built(Layers)
+    with pytest.raises(BudgetTooSmall) as refusal:
+        Rockmate(network, rows(), 1, loss=squares)
+    smallest = refusal.value.smallest_budget_bytes
+    with pytest.raises(BudgetTooSmall):
+        Rockmate(network, rows(), smallest * 9 // 10, loss=squares)
+
+
+# ---- calls ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned() -> Rockmate:
+    return recomputing(built(TwoInputs), (rows(1), rows(2)))
+
+
+def test_a_batch_of_another_shape_is_refused_naming_both(planned):
+    message = (
+        r"tensor 1 of this call is float32\[3, 32\] on cpu, but the sample's was float32\[512, 32\] on cpu: .* "
+        "Make a batch like it .*, or plan the module again"
+    )
+    with pytest.raises(InputMismatch, match=message):
+        planned(rows(), torch.randn(3, WIDTH))
+    assert_trains_exactly(planned, [(rows(3), rows(4))])
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (rows(2).double(), r"float64\[512, 32\] .*float32\[512, 32\]"),
+        (rows(2, requires_grad=True), "requiring a gradient, but"),
+        (rows(2).to("meta"), "on meta, but"),
+        (3.0, "in structure or in a value that is no tensor. Plan the module again"),
+        ([rows(2)], "in structure"),
+    ],
+    ids=["dtype", "requires-grad", "device", "number", "structure"],
+)
+def test_batches_unlike_the_sample_are_refused(planned, second, message):
+    with pytest.raises(InputMismatch, match=message):
+        planned(rows(1), second)
+
+
+def test_wrong_arguments_are_a_type_error_as_in_eager(planned):
+    for module in (planned.original, planned):
+        with pytest.raises(TypeError, match="second"):
+            module(rows())
+        with pytest.raises(TypeError, match="third"):
+            module(rows(), rows(), third=rows())
+
+
+# ---- nothing changes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["10KiB", 0.9, "not a size"])
+def test_planning_leaves_everything_as_it_was_whether_it_succeeds_or_not(trained, budget):
+    model, sample = trained
+    before = Snapshot(model, sample)
+    try:
+        Rockmate(model, sample, budget, loss=squares)
+    except (BudgetTooSmall, BudgetError):
+        assert budget != 0.9
+    before.assert_unchanged()
+
+
+def test_planning_in_eval_mode_leaves_the_mode(trained):
+    model, sample = trained
+    model.eval()
+    before = Snapshot(model, sample)
+    planned = Rockmate(model, sample, 0.95)
+    before.assert_unchanged()
+    assert not planned.training
+    assert_trains_exactly(planned.train(), [images(1).requires_grad_()])
+
+
+def test_a_loss_that_fails_leaves_everything_as_it_was(trained):
+    model, sample = trained
+    before = Snapshot(model, sample)
+
+    def loss(output):
+        torch.rand(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Rockmate(model, sample, 0.5, loss=loss)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("stage", ["trace", "measure", "loss", "eager step", "solve", "check"])
+def test_an_interruption_of_any_stage_leaves_everything_as_it_was(trained, stage, which):
+    model, sample = trained
+    reports: list[tuple[str, int, int]] = []
+    Rockmate(copy.deepcopy(model), sample.detach(), 0.9, loss=squares, progress=lambda *told: reports.append(told))
+    wanted = [told for told in reports if told[0] == stage][which]
+    before = Snapshot(model, sample)
+
+    def progress(*told):
+        if told == wanted:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Rockmate(model, sample, 0.9, loss=squares, progress=progress)
+    before.assert_unchanged()
+
+
+def test_an_operation_that_fails_midway_leaves_everything_as_it_was(trained):
+    model, sample = trained
+    before = Snapshot(model, sample)
+    with pytest.raises(TraceError):
+        Rockmate(model, sample.detach()[:, :2], 0.9)
+    before.assert_unchanged()
