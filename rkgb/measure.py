@@ -163,6 +163,8 @@ class _NodeFinder:
         self._known: set[Any] = set()
 
     def attribute(self, op: DNode, outputs: list[torch.Tensor]) -> None:
+        # A hook that knew this object would make a cycle with the nodes, which no collector sees.
+        observer = self._observer
         pending = [tensor.grad_fn for tensor in outputs if tensor.requires_grad]
         while pending:
             node = pending.pop()
@@ -170,7 +172,7 @@ class _NodeFinder:
             if node is None or node in self._known or node.name().endswith("AccumulateGrad"):
                 continue
             self._known.add(node)
-            node.register_prehook(lambda _, op=op: self._observer.before_node(op))
+            node.register_prehook(lambda _, op=op: observer.before_node(op))
             pending += [parent for parent, _ in node.next_functions]
 
 

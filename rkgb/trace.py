@@ -43,7 +43,7 @@ def trace(module: torch.nn.Module, sample: Sample) -> BGraph:
     _refuse_scripted(module)
     flat = _Flat(module, sample)
     flat.training = module.training
-    with borrowed(module), warnings.catch_warnings(record=True) as caught:
+    with borrowed(module), torch.enable_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             traced = torch.jit.trace(flat, tuple(sample.tensors), check_trace=False, strict=False)

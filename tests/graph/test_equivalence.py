@@ -13,9 +13,9 @@ from torch import nn
 
 from rkgb import cut, equivalent_classes, make_sample
 from rkgb.equivalence import canonical_form
-from rkgb.profile import BlockProfile
 from rockmate import zoo
 from tests.graph.cases import Square, program
+from tests.graph.oracles import untimed
 from tests.graph.programs import (
     TINY,
     Program,
@@ -33,13 +33,6 @@ from tests.graph.programs import (
 def classes_of(module, sample):
     graph = simplified(module, sample)
     return equivalent_classes(graph.dgraph, cut(graph))
-
-
-def untimed(profile: BlockProfile):
-    """Everything in a profile but the times."""
-    ops = {name: (op.peak_bytes, op.saved, op.phantoms) for name, op in profile.ops.items()}
-    stages = [(stage.op, stage.needs, stage.resident_bytes, stage.peak_bytes) for stage in profile.stages]
-    return ops, stages, dict(profile.parameter_gradient_bytes)
 
 
 # ---- what is equal ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What measuring finds is what eager PyTorch does: saved tensors, bytes, stages; and it leaves no trace."""
 
+import contextlib
 import gc
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import AllGraphs, cut, d_to_s, make_sample, s_to_k
-from rkgb.call import bind
-from rkgb.dgraph import leaf_tensors
 from rkgb.measure import measure_blocks
 from rkgb.memory import AllocationLog
 from rkgb.profile import SavedKind
@@ -19,8 +18,10 @@ from rkgb.state import borrowed
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
+from tests.graph.oracles import layout, saved_in_one_graph, saved_of
 from tests.graph.programs import (
     TINY,
+    Program,
     graphs_of,
     linear,
     measured_together,
@@ -33,7 +34,6 @@ from tests.graph.programs import (
 )
 
 CPU = torch.device("cpu")
-Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset
 ALL = [*(f"zoo {name}" for name in TINY), *CASES]
 
 
@@ -46,38 +46,6 @@ def taken(name: str) -> tuple[nn.Module, Sample, AllGraphs]:
     return case.module, make_sample(case.module, case.sample), case.graphs
 
 
-def saved_in_one_graph(graphs: AllGraphs, module: nn.Module, sample: Sample) -> dict[str, list[Saved]]:
-    """By operation, what autograd saves when all operations run into one graph, as in eager PyTorch."""
-    graph = graphs.D_graph
-    values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
-    owners: dict[int, str] = {}  # everything stays alive, so that addresses tell storages apart
-    for name, tensor in values.items():
-        owners.setdefault(tensor.untyped_storage()._cdata, name)
-    packed: list[Tensor] = []
-    found: dict[str, list[Saved]] = {}
-    everything: list[Any] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda nothing: nothing)
-    with borrowed(module), torch.enable_grad(), hooks:
-        for op in graph:
-            packed.clear()
-            with torch.set_grad_enabled(op.grad_enabled):
-                bind(op.outputs, op.call.evaluate(values), values)
-            for name in op.output_names:
-                owners.setdefault(values[name].untyped_storage()._cdata, name)
-            hidden = 0
-            for tensor in packed:
-                cdata = tensor.untyped_storage()._cdata
-                if cdata not in owners:
-                    owners[cdata], hidden = f"{op.name}.saved{hidden}", hidden + 1
-            found[op.name] = [(owners[t.untyped_storage()._cdata], *layout(t)) for t in packed]
-            everything.append([tensor.detach() for tensor in packed])
-    return found
-
-
-def layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-
-
 # ---- saved tensors -----------------------------------------------------------------------------------------
 
 
@@ -85,13 +53,7 @@ def layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 def test_saved_tensors_are_those_that_autograd_packs(name):
     """Blocks were measured on detached copies, one representative for all: it must make no difference."""
     module, sample, graphs = taken(name)
-    expected = saved_in_one_graph(graphs, module, sample)
-    for op in graphs.D_graph:
-        if op.name not in graphs.K_graph.op_profiles:
-            assert expected[op.name] == [], op.name  # views of leaves and writes into buffers that no block reads
-            continue
-        found = [(s.source, s.size, s.stride, s.offset) for s in graphs.K_graph.saved_by(op)]
-        assert found == expected[op.name], op.name
+    assert saved_of(graphs) == saved_in_one_graph(graphs, module, sample)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -179,10 +141,13 @@ def test_the_graphs_account_for_every_byte_that_a_forward_leaves(name):
 
 
 def test_an_operation_peaks_at_its_output_and_its_workspace():
-    """softmax(x·y) over 32 columns, in float32: its output. A sum of doubles of it: the copy, then the sum."""
-    graphs = graphs_of(program(lambda m, x: m.layer(x).repeat(1, 8).softmax(1)), rows(64, 4))
+    """Softmax of float32 allocates its result; the sum of float32 in float64 a copy, which it frees, and its result."""
+    module = Program(lambda m, x: m.layer(x).softmax(1).sum(1, dtype=torch.float64), layer=linear(4, 32))
+    graphs = graphs_of(module, rows(64, 4))
     peaks = {name: profile.peak_bytes for name, profile in graphs.K_graph.op_profiles.items()}
-    assert peaks == {"linear_0": 64 * 4 * 4, "repeat_0": 64 * 32 * 4, "softmax_0": 64 * 32 * 4}
+    assert peaks == {"linear_0": 64 * 32 * 4, "softmax_0": 64 * 32 * 4, "sum_0": 64 * 32 * 8 + 64 * 8}
+    workspace = {comp.name: comp.workspace_bytes for comp in graphs.K_graph.forward}
+    assert workspace == {"linear_0": 0, "softmax_0": 0, "sum_0": 64 * 32 * 8}
 
 
 def test_gradients_of_parameters_are_counted_at_the_end_of_a_block():
@@ -287,11 +252,57 @@ def test_measuring_holds_the_input_of_a_block_and_no_earlier_values():
     sample = rows(7, 4)
     graph = d_to_s(traced(module, sample))
     held = []
+    with collector_off(), timed_once():
+        before = storages_of(sample.shape)
+        made = make_sample(module, sample)
+        measure_blocks(graph, cut(graph), module, made, lambda *_: held.append(storages_of(sample.shape)))
+    assert [count - before for count in held] == [0] + [1] * 11
 
-    def count_activations(*_):
-        tensors = [thing for thing in gc.get_objects() if type(thing) is Tensor and thing.shape == sample.shape]
-        held.append(len({tensor.untyped_storage().data_ptr() for tensor in tensors}))
 
-    with timed_once():
-        measure_blocks(graph, cut(graph), module, make_sample(module, sample), count_activations)
-    assert held == [1] + [2] * 11  # the sample, and what the block reads
+def test_tracing_holds_no_activations_afterwards():
+    module, sample = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), nn.GELU()))), rows(11, 4)
+    with collector_off():
+        before = storages_of(sample.shape)
+        traced(module, sample)
+        assert storages_of(sample.shape) == before
+
+
+def test_making_graphs_again_and_again_leaks_nothing():
+    entry = zoo.get("gpt2-tiny")
+    graphs_of(entry.model, entry.sample)
+    gc.collect()
+    before = storage_bytes()
+    for _ in range(2):
+        graphs_of(entry.model, entry.sample)
+    gc.collect()
+    assert storage_bytes() - before < 1024
+
+
+@contextlib.contextmanager
+def collector_off():
+    """What is freed inside is freed by itself, not by the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def living_tensors():
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):
+            yield thing
+            if thing.is_leaf and thing.grad is not None:
+                yield thing.grad
+
+
+def storages_of(shape):
+    """How many storages of tensors of that shape are alive."""
+    return len({tensor.untyped_storage().data_ptr() for tensor in living_tensors() if tensor.shape == shape})
+
+
+def storage_bytes():
+    """Bytes of the storages of all living tensors."""
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in living_tensors()}
+    return sum(sizes.values())

@@ -6,12 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import GraphError, make_sample
-from rkgb.call import bind
-from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.replay import bitwise_equal
-from rkgb.state import borrowed
 from tests.graph.cases import CASES, Square, program
 from tests.graph.examined import examined
+from tests.graph.oracles import not_filled_again
 from tests.graph.programs import Program, linear, rows, scale, simplified
 
 RUNS_ONCE_CASES = (
@@ -133,21 +130,8 @@ def test_a_node_depends_on_exactly_the_nodes_whose_values_it_reads(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_repeating_a_node_after_the_forward_fills_its_storages_again(name):
-    """Each from the values as the whole forward left them, with the random stream as it was."""
     case = examined(name)
-    graph = case.graphs.S_graph
-    values = dict(leaf_tensors(graph.dgraph.leaves, case.module, make_sample(case.module, case.sample).tensors))
-    streams = [torch.get_rng_state()]
-    with borrowed(case.module), torch.no_grad():
-        results = [value for op in graph.dgraph for value in op.output_names]
-        run_nodes(graph.dgraph.nodes, values, results, lambda *_: streams.append(torch.get_rng_state()))
-        stream_before = dict(zip(graph.dgraph, streams, strict=False))
-        for node in [node for node in graph if node.recomputable]:
-            again = dict(values)
-            for op in node.ops:
-                torch.set_rng_state(stream_before[op])
-                bind(op.outputs, op.call.evaluate(again), again)
-            assert all(bitwise_equal(again[v], values[v]) for op in node.ops for v in op.output_names), node.name
+    assert not_filled_again(case.graphs, case.module, make_sample(case.module, case.sample)) == []
 
 
 @pytest.mark.parametrize(("name", "op_name", "reason"), RUNS_ONCE_CASES, ids=[case[0] for case in RUNS_ONCE_CASES])

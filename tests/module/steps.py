@@ -96,6 +96,11 @@ def keep_nothing(measured: Measured) -> Recompute:
     )
 
 
+def keep_every_other(measured: Measured) -> Recompute:
+    """Before each backward operation, every other one of what leads to it: from values kept by the forward."""
+    return tuple(tuple(index for index in group if index % 2) for group in keep_nothing(measured))
+
+
 def _leading_to(problem: Problem, stage: int, indices: Iterable[int]) -> list[int]:
     wanted = set(problem.backward[stage].needs)
     found = []

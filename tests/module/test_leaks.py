@@ -13,7 +13,7 @@ from rkgb.memory import AllocationLog
 from rockmate import zoo
 from rockmate.runtime import Handle, Step
 from tests.module.models import Layers, Normalised, Smooth, Tied, TwoHeads, built, images, rows, tokens
-from tests.module.steps import CPU, assert_same_training, recomputing, squares, train
+from tests.module.steps import CPU, assert_same_training, keep_every_other, keep_nothing, recomputing, squares, train
 
 MODELS = {
     "layers": (Layers, rows()),
@@ -22,6 +22,7 @@ MODELS = {
     "two-heads": (TwoHeads, rows()),
 }
 every_model = pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)
+every_plan = pytest.mark.parametrize("recompute", [keep_nothing, keep_every_other])
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,10 @@ def net_bytes(log: AllocationLog) -> int:
     return sum(event.size_bytes for event in log.events)
 
 
+@every_plan
 @every_model
-def test_twenty_steps_leave_nothing(make, sample):
-    model = recomputing(built(make), sample)
+def test_twenty_steps_leave_nothing(make, sample, recompute):
+    model = recomputing(built(make), sample, recompute)
     squares(model(sample)).backward()
     model.zero_grad()
     with AllocationLog(CPU) as log:
@@ -49,9 +51,10 @@ def test_twenty_steps_leave_nothing(make, sample):
     assert net_bytes(log) == 0
 
 
+@every_plan
 @every_model
-def test_a_forward_without_a_backward_leaves_nothing(make, sample):
-    model = recomputing(built(make), sample)
+def test_a_forward_without_a_backward_leaves_nothing(make, sample, recompute):
+    model = recomputing(built(make), sample, recompute)
     with AllocationLog(CPU) as log:
         for _ in range(3):
             model(sample)
@@ -79,12 +82,18 @@ def test_a_second_order_step_leaves_nothing():
     assert net_bytes(log) == 0
 
 
+def test_plans_of_these_tests_keep_values_of_the_forward():
+    model = recomputing(built(Layers), rows(), keep_every_other)
+    assert len(model._planned.program.forward_keeps) > 2
+
+
 def living(kind: type) -> list[object]:
     return [thing for thing in gc.get_objects() if type(thing) is kind]
 
 
-def test_steps_and_handles_die_with_the_graph():
-    model = recomputing(built(Layers), rows())
+@every_plan
+def test_steps_and_handles_die_with_the_graph(recompute):
+    model = recomputing(built(Layers), rows(), recompute)
     before = len(living(Step)), len(living(Handle))
     output = model(rows(1))
     assert len(living(Step)) == before[0] + 1

@@ -1,0 +1,91 @@
+"""What graphs must agree with, computed another way: in one run of everything, without blocks, names or plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb import AllGraphs
+from rkgb.call import bind
+from rkgb.dgraph import leaf_tensors, run_nodes
+from rkgb.profile import BlockProfile
+from rkgb.replay import bitwise_equal
+from rkgb.sample import Sample
+from rkgb.state import borrowed
+
+Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset
+
+
+def saved_in_one_graph(graphs: AllGraphs, module: nn.Module, sample: Sample) -> dict[str, list[Saved]]:
+    """By operation, what autograd saves when all operations run into one graph, as in eager PyTorch."""
+    graph = graphs.D_graph
+    values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.copy().tensors))
+    owners: dict[int, str] = {}  # everything stays alive, so that addresses tell storages apart
+    for name, tensor in values.items():
+        owners.setdefault(tensor.untyped_storage()._cdata, name)
+    packed: list[Tensor] = []
+    found: dict[str, list[Saved]] = {}
+    everything: list[Any] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda nothing: nothing)
+    with borrowed(module), torch.enable_grad(), hooks:
+        for op in graph:
+            packed.clear()
+            with torch.set_grad_enabled(op.grad_enabled):
+                bind(op.outputs, op.call.evaluate(values), values)
+            for name in op.output_names:
+                owners.setdefault(values[name].untyped_storage()._cdata, name)
+            hidden = 0
+            for tensor in packed:
+                cdata = tensor.untyped_storage()._cdata
+                if cdata not in owners:
+                    owners[cdata], hidden = f"{op.name}.saved{hidden}", hidden + 1
+            found[op.name] = [(owners[t.untyped_storage()._cdata], *layout(t)) for t in packed]
+            everything.append([tensor.detach() for tensor in packed])
+    return found
+
+
+def layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def saved_of(graphs: AllGraphs) -> dict[str, list[Saved]]:
+    """By operation, what the K graph says that autograd saves; operations that no block runs save nothing."""
+    profiles = graphs.K_graph.op_profiles
+    return {
+        op.name: [(s.source, s.size, s.stride, s.offset) for s in profiles[op.name].saved]
+        if op.name in profiles
+        else []
+        for op in graphs.D_graph
+    }
+
+
+def not_filled_again(graphs: AllGraphs, module: nn.Module, sample: Sample) -> list[str]:
+    """Values of recomputable nodes that are not the same when their node is repeated after the forward.
+
+    Each node starts from the values as the whole forward left them, with the random stream as it was.
+    """
+    graph = graphs.S_graph
+    different: list[str] = []
+    values = dict(leaf_tensors(graph.dgraph.leaves, module, sample.copy().tensors))
+    streams = [torch.get_rng_state()]
+    with borrowed(module), torch.no_grad():
+        results = [value for op in graph.dgraph for value in op.output_names]
+        run_nodes(graph.dgraph.nodes, values, results, lambda *_: streams.append(torch.get_rng_state()))
+        stream_before = dict(zip(graph.dgraph, streams, strict=False))
+        for node in [node for node in graph if node.recomputable]:
+            again = dict(values)
+            for op in node.ops:
+                torch.set_rng_state(stream_before[op])
+                bind(op.outputs, op.call.evaluate(again), again)
+            names = [value for op in node.ops for value in op.output_names]
+            different += [value for value in names if not bitwise_equal(again[value], values[value])]
+    return different
+
+
+def untimed(profile: BlockProfile) -> tuple[Any, ...]:
+    """Everything in a profile but the times."""
+    ops = {name: (op.peak_bytes, op.saved, op.phantoms) for name, op in profile.ops.items()}
+    stages = [(stage.op, stage.needs, stage.resident_bytes, stage.peak_bytes) for stage in profile.stages]
+    return ops, stages, dict(profile.parameter_gradient_bytes)
