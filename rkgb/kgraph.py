@@ -26,8 +26,8 @@ class KData:
     name: str
     kind: str  # "data", "grad" or "phantom"
     size_bytes: int
-    producers: dict[KComp, None] = field(default_factory=dict)  # several contribute to one gradient
-    users: dict[KComp, None] = field(default_factory=dict)
+    producers: dict[KComp, None] = field(default_factory=dict, repr=False)  # several contribute to one gradient
+    users: dict[KComp, None] = field(default_factory=dict, repr=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,8 +39,8 @@ class KComp:
     node: SNode
     time_ms: float
     block: int  # index of the block that it belongs to
-    deps: dict[KData, None] = field(default_factory=dict)
-    outputs: dict[KData, None] = field(default_factory=dict)
+    deps: dict[KData, None] = field(default_factory=dict, repr=False)
+    outputs: dict[KData, None] = field(default_factory=dict, repr=False)
     workspace_bytes: int = 0  # forward: most bytes beyond inputs and outputs while it runs
     resident_bytes: int = 0  # backward: gradients alive when it starts, in the whole step
     peak_bytes: int = 0  # backward: most gradients and workspace alive while it runs

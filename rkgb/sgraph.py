@@ -26,8 +26,8 @@ class SNode:
     name: str
     ops: list[DNode]  # in traced order; the first one fills a storage
     data: list[str]  # owners of the storages that it fills
-    deps: dict[SNode, None] = field(default_factory=dict)  # ordered set
-    users: dict[SNode, None] = field(default_factory=dict)  # ordered set
+    deps: dict[SNode, None] = field(default_factory=dict, repr=False)  # ordered set
+    users: dict[SNode, None] = field(default_factory=dict, repr=False)  # ordered set
     keep_reason: str = ""  # why it must not run twice; empty when it may
 
     @property

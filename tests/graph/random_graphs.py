@@ -16,7 +16,8 @@ from rkgb.state import borrowed
 from rkgb.tree import leaves
 
 ROWS, WIDTH = 6, 8
-Operation = Callable[[Tensor, Tensor], Tensor]  # of two values [ROWS, WIDTH] to another one
+STEPS_BACK = (1, 1, 1, 2, 3, 5)  # how far before it an operation finds an operand
+Operation = Callable[..., Tensor]  # of one or two values [ROWS, WIDTH] to another one
 
 
 def gate(a: Tensor, b: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def halves(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a[:, : WIDTH // 2], b[:, WIDTH // 2 :]], dim=1)
 
 
-def turned(a: Tensor, b: Tensor) -> Tensor:
+def turned(a: Tensor) -> Tensor:
     return a.t().contiguous().view(WIDTH, ROWS).t()
 
 
@@ -43,16 +44,16 @@ def without_gradient(a: Tensor, b: Tensor) -> Tensor:
     return a * mask
 
 
-def rows_exchanged(a: Tensor, b: Tensor) -> Tensor:
+def rows_exchanged(a: Tensor) -> Tensor:
     return a[torch.arange(ROWS - 1, -1, -1)]
 
 
-def written_slice(a: Tensor, b: Tensor) -> Tensor:
+def written_slice(a: Tensor) -> Tensor:
     a[:, 1:3].mul_(0.5)
     return a
 
 
-def written_by_its_own(a: Tensor, b: Tensor) -> Tensor:
+def written_by_its_own(a: Tensor) -> Tensor:
     return a.add_(torch.sigmoid(a))
 
 
@@ -68,68 +69,77 @@ def largest(a: Tensor, b: Tensor) -> Tensor:
     return b * best.values + best.indices
 
 
-FUNCTIONAL: tuple[Operation, ...] = (
-    lambda a, b: a + b,
-    lambda a, b: a * b.tanh(),
-    lambda a, b: a - 0.5 * b,
-    lambda a, b: torch.exp(-a.square()),
-    lambda a, b: F.gelu(a),
-    lambda a, b: F.dropout(a, 0.3),
-    lambda a, b: a.softmax(-1) + b.mean(0),
-    lambda a, b: torch.where(b > 0, a, -1.0),
-    lambda a, b: torch.stack([a, b]).mean(0),
-    lambda a, b: a.detach() * b,
-    lambda a, b: a.sum(1, keepdim=True).expand(ROWS, WIDTH) * b,
-    lambda a, b: a.view(-1).view(ROWS, WIDTH) if a.is_contiguous() else a.clone(),
-    lambda a, b: a.unsqueeze(0).squeeze(0),
-    gate,
-    halves,
-    turned,
-    attention,
-    without_gradient,
-    rows_exchanged,
-    written_into_zeros,
-    largest,
-)
-IN_PLACE: tuple[Operation, ...] = (
-    lambda a, b: F.relu(a, inplace=True),
-    lambda a, b: a.add_(b),
-    lambda a, b: a.mul_(0.5),
-    lambda a, b: F.dropout(a, 0.3, inplace=True),
-    lambda a, b: a.t().tanh_().t(),
-    written_slice,
-    written_by_its_own,
-)
+def viewed(a: Tensor) -> Tensor:
+    return a.view(-1).view(ROWS, WIDTH) if a.is_contiguous() else a.clone()
+
+
+OPERATIONS: dict[str, tuple[Operation, ...]] = {
+    "of one": (
+        lambda a: torch.exp(-a.square()),
+        lambda a: F.gelu(a),
+        lambda a: F.dropout(a, 0.3),
+        lambda a: a.unsqueeze(0).squeeze(0),
+        turned,
+        rows_exchanged,
+        viewed,
+    ),
+    "of two": (
+        lambda a, b: a + b,
+        lambda a, b: a * b.tanh(),
+        lambda a, b: a - 0.5 * b,
+        lambda a, b: a.softmax(-1) + b.mean(0),
+        lambda a, b: torch.where(b > 0, a, -1.0),
+        lambda a, b: torch.stack([a, b]).mean(0),
+        lambda a, b: a.detach() * b,
+        lambda a, b: a.sum(1, keepdim=True).expand(ROWS, WIDTH) * b,
+        gate,
+        halves,
+        attention,
+        without_gradient,
+        written_into_zeros,
+        largest,
+    ),
+    "in place": (
+        lambda a: F.relu(a, inplace=True),
+        lambda a: a.mul_(0.5),
+        lambda a: F.dropout(a, 0.3, inplace=True),
+        lambda a: a.t().tanh_().t(),
+        written_slice,
+        written_by_its_own,
+    ),
+    "in place with another": (lambda a, b: a.add_(b), lambda a, b: a.mul_(b.sigmoid())),
+}
 
 
 class RandomGraph(nn.Module):
-    """`length` operations, each on two of all the values before it; a few of the values are returned."""
+    """`length` layers and operations, each on one or two of all the values before; returns what none of them reads.
+
+    Nothing is left unread, as torch.jit.trace drops even random operations whose results nobody reads.
+    """
 
     def __init__(self, rng: random.Random, length: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
-        self.plan: list[tuple[str, int, int, int]] = []  # kind, which one, two operands
+        self.plan: list[tuple[str, int, list[int]]] = []  # kind, which of that kind, operands
         for place in range(length):
-            kind = rng.choices(["layer", "again", "functional", "in_place"], [4, 1, 6, 3])[0]
-            first, second = (max(0, place + 1 - rng.choice([1, 1, 1, 2, 3, 5])) for _ in range(2))
-            if kind == "layer" or (kind == "again" and not self.layers):
+            kind = rng.choices(["layer", "layer again", *OPERATIONS], [4, 1, 3, 5, 2, 1])[0]
+            if kind == "layer again" and self.layers:
+                which = rng.randrange(len(self.layers))
+            elif kind.startswith("layer"):
+                which = len(self.layers)
                 self.layers.append(random_layer(rng))
-                self.plan.append(("layer", len(self.layers) - 1, first, second))
-            elif kind == "again":
-                self.plan.append(("layer", rng.randrange(len(self.layers)), first, second))
             else:
-                choices = FUNCTIONAL if kind == "functional" else IN_PLACE
-                self.plan.append((kind, rng.randrange(len(choices)), first, second))
-        self.returned = sorted({length, *rng.sample(range(1, length + 1), rng.choice([0, 0, 1, 2]))})
+                which = rng.randrange(len(OPERATIONS[kind]))
+            count = 2 if kind in ("of two", "in place with another") else 1
+            self.plan.append((kind, which, [max(0, place + 1 - rng.choice(STEPS_BACK)) for _ in range(count)]))
+        read = {operand for _, _, operands in self.plan for operand in operands}
+        self.returned = sorted({*range(length + 1)} - read | {rng.randint(1, length)})
 
     def forward(self, x: Tensor) -> Any:
         values = [x * 1.0]
-        for kind, which, first, second in self.plan:
-            a, b = values[first], values[second]
-            if kind == "layer":
-                values.append(self.layers[which](a))
-            else:
-                values.append((FUNCTIONAL if kind == "functional" else IN_PLACE)[which](a, b))
+        for kind, which, operands in self.plan:
+            function = self.layers[which] if kind.startswith("layer") else OPERATIONS[kind][which]
+            values.append(function(*(values[operand] for operand in operands)))
         outputs = [values[place] for place in self.returned]
         return outputs[0] if len(outputs) == 1 else {f"value {place}": output for place, output in enumerate(outputs)}
 
