@@ -4,7 +4,7 @@ from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, DNode, b_to_d
 from rkgb.equivalence import equivalent_classes
-from rkgb.errors import GraphError, ReplayMismatch, RockmateError, SampleError, TraceError
+from rkgb.errors import GraphError, ModelError, ReplayMismatch, RockmateError, SampleError, TraceError
 from rkgb.kgraph import KComp, KData, KGraph, s_to_k
 from rkgb.pipeline import AllGraphs, make_all_graphs
 from rkgb.sample import Sample, make_sample
@@ -25,6 +25,7 @@ __all__ = [
     "KGraph",
     "Leaf",
     "LeafKind",
+    "ModelError",
     "ReplayMismatch",
     "RockmateError",
     "SGraph",

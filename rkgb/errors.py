@@ -11,6 +11,10 @@ class SampleError(RockmateError):
     """The sample does not fit the signature of the module's ``forward``."""
 
 
+class ModelError(RockmateError, TypeError):
+    """What was given as the model is no ``torch.nn.Module``."""
+
+
 class TraceError(RockmateError):
     """The module cannot be traced faithfully, so no graph of it would be right."""
 

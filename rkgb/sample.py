@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rkgb.errors import SampleError
+from rkgb.errors import ModelError, SampleError
 from rkgb.tree import is_tensor, leaves, map_leaves
 
 
@@ -47,8 +47,14 @@ class Sample:
 def make_sample(module: torch.nn.Module, sample: Any, kwargs: Mapping[str, Any] | None = None) -> Sample:
     """Read what the user gave: a tensor, a tuple or list of positional arguments, or a dict of keyword ones.
 
-    Raises `SampleError` when the module's ``forward`` cannot take them, or when no tensor is in them.
+    Raises `SampleError` when the module's ``forward`` cannot take them, or when no tensor is in them, and
+    `ModelError` when `module` is no module.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"the model must be a torch.nn.Module, but is {_described(module)}. Give an instance; wrap a function in a "
+            "module whose forward calls it."
+        )
     keywords = dict(kwargs or {})
     if isinstance(sample, Sample):
         positional, keywords = sample.args, {**sample.kwargs, **keywords}
@@ -73,3 +79,7 @@ def make_sample(module: torch.nn.Module, sample: Any, kwargs: Mapping[str, Any] 
             "Give the arguments of one training step, on the device where it will run."
         )
     return made
+
+
+def _described(thing: object) -> str:
+    return f"the class {thing.__name__} itself" if isinstance(thing, type) else f"a {type(thing).__name__}"

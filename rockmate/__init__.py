@@ -1,7 +1,15 @@
 """Rockmate: train a PyTorch module under a memory budget, with the same outputs and gradients."""
 
-from rkgb.errors import GraphError, ReplayMismatch, RockmateError, SampleError, TraceError
-from rockmate.errors import BudgetError, BudgetTooSmall, InputMismatch, NothingToTrain, PlanMismatch
+from rkgb.errors import GraphError, ModelError, ReplayMismatch, RockmateError, SampleError, TraceError
+from rockmate.errors import (
+    BudgetError,
+    BudgetTooSmall,
+    InputMismatch,
+    LossError,
+    NothingToTrain,
+    PlanMismatch,
+    SolverError,
+)
 from rockmate.memory import PeakMemory
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
@@ -12,6 +20,8 @@ __all__ = [
     "BudgetTooSmall",
     "GraphError",
     "InputMismatch",
+    "LossError",
+    "ModelError",
     "NothingToTrain",
     "PeakMemory",
     "Plan",
@@ -20,6 +30,7 @@ __all__ = [
     "Rockmate",
     "RockmateError",
     "SampleError",
+    "SolverError",
     "TraceError",
     "Verification",
     "verify",

@@ -14,6 +14,7 @@ from rkgb import AllGraphs, KComp, KGraph, SNode
 from rkgb.memory import AllocationLog, allocated_bytes
 from rkgb.profile import SavedKind
 from rkgb.tree import map_leaves
+from rockmate.errors import LossError
 
 LOSS = "loss"
 LossFunction = Callable[[Any], torch.Tensor]
@@ -48,9 +49,26 @@ def measure_loss(loss: LossFunction, output: Any) -> LossCost:
     device = tensors[0].device
     started = time.perf_counter()
     with AllocationLog(device) as log:
-        loss(detached).backward()
+        evaluate_loss(loss, detached).backward()
     time_ms = (time.perf_counter() - started) * 1e3
     return LossCost(time_ms, log.peak_bytes)
+
+
+def evaluate_loss(loss: LossFunction, output: Any) -> torch.Tensor:
+    """``loss(output)``; raises `LossError` unless it is one number that a backward can start from."""
+    value: Any = loss(output)
+    if not isinstance(value, torch.Tensor):
+        found = f"returned a {type(value).__name__}"
+    elif value.numel() != 1:
+        found = f"returned a tensor of shape {list(value.shape)}"
+    elif not value.requires_grad:
+        found = "returned a tensor that does not require a gradient"
+    else:
+        return value
+    raise LossError(
+        f"the loss {found}: a scalar tensor computed from the model's output is needed, as loss(output).backward() "
+        "would need it. Leave `loss` out to assume what a cross-entropy takes."
+    )
 
 
 def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:

@@ -22,9 +22,21 @@ class NothingToTrain(RockmateError):
     """The module has no gradient to compute, so there is no training step to plan."""
 
 
+class LossError(RockmateError, TypeError):
+    """The loss given for measuring is no function from the model's output to a scalar with a gradient."""
+
+
+class SolverError(RockmateError, TypeError):
+    """What was given as the solver is none."""
+
+
 class InputMismatch(RockmateError):
     """A call does not look like the sample with which the module was planned."""
 
 
 class PlanMismatch(RockmateError):
     """The module has changed since it was planned, so that its plan no longer holds."""
+
+
+class PickleError(RockmateError, TypeError):
+    """A planned module was to be pickled."""

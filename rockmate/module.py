@@ -10,6 +10,7 @@ import torch
 from rk_solvers import Solver
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
+from rockmate.errors import PickleError
 from rockmate.plan import Plan
 from rockmate.planner import Measured, Planned, PlanRequest, plan_model
 from rockmate.progress import Progress, progress_display
@@ -38,6 +39,7 @@ class Rockmate(torch.nn.Module):
         BudgetError: the budget cannot be read.
         BudgetTooSmall: no schedule fits; the error names the smallest budget found.
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
+        ModelError, LossError, SolverError: an argument is not what it should be.
     """
 
     original: torch.nn.Module
@@ -70,7 +72,7 @@ class Rockmate(torch.nn.Module):
         state["_measured"] = measured
         state["_planned"] = planned
         state["_compiled"] = compiled
-        state["_runner"] = Runner(model, measured.graphs.D_graph, measured.sample, compiled)
+        state["_runner"] = Runner(model, measured.graphs.D_graph, measured.pattern, compiled)
 
     @property
     def code(self) -> str:
@@ -127,6 +129,12 @@ class Rockmate(torch.nn.Module):
         twin._adopt(copy.deepcopy(self.original, memo), self._measured, self._planned)
         twin._runner.expect_flags_of(self._runner)
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PickleError(
+            f"a planned {type(self.original).__name__} cannot be pickled: its generated code belongs to this process. "
+            "Save model.state_dict() or pickle model.original, and plan again where it is loaded."
+        )
 
     def extra_repr(self) -> str:
         """The plan, on one line."""

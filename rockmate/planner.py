@@ -19,10 +19,12 @@ from rkgb.state import borrowed, training_mode
 from rkgb.tree import leaves
 from rockmate.budget import Budget, check_budget, resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
-from rockmate.costs import LOSS, LossCost, LossFunction, assumed_loss_cost, build_problem, measure_loss
-from rockmate.errors import BudgetTooSmall, NothingToTrain
+from rockmate.costs import LOSS, LossCost, LossFunction, assumed_loss_cost, build_problem, evaluate_loss, measure_loss
+from rockmate.errors import BudgetTooSmall, LossError, NothingToTrain, SolverError
+from rockmate.pattern import CallPattern
 from rockmate.plan import Plan
 from rockmate.program import Program, make_program
+from rockmate.runner import Runner
 from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
@@ -52,7 +54,8 @@ class PlanRequest:
 class Measured:
     """A module ready to be planned for any budget: graphs, costs, and the eager step beside them."""
 
-    sample: Sample
+    sample: Sample | None  # None once planned: its tensors are the user's to free
+    pattern: CallPattern
     graphs: AllGraphs
     problem: Problem
     chain: Chain
@@ -77,7 +80,7 @@ class Planned:
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measured:
     """Trace and measure `model`; leaves it as it was.
 
-    Raises `SampleError`, `TraceError`, and `NothingToTrain` for a module without any gradient.
+    Raises `SampleError`, `TraceError`, `LossError`, and `NothingToTrain` for a module without any gradient.
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
@@ -102,7 +105,8 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
         request.progress("eager step", 1, 1)
-    return Measured(arguments, graphs, problem, chain, eager, device, time.perf_counter() - started)
+    pattern = CallPattern.of(arguments)
+    return Measured(arguments, pattern, graphs, problem, chain, eager, device, time.perf_counter() - started)
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
@@ -119,7 +123,8 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         solution = _solve(measured, request, target_bytes, first=attempt == 0)
         planned = _planned(measured, solution, budget_bytes, module)
         request.progress("check", attempt, _ATTEMPTS)
-        peak_bytes = measured_peak_bytes(module, planned.compile_for(module), measured, request.loss)
+        runner = Runner(module, measured.graphs.D_graph, measured.pattern, planned.compile_for(module))
+        peak_bytes = measured_peak_bytes(module, runner, measured, request.loss)
         if peak_bytes <= budget_bytes:
             break  # whatever was predicted: this was measured
         lowest_bytes = min(lowest_bytes, peak_bytes)
@@ -226,7 +231,7 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
             differentiable = [tensor for tensor in leaves(output) if tensor.requires_grad]
             FreshGradients.apply(*differentiable).backward()  # type: ignore[no-untyped-call]
         else:
-            loss(output).backward()
+            evaluate_loss(loss, output).backward()
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> int:
@@ -256,13 +261,9 @@ def _eager_peak_bytes(
     return max(measured, keep_all_peak_bytes) if loss is None else measured
 
 
-def measured_peak_bytes(
-    module: torch.nn.Module, compiled: CompiledProgram, measured: Measured, loss: LossFunction | None
-) -> int:
+def measured_peak_bytes(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> int:
     """Peak of one real step of the plan on the sample. The module is left as it was."""
-    from rockmate.runner import Runner
-
-    runner = Runner(module, measured.graphs.D_graph, measured.sample, compiled)
+    assert measured.sample is not None, "planning needs the sample with which the module was measured"
     with training_mode(module), borrowed(module, {measured.device}):
         return peak_of(runner, measured.sample, loss, measured.device)
 
@@ -270,5 +271,19 @@ def measured_peak_bytes(
 def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> tuple[Measured, Planned]:
     """Measure and plan in one go."""
     check_budget(request.budget)
+    _check_request(request)
     measured = measure(model, sample, request)
-    return measured, make_plan(measured, request, model)
+    planned = make_plan(measured, request, model)
+    measured.sample = None
+    return measured, planned
+
+
+def _check_request(request: PlanRequest) -> None:
+    """Refuse what could only fail after minutes of measuring."""
+    if request.solver is not None and not isinstance(request.solver, Solver):
+        raise SolverError(
+            f"solver must be an instance of rk_solvers.Solver, such as Greedy(), but is {request.solver!r}. "
+            "Leave it out to have the best of several."
+        )
+    if request.loss is not None and not callable(request.loss):
+        raise LossError(f"loss must be a function of the model's output, but is {request.loss!r}.")

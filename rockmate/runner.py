@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,20 @@ from rkgb.dgraph import leaf_tensors
 from rkgb.state import autocast_in_force, training_mode
 from rkgb.tree import map_leaves
 from rockmate.codegen import CompiledProgram
-from rockmate.errors import InputMismatch, PlanMismatch
+from rockmate.errors import PlanMismatch
+from rockmate.pattern import CallPattern
 from rockmate.runtime import Step
 
 
 class Runner:
     """A planned forward, called like the module that it stands for."""
 
-    def __init__(self, module: torch.nn.Module, graph: DGraph, sample: Sample, compiled: CompiledProgram) -> None:
+    def __init__(self, module: torch.nn.Module, graph: DGraph, pattern: CallPattern, compiled: CompiledProgram) -> None:
         self._module = module
         self._graph = graph
         self._compiled = compiled
         self._signature = inspect.signature(module.forward)
-        self._skeleton = sample.skeleton()
-        self._expected = [_Traits.of(tensor) for tensor in sample.tensors]
+        self._pattern = pattern
         self._output_names = graph.output_names
         self._submodules = list(module.named_modules())
         self._parameters = list(module.named_parameters())
@@ -35,7 +34,7 @@ class Runner:
             self._modes = [submodule.training for _, submodule in self._submodules]
         self._gradients = [parameter.requires_grad for _, parameter in self._parameters]
         self._layouts = [(parameter.dtype, parameter.stride()) for _, parameter in self._parameters]
-        self._devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
+        self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
 
     def expect_flags_of(self, other: Runner) -> None:
@@ -45,30 +44,13 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, as the module would. Raises `InputMismatch` or `PlanMismatch` before anything runs."""
         bound = self._signature.bind(*args, **kwargs)
-        tensors = self._checked(Sample(bound.args, bound.kwargs))
+        tensors = self._pattern.check(Sample(bound.args, bound.kwargs))
         self._check_module()
         results = self._compiled.forward(Step(self._compiled.tables), *tensors)
         values = dict(zip(self._output_names, results, strict=True))
         if self._input_outputs:
             values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}
         return map_leaves(lambda ref: values[ref.name], self._graph.output, is_ref)
-
-    def _checked(self, call: Sample) -> list[torch.Tensor]:
-        tensors = call.tensors
-        if call.skeleton() != self._skeleton:
-            raise InputMismatch(
-                f"the arguments {call.skeleton()} differ from the sample's {self._skeleton} in structure or in a value "
-                "that is no tensor. Plan the module again with such a sample."
-            )
-        for index, (tensor, expected) in enumerate(zip(tensors, self._expected, strict=True)):
-            found = _Traits.of(tensor)
-            if found != expected:
-                raise InputMismatch(
-                    f"tensor {index} of this call is {found}, but the sample's was {expected}: the plan holds for the "
-                    "sample's shapes and strides. Make a batch like it (.contiguous() repairs strides), or plan the "
-                    "module again with this one."
-                )
-        return tensors
 
     def _check_module(self) -> None:
         kind = autocast_in_force(self._devices)
@@ -94,28 +76,3 @@ class Runner:
                     f"{name!r} is {parameter.dtype} with strides {parameter.stride()}, but was {layout[0]} with "
                     f"strides {layout[1]} when the module was planned. Put it back, or plan the module again."
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """What a plan takes for granted of an input. Strides decide which operations copy and which make views."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    strides: tuple[int, ...]  # 0 where there is but one element to step over
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Traits:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, _strides(tensor))
-
-    def __str__(self) -> str:
-        grad = " requiring a gradient" if self.requires_grad else ""
-        plain = _strides(torch.empty(self.shape, device="meta"))
-        strides = f" with strides {list(self.strides)}" if self.strides != plain else ""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{strides}{grad}"
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -83,7 +83,7 @@ def _unpack(handle: Handle) -> torch.Tensor:
 class Step:
     """One call of the module: what it keeps for recomputation, and the handles that it has given out."""
 
-    __slots__ = ("__weakref__", "_handles", "_leaves", "_ran", "_random", "_tables", "_values", "_versions")
+    __slots__ = ("__weakref__", "_handles", "_leaves", "_places", "_ran", "_random", "_tables", "_values", "_versions")
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
@@ -92,6 +92,7 @@ class Step:
         self._ran: set[int] = set()  # segments that have run, or run now
         self._leaves = {name: place[key] for name, (place, key) in tables.places.items()}
         self._versions = {name: leaf._version for name, leaf in self._leaves.items()}
+        self._places = {name: leaf.data_ptr() for name, leaf in self._leaves.items()}  # `.data =` moves no version
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
         self._handles: dict[str, list[weakref.ref[Handle]]] = {}
 
@@ -151,7 +152,8 @@ class Step:
         """Recomputation reads parameters and inputs again, also those that eager autograd would not save."""
         leaf = self._leaves[name] if name in self._leaves else self._values[name]
         place, key = self._tables.places.get(name, (self._leaves, name))
-        if place.get(key, leaf) is not leaf or leaf._version != self._versions[name]:
+        moved = leaf.data_ptr() != self._places.get(name, leaf.data_ptr())
+        if moved or place.get(key, leaf) is not leaf or leaf._version != self._versions[name]:
             raise RuntimeError(
                 f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation or replaced "
                 "since the forward, but the backward recomputes from it. Change it after the backward."

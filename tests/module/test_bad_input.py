@@ -12,11 +12,14 @@ from rockmate import (
     BudgetError,
     BudgetTooSmall,
     InputMismatch,
+    LossError,
+    ModelError,
     NothingToTrain,
     PeakMemory,
     ReplayMismatch,
     Rockmate,
     SampleError,
+    SolverError,
     TraceError,
 )
 from rockmate.errors import RockmateError
@@ -271,6 +274,58 @@ def test_a_loss_that_fails_leaves_everything_as_it_was(trained):
     with pytest.raises(ZeroDivisionError):
         Rockmate(model, sample, 0.5, loss=loss)
     before.assert_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output: None, "the loss returned a NoneType: a scalar tensor"),
+        (lambda output: output.square(), r"the loss returned a tensor of shape \[.*\]: a scalar tensor"),
+        (lambda output: output.detach().sum(), "the loss returned a tensor that does not require a gradient"),
+        ("mse", "loss must be a function of the model's output, but is 'mse'"),
+    ],
+    ids=["none", "not-scalar", "detached", "a-name"],
+)
+def test_a_loss_that_gives_no_scalar_is_refused_and_leaves_everything_as_it_was(trained, loss, message):
+    model, sample = trained
+    before = Snapshot(model, sample)
+    with pytest.raises(LossError, match=message):
+        Rockmate(model, sample, 0.5, loss=loss)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("solver", ["rotor", type("Mine", (), {})()])
+def test_what_is_no_solver_is_refused_before_anything_is_measured(trained, solver):
+    model, sample = trained
+
+    def progress(*told):
+        raise AssertionError
+
+    with pytest.raises(SolverError, match="solver must be an instance of rk_solvers.Solver"):
+        Rockmate(model, sample, 0.5, solver=solver, progress=progress)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear, "the class Linear itself"),
+        (torch.relu, "a builtin_function_or_method"),
+        (None, "a NoneType"),
+        ([nn.Linear(2, 2)], "a list"),
+    ],
+    ids=["class", "function", "none", "list"],
+)
+def test_what_is_no_module_is_refused(model, message):
+    with pytest.raises(ModelError, match=f"must be a torch.nn.Module, but is {message}. Give an instance"):
+        Rockmate(model, rows(), 0.5)
+
+
+def test_pickling_a_planned_module_says_what_to_save_instead(tmp_path):
+    model = Rockmate(built(Layers), rows(), 0.9)
+    with pytest.raises(TypeError, match=r"a planned Layers cannot be pickled: .* Save model.state_dict\(\)"):
+        torch.save(model, tmp_path / "model.pt")
+    torch.save(model.original, tmp_path / "model.pt")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
 
 
 REPORTS: list[tuple[str, int, int]] = []

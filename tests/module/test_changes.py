@@ -51,6 +51,15 @@ def test_parameters_and_buffers_changed_before_the_backward_are_refused(shifted,
     assert_trains_exactly(shifted, [rows(2)])
 
 
+def test_data_put_in_a_parameters_place_before_the_backward_is_refused(shifted):
+    loss = squares(shifted(rows(1)))
+    shifted.original.shift.data = torch.ones(WIDTH)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+    shifted.zero_grad()
+    assert_trains_exactly(shifted, [rows(2)])
+
+
 def test_a_parameter_replaced_before_the_backward_is_refused(shifted):
     loss = squares(shifted(rows(1)))
     shifted.original.shift = nn.Parameter(torch.zeros(WIDTH))

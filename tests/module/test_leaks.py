@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rkgb.memory import AllocationLog
-from rockmate import zoo
+from rockmate import Rockmate, zoo
 from rockmate.runtime import Handle, Step
 from tests.module.models import Layers, Normalised, Smooth, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.steps import CPU, assert_same_training, keep_every_other, keep_nothing, recomputing, squares, train
@@ -198,3 +198,15 @@ def test_the_backward_may_run_in_another_thread_than_the_forward():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(loss.backward).result()
     assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_the_sample_is_not_kept_alive():
+    sample = rows()
+    data = weakref.ref(sample.untyped_storage())
+    network = built(Layers)
+    model = Rockmate(network, sample, 0.9, loss=squares)
+    assert data() is not None
+    del sample
+    gc.collect()
+    assert data() is None
+    squares(copy.deepcopy(model)(rows(1))).backward()
