@@ -4,7 +4,16 @@ from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, DNode, b_to_d
 from rkgb.equivalence import equivalent_classes
-from rkgb.errors import GraphError, ModelError, ReplayMismatch, RockmateError, SampleError, TraceError
+from rkgb.errors import (
+    GraphError,
+    GuardError,
+    ModelError,
+    ReplayMismatch,
+    RockmateError,
+    SampleError,
+    TraceError,
+    TraceWarning,
+)
 from rkgb.kgraph import KComp, KData, KGraph, s_to_k
 from rkgb.pipeline import AllGraphs, make_all_graphs
 from rkgb.sample import Sample, make_sample
@@ -20,6 +29,7 @@ __all__ = [
     "DGraph",
     "DNode",
     "GraphError",
+    "GuardError",
     "KComp",
     "KData",
     "KGraph",
@@ -33,6 +43,7 @@ __all__ = [
     "Sample",
     "SampleError",
     "TraceError",
+    "TraceWarning",
     "ValueInfo",
     "b_to_d",
     "cut",

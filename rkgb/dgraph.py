@@ -27,6 +27,7 @@ class DNode:
     source: Source
     is_random: bool = False  # it moved a random generator
     written: list[str] = field(default_factory=list)  # values whose storage it writes in place
+    is_guard: bool = False  # it checks a value that Python read: no outputs, and never left out or repeated
 
     @property
     def output_names(self) -> list[str]:
@@ -179,6 +180,7 @@ class _Inspector:
                 node.source,
                 is_random=self.refresh_random_states(),
                 written=written,
+                is_guard=bool(getattr(node.call.function, "is_guard", False)),
             )
         )
 
@@ -208,7 +210,7 @@ def _never_unpacked(_: object) -> torch.Tensor:
 
 
 def _live(nodes: list[DNode], values: Mapping[str, ValueInfo], leaves: set[str], outputs: list[str]) -> list[DNode]:
-    """Nodes that reach an output, write into something that does, or move a random generator."""
+    """Nodes that reach an output, write into something that does, move a random generator, or are guards."""
     needed = set(outputs)
     needed_storages = {values[name].owner for name in outputs}
     kept: list[DNode] = []
@@ -216,6 +218,7 @@ def _live(nodes: list[DNode], values: Mapping[str, ValueInfo], leaves: set[str],
         storages_written = {values[name].owner for name in node.written}
         live = (
             node.is_random
+            or node.is_guard
             or not needed.isdisjoint(node.output_names)
             or not storages_written.isdisjoint(needed_storages)
             or not storages_written.isdisjoint(leaves)

@@ -25,3 +25,11 @@ class ReplayMismatch(TraceError):
 
 class GraphError(RockmateError):
     """A graph breaks one of its own rules: a defect of a stage, never of the user's model."""
+
+
+class GuardError(RockmateError):
+    """A run read something else out of its data than the trace did, and would take another way than the graph."""
+
+
+class TraceWarning(UserWarning):
+    """Something of the module does not happen when its graph runs, though all results are the same."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref, is_ref
 from rkgb.errors import TraceError
+from rkgb.naming import Namer
 from rkgb.sample import Sample
 from rkgb.tree import leaves, map_leaves
 
@@ -33,7 +34,7 @@ _MEMORY_FORMATS = (
 )
 # The tracer notes their results as needing no gradient even where they do.
 _UNRELIABLE_GRADIENT_FLAGS = frozenset({"aten::_convolution"})
-_OWN_FILES = ("rkgb/sample.py", "rkgb/trace.py")  # between torch's tracer and the user's module
+_OWN_FOLDER = str(Path(__file__).parent)  # its files stand between torch's tracer and the user's module
 _NUMBER_CASTS: dict[str, Callable[[Any], Any]] = {
     "aten::Int": int,
     "aten::IntImplicit": int,
@@ -68,15 +69,14 @@ class JitWalker:
         self._paths: dict[str, str] = {}  # module values: their qualified name under the wrapper
         self._leaf_of_tensor: dict[int, Ref] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._counts: Counter[str] = Counter()
-        self._taken: set[str] = set()  # names of leaves, operations and values
+        self._namer = Namer()
 
     def walk(self, graph: Any) -> None:
         """Fill `nodes`, `leaves` and `output_refs`."""
         self_value, *inputs = graph.inputs()
         self._paths[self_value.debugName()] = ""
         for index, value in enumerate(inputs):
-            name = self._name(f"input_{index}", numbered=False)
+            name = self._namer.plain(f"input_{index}")
             self.leaves[name] = Leaf(name, LeafKind.INPUT, index=index)
             self._shapes[name] = tuple(self.sample.tensors[index].shape)
             self._values[value.debugName()] = Ref(name)
@@ -133,7 +133,7 @@ class JitWalker:
         return self._constant_leaf(value)
 
     def _constant_leaf(self, value: torch.Tensor) -> Ref:
-        name = self._name("constant")
+        name = self._namer.numbered("constant")
         self.leaves[name] = Leaf(name, LeafKind.CONSTANT, constant=value)
         self._shapes[name] = tuple(value.shape)
         return Ref(name)
@@ -157,7 +157,7 @@ class JitWalker:
             return known
         registered = any(tensor is buffer for buffer in self.module.buffers())
         if isinstance(tensor, torch.nn.Parameter) or registered:
-            name = self._name(path.replace(".", "_"), numbered=False)
+            name = self._namer.plain(path.replace(".", "_"))
             kind = LeafKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else LeafKind.BUFFER
             self.leaves[name] = Leaf(name, kind, path=path)
             self._shapes[name] = tuple(tensor.shape)
@@ -175,15 +175,15 @@ class JitWalker:
         args = tuple(self._read(next(values)) if kind == "d" else next(scalars) for kind in node.cconv())
         function = node.pyobj()
         owner = getattr(function, "__self__", function)  # the Function class; `function` is its bound apply
-        name = self._name(getattr(owner, "__name__", "function").lower())
+        name = self._namer.numbered(getattr(owner, "__name__", "function").lower())
         outputs = list(node.outputs())
         pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
         self._append(name, Call(owner.apply, self._arguments(args)), pattern, node)
 
     def _visit_op(self, node: Any) -> None:
-        function = _overload(node)
-        schema = function._schema.arguments
         read = [self._read(value) for value in node.inputs()]
+        function = _overload(node, read)
+        schema = function._schema.arguments
         if leaves(read, _is_number) and not leaves(read, is_ref):
             numbers = map_leaves(lambda number: number.tensor, read, _is_number)
             result = function(**{a.name: _plain(v, a) for v, a in zip(numbers, schema, strict=True)})
@@ -194,7 +194,7 @@ class JitWalker:
         positional = tuple(value for argument, value in pairs if not argument.kwarg_only)
         keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only and value is not None}
         outputs = list(node.outputs())
-        name = self._name(function._schema.name.split("::")[-1].strip("_"))
+        name = self._namer.numbered(function._schema.name.split("::")[-1].strip("_"))
         if not leaves(read, is_ref) and outputs[0].type().kind() != "TensorType":
             raise TraceError(f"{function} at {_source(node)} computes no tensor from no tensor: cannot be traced.")
         pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
@@ -309,18 +309,8 @@ class JitWalker:
             return item
         return self._constant_leaf(item.tensor)
 
-    def _name(self, stem: str, numbered: bool = True) -> str:
-        """A fresh name: parameters and operations of a user's module may be called alike."""
-        name = stem
-        while numbered or name in self._taken:
-            name = f"{stem}_{self._counts[stem]}"
-            self._counts[stem] += 1
-            numbered = False
-        self._taken.add(name)
-        return name
-
     def _part(self, name: str, place: int) -> str:
-        return self._name(f"{name}_{place}", numbered=False)
+        return self._namer.plain(f"{name}_{place}")
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:
@@ -330,10 +320,16 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return owner
 
 
-def _overload(node: Any) -> torch._ops.OpOverload:
+def _overload(node: Any, read: list[Any]) -> torch._ops.OpOverload:
     schema = torch._C.parse_schema(node.schema())
     namespace, name = schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name)
+    numbers = leaves(read, is_ref) and any(
+        isinstance(value, (_Number, int, float)) and str(argument.type) == "Tensor"
+        for value, argument in zip(read, schema.arguments, strict=True)
+    )
+    if numbers and "Scalar" in packet.overloads() and len(packet.Scalar._schema.arguments) == len(read):
+        return packet.Scalar  # what eager was given: the tracer makes tensors of all numbers
     return getattr(packet, schema.overload_name or "default")
 
 
@@ -357,7 +353,7 @@ def _source(node: Any) -> Source:
     location = ""
     with contextlib.suppress(RuntimeError):
         frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
-        outside = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].endswith(_OWN_FILES)]
+        outside = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(_OWN_FOLDER)]
         if outside or frames:
             file, line = (outside or frames)[0]
             location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"

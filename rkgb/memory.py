@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
+
+try:
+    import resource
+except ImportError:  # there are no such limits on Windows
+    resource = None  # type: ignore[assignment]
 
 # Marks are allocations of a size that no model uses, made and released at once: the allocator's own
 # order then places them exactly, which time stamps would not.
@@ -154,6 +160,18 @@ def _round_up(size_bytes: int) -> int:
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """What the allocator of `device` takes for a storage of that size."""
     return _round_up(size_bytes) if device.type == "cuda" else size_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that an allocation on `device` could still get: what its caching allocator holds unused included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = int(psutil.virtual_memory().available)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS) if resource is not None else (-1, -1)
+    if limit < 0 or resource is None or limit == resource.RLIM_INFINITY:
+        return free
+    return min(free, max(0, limit - int(psutil.Process().memory_info().vms)))
 
 
 _NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,13 @@ from rkgb.errors import ReplayMismatch, TraceError
 from rkgb.expand import expand_composites
 from rkgb.kgraph import KGraph, s_to_k
 from rkgb.measure import measure_blocks
+from rkgb.memory import free_bytes
 from rkgb.replay import replay_check
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import autocast_in_force, training_mode
-from rkgb.trace import trace
+from rkgb.trace import Tracer, trace
+from rkgb.varying import without_varying_guards
 
 Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
@@ -43,13 +46,17 @@ def make_all_graphs(
     sample: Any,
     model_kwargs: dict[str, Any] | None = None,
     *,
+    tracer: Tracer = "auto",
+    low_memory: bool | None = None,
     on_stage: Stage | None = None,
 ) -> AllGraphs:
     """Trace, inspect, simplify, cut and measure `model` in training mode on `sample`.
 
-    `sample` is a tensor, a tuple of positional arguments or a dict of keyword arguments. The model
-    is left as it was: modes, buffers, gradients, random streams. Raises `SampleError` for a sample
-    that does not fit, `TraceError` for a module that cannot be traced exactly.
+    `sample` is a tensor, a tuple of positional arguments or a dict of keyword arguments. `tracer` is
+    ``"jit"``, ``"record"`` or ``"auto"``: the first of the two whose trace proves exact. `low_memory`
+    checks the trace with autograd's saved tensors on disk; None does so where a whole training step might
+    not fit. The model is left as it was: modes, buffers, gradients, random streams. Raises `SampleError`
+    for a sample that does not fit, `TraceError` for a module that cannot be traced exactly.
     """
     tell = on_stage or (lambda name, done, total: None)
     arguments = make_sample(model, sample, model_kwargs)
@@ -61,7 +68,7 @@ def make_all_graphs(
         )
     with training_mode(model):
         tell("trace", 0, 4)
-        basic, dataflow = _exact_trace(model, arguments, tell)
+        basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
         simplified = d_to_s(dataflow)
         blocks = cut(simplified)
         profiles = measure_blocks(simplified, blocks, model, arguments, on_stage)
@@ -70,28 +77,76 @@ def make_all_graphs(
     return AllGraphs(basic, dataflow, simplified, blocks, equivalent_classes(dataflow, blocks), backward)
 
 
-def _exact_trace(model: torch.nn.Module, sample: Sample, tell: Stage) -> tuple[BGraph, DGraph]:
-    """The finest trace that the replay check accepts."""
-    # On copies: a forward that writes into its input would change the user's data at each run.
-    composite = trace(model, sample.copy())
-    tell("trace", 1, 4)
-    coarse = b_to_d(composite, model, sample.copy())
-    _refuse_input_writes(model, coarse)
-    tell("trace", 2, 4)
-    fine = expand_composites(composite, model, sample)
-    tell("trace", 3, 4)
-    basic, dataflow = composite, coarse
-    if len(fine.nodes) > len(composite.nodes):
-        basic, dataflow = fine, b_to_d(fine, model, sample)
+def exact_trace(
+    model: torch.nn.Module,
+    sample: Sample,
+    tracer: Tracer = "auto",
+    *,
+    low_memory: bool | None = None,
+    on_stage: Stage | None = None,
+) -> tuple[BGraph, DGraph]:
+    """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
+
+    Raises `TraceError` or `ReplayMismatch` with what the last one failed at.
+    """
+    tell = on_stage or (lambda name, done, total: None)
+    if tracer != "auto":
+        return _front_end(model, sample, tracer, low_memory, tell)
     try:
-        replay_check(dataflow, model, sample)
-    except ReplayMismatch:
-        if basic is composite:
-            raise
-        basic, dataflow = composite, coarse
-        replay_check(dataflow, model, sample)
+        return _front_end(model, sample, "jit", low_memory, tell)
+    except TraceError as first:
+        try:
+            return _front_end(model, sample, "record", low_memory, tell)
+        except TraceError as error:
+            error.add_note(f"(torch.jit.trace, tried first: {first})")
+            raise error from None
+
+
+def _front_end(
+    model: torch.nn.Module, sample: Sample, tracer: Tracer, low_memory: bool | None, tell: Stage
+) -> tuple[BGraph, DGraph]:
+    """The finest trace of one front end that the replay check accepts."""
+    # On copies: a forward that writes into its input would change the user's data at each run.
+    tell("trace", 0, 4)
+    basic = trace(model, sample.copy(), tracer)
+    tell("trace", 1, 4)
+    try:
+        dataflow = b_to_d(basic, model, sample.copy())
+    except Exception as error:
+        raise TraceError(
+            f"the operations that {tracer!r} traced of {type(model).__name__} do not run: {type(error).__name__}: {error}"
+        ) from error
+    _refuse_input_writes(model, dataflow)
+    tell("trace", 2, 4)
+    frugal = _step_is_too_large(model, dataflow) if low_memory is None else low_memory
+    if tracer == "jit":
+        fine = expand_composites(basic, model, sample)
+        tell("trace", 3, 4)
+        if len(fine.nodes) > len(basic.nodes):
+            with contextlib.suppress(ReplayMismatch):
+                inspected = b_to_d(fine, model, sample)
+                replay_check(inspected, model, sample, frugal)
+                tell("trace", 4, 4)
+                return fine, inspected
+    else:
+        basic, dataflow = without_varying_guards(basic, dataflow, model, sample)
+    replay_check(dataflow, model, sample, frugal)
     tell("trace", 4, 4)
     return basic, dataflow
+
+
+_STEP_OVER_VALUES = 3  # a step holds gradients and what operations save beside the values that the graph names
+
+
+def _step_is_too_large(model: torch.nn.Module, graph: DGraph) -> bool:
+    """Whether a whole training step might not fit the device."""
+    for device in {info.device for info in graph.values.values()}:
+        own = [info for name, info in graph.values.items() if info.owner == name and info.device == device]
+        values_bytes = sum(info.storage_bytes for info in own)
+        gradients_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.device == device)
+        if _STEP_OVER_VALUES * values_bytes + 2 * gradients_bytes > free_bytes(device):
+            return True
+    return False
 
 
 def _refuse_input_writes(model: torch.nn.Module, graph: DGraph) -> None:

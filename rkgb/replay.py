@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,30 +13,55 @@ import torch
 from rkgb.bgraph import BGraph
 from rkgb.call import is_ref
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
-from rkgb.errors import ReplayMismatch, TraceError
+from rkgb.errors import GuardError, ReplayMismatch, TraceError
+from rkgb.record import computed_digests, digest
 from rkgb.sample import Sample
+from rkgb.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.state import borrowed, random_states
 from rkgb.tree import leaves, map_leaves
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
     """What one forward and backward left behind, by name: everything that training can see."""
 
-    tensors: dict[str, torch.Tensor | None]
+    tensors: dict[str, torch.Tensor | Spooled | None]
+    spool: Spool | None = None
+
+    def add(self, name: str, tensor: torch.Tensor | None, again: bool = True) -> None:
+        """Keep `tensor`, in the spool where there is one; `again` to replace what has been kept before."""
+        if not again and name in self.tensors:
+            return
+        self.tensors[name] = tensor if tensor is None or self.spool is None else self.spool.put(tensor)
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """What was kept under `name`; None where there was nothing."""
+        kept = self.tensors.get(name)
+        if isinstance(kept, Spooled):
+            assert self.spool is not None
+            return self.spool.get(kept)
+        return kept
 
     def first_difference(self, other: StepRecord) -> str | None:
         """Name and size of the first entry that is not bitwise equal, or None."""
-        for name, mine in self.tensors.items():
-            theirs = other.tensors.get(name)
+        found = self.first_difference_at(other)
+        return found and found[1]
+
+    def first_difference_at(self, other: StepRecord) -> tuple[str, str] | None:
+        """Name of the first entry that is not bitwise equal, and the sentence that says so; or None."""
+        for name in self.tensors:
+            mine, theirs = self.tensor(name), other.tensor(name)
             if mine is None and theirs is None:
                 continue
             if mine is None or theirs is None:
-                return f"{name} exists on one side only"
+                return name, f"{name} exists on one side only"
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                return f"{name} is {theirs.dtype}{list(theirs.shape)} instead of {mine.dtype}{list(mine.shape)}"
+                return (
+                    name,
+                    f"{name} is {theirs.dtype}{list(theirs.shape)} instead of {mine.dtype}{list(mine.shape)}",
+                )
             if not bitwise_equal(mine, theirs):
-                return f"{name} differs by up to {largest_difference(mine, theirs):.3g}"
+                return name, f"{name} differs by up to {largest_difference(mine, theirs):.3g}"
         return None
 
 
@@ -85,41 +111,65 @@ def _in_range_of(tensor: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return low + (high - low) * torch.special.ndtr(noise)
 
 
-def record_step(module: torch.nn.Module, sample: Sample, forward: Callable[[Sample], Any], seed: int = 0) -> StepRecord:
+def record_step(
+    module: torch.nn.Module,
+    sample: Sample,
+    forward: Callable[[Sample], Any],
+    seed: int = 0,
+    spool: Spool | None = None,
+) -> StepRecord:
     """Forward and backward by `forward`, from a seed; `module` is given back unchanged.
 
-    The backward starts from fixed random gradients, so that no cancellation hides a difference.
+    The backward starts from fixed random gradients, so that no cancellation hides a difference. With a
+    `spool`, what autograd saves and every gradient go to disk: it takes little more memory than inference.
     """
     devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
+    record = StepRecord({}, spool)
     with borrowed(module, devices):
         if any(True for _ in module.buffers()):
             # From a later state than the trace's: a number that the forward reads out of its buffers has changed.
             with torch.no_grad():
                 fresh_sample(sample, seed + 1).call(module)
         torch.manual_seed(seed)
-        with torch.enable_grad():
+        with torch.enable_grad(), _set_aside(module, sample, record):
             outputs = leaves(forward(sample))
-        record: dict[str, torch.Tensor | None] = {
-            f"output {index}": tensor.detach().clone() for index, tensor in enumerate(outputs)
-        }
-        backward_from(outputs)
+            for index, tensor in enumerate(outputs):
+                record.add(f"output {index}", tensor.detach().clone())
+            backward_from(outputs)
         for name, parameter in module.named_parameters():
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise TraceError(
-                    f"the gradient of {name} is {parameter.grad.layout}: only dense gradients can be planned. "
-                    "Build the embedding with sparse=False."
-                )
-            record[f"gradient of {name}"] = parameter.grad
+            record.add(f"gradient of {name}", _dense(name, parameter.grad), again=False)
         for index, tensor in enumerate(sample.tensors):
             if tensor.requires_grad:
-                record[f"gradient of input {index}"] = tensor.grad
+                record.add(f"gradient of input {index}", tensor.grad)
         for name, buffer in module.named_buffers():
-            record[f"buffer {name}"] = buffer.detach().clone()
+            record.add(f"buffer {name}", buffer.detach().clone())
         for index, (_, state) in enumerate(random_states(devices)):
-            record[f"random stream {index}"] = state
+            record.add(f"random stream {index}", state)
     for tensor in sample.tensors:
         tensor.grad = None
-    return StepRecord(record)
+    return record
+
+
+@contextlib.contextmanager
+def _set_aside(module: torch.nn.Module, sample: Sample, record: StepRecord) -> Iterator[None]:
+    if record.spool is None:
+        yield
+        return
+    resident = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *sample.tensors)}
+    with (
+        saved_on(record.spool, resident),
+        gradients_taken(module, lambda name, gradient: record.add(f"gradient of {name}", _dense(name, gradient))),
+    ):
+        yield
+
+
+def _dense(name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise TraceError(
+            f"the gradient of {name} is {gradient.layout}: only dense gradients can be planned. "
+            "Build the embedding with sparse=False."
+        )
+    return gradient
 
 
 def backward_from(outputs: list[torch.Tensor], seed: int = 0) -> None:
@@ -138,25 +188,60 @@ def run_graph(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -
     return map_leaves(lambda ref: values[ref.name], graph.output, is_ref)
 
 
-def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -> None:
+def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample, low_memory: bool = False) -> None:
     """Compare outputs, gradients, buffers and random stream of graph and module on fresh data.
 
-    Raises `ReplayMismatch` naming the first difference. A module that differs from itself between
-    two equal runs is compared all the same: it cannot be exact, and the message says so.
+    Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
+    module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the
+    message says so. `low_memory` sets what autograd saves and all gradients aside on disk.
     """
-    # Each run has its own copy of the data: a module may write into its inputs.
-    expected = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module))
-    found = record_step(module, fresh_sample(sample), lambda fresh: run_graph(graph, module, fresh))
-    difference = expected.first_difference(found)
-    if difference is None:
-        return
-    again = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module)).first_difference(expected)
-    cause = (
-        f"The module differs from itself between two runs, too ({again}): it is not deterministic."
-        if again is not None
-        else "Control flow that depends on data, or side effects in forward, are the usual causes."
-    )
+    with Spool() if low_memory else contextlib.nullcontext() as spool:
+        # Each run has its own copy of the data: a module may write into its inputs.
+        expected = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module), spool=spool)
+        try:
+            found = record_step(module, fresh_sample(sample), lambda data: run_graph(graph, module, data), spool=spool)
+        except GuardError as error:
+            raise ReplayMismatch(
+                f"the trace of {type(module).__name__} does not hold for other data: {error}"
+            ) from error
+        difference = expected.first_difference_at(found)
+        if difference is None:
+            return
+        again = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module), spool=spool)
+        itself = again.first_difference(expected)
+    if itself is not None:
+        cause = f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
+    else:
+        cause = "Control flow that depends on data, or side effects in forward, are the usual causes."
+        place = first_difference_place(graph, module, sample, difference[0])
+        cause = f"The first operation that differs is {place}. {cause}" if place else cause
     raise ReplayMismatch(
-        f"the trace of {type(module).__name__} is not exact on fresh data: {difference}. {cause} "
+        f"the trace of {type(module).__name__} is not exact on fresh data: {difference[1]}. {cause} "
         "Rewrite that part with tensor operations, or keep it outside the module."
     )
+
+
+def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample, entry: str) -> str | None:
+    """The first operation whose result the module does not compute on fresh data, and its place in the source.
+
+    Where all results are right and a gradient is not, the operation that reads that parameter.
+    """
+    fresh = fresh_sample(sample)
+    with borrowed(module):
+        torch.manual_seed(0)
+        digests = computed_digests(module, fresh)
+        torch.manual_seed(0)
+        wrong: list[Any] = []
+
+        def observe(node: Any, values: dict[str, Any]) -> None:
+            if not wrong and any(digest(values[name]) not in digests for name in node.output_names):
+                wrong.append(node)
+
+        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh_sample(sample).tensors))
+        with torch.no_grad():
+            run_nodes(graph.nodes, values, [], observe)
+    if not wrong:
+        path = entry.removeprefix("gradient of ")
+        names = {leaf.name for leaf in graph.leaves.values() if leaf.path == path}
+        wrong = [node for node in graph.nodes if not names.isdisjoint(node.call.inputs)][:1]
+    return f"%{wrong[0].name} ({wrong[0].source})" if wrong else None

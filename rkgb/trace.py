@@ -1,24 +1,30 @@
-"""Module and sample to B graph, by ``torch.jit.trace`` and a walk of its inlined graph.
+"""Module and sample to B graph, by one of two front ends.
 
-Operations stay composite (linear, layer_norm, scaled_dot_product_attention): half the nodes of a
-dispatcher-level trace and fewer Python calls. What the tracer cannot see (regions without
-gradient, values read from data) is restored or refused, and the replay check has the last word.
+``torch.jit.trace`` and a walk of its inlined graph: operations stay composite (linear, layer_norm,
+scaled_dot_product_attention), half the nodes of a dispatcher-level trace and fewer Python calls. What
+that tracer cannot see (regions without gradient, values read from data) is restored or refused.
+Recording the operations that really run (`rkgb.record`) sees all of it. The replay check has the
+last word on both.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.jit._trace import TracerWarning
 
 from rkgb.bgraph import BGraph
 from rkgb.errors import TraceError
+from rkgb.jit_reads import JitReads
 from rkgb.jit_walker import JitWalker
+from rkgb.record import BackwardInside, Recorder, nothing_saved, recording
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
+
+Tracer = Literal["auto", "jit", "record"]
 
 
 class _Flat(torch.nn.Module):
@@ -35,27 +41,47 @@ class _Flat(torch.nn.Module):
         return tuple(leaves(self.output))
 
 
-def trace(module: torch.nn.Module, sample: Sample) -> BGraph:
-    """Record what `module` runs on `sample`. The module is left as it was.
+def trace(module: torch.nn.Module, sample: Sample, tracer: Tracer = "jit") -> BGraph:
+    """What `module` runs on `sample`, as seen by one of the two front ends. The module is left as it was.
+
+    ``"jit"``: composite operations, by ``torch.jit.trace``; refused where forward reads numbers out of its
+    data, as nothing in such a trace would check them. ``"record"``: the operations below autograd, with guards
+    for such reads. Tracing takes about as much memory as inference: autograd's saved tensors are dropped.
 
     Raises `TraceError` when the module cannot be traced, naming the operation and what to change.
     """
     _refuse_scripted(module)
+    _refuse_backward_hooks(module)
+    front_end = _trace_by_jit if tracer == "jit" else _trace_by_recording
+    try:
+        graph, output = front_end(module, sample, True)
+    except BackwardInside:  # its gradient needs what is saved: this takes more memory
+        graph, output = front_end(module, sample, False)
+    if not leaves(output):
+        raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
+    graph.verify()
+    return graph
+
+
+def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
     flat = _Flat(module, sample)
     flat.training = module.training
-    with borrowed(module), torch.enable_grad(), warnings.catch_warnings(record=True) as caught:
+    reads = JitReads()
+    with borrowed(module), nothing_saved(frugal), reads, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             traced = torch.jit.trace(flat, tuple(sample.tensors), check_trace=False, strict=False)
+        except TraceError:
+            raise
         except Exception as error:
-            raise TraceError(
-                f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}. Run the module on "
-                "the sample first; if it runs there, replace what depends on Python side effects."
-            ) from error
+            raise _failed(module, error) from error
     # The traced module is part of a cycle: through the output it would hold every activation until it is collected.
     output, flat.output = flat.output, None
-    if not leaves(output):
-        raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
+    if reads.first is not None:
+        raise TraceError(
+            f"{type(module).__name__} reads out of its data: {reads.first}. torch.jit.trace takes what it read for "
+            'fixed, and nothing would check it: use tracer="record".'
+        )
     walker = JitWalker(module, sample)
     walker.walk(traced.inlined_graph)
     remaining = iter(walker.output_refs)
@@ -65,8 +91,36 @@ def trace(module: torch.nn.Module, sample: Sample) -> BGraph:
         output=map_leaves(lambda _: next(remaining), output),
         warnings=[str(w.message) for w in caught if issubclass(w.category, TracerWarning)],
     )
-    graph.verify()
-    return graph
+    return graph, output
+
+
+def _trace_by_recording(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
+    recorder = Recorder(module, sample)
+    with borrowed(module), recording(recorder, frugal):
+        try:
+            output = sample.call(module)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _failed(module, error) from error
+        result = map_leaves(recorder.ref, output)
+    return BGraph(recorder.nodes, recorder.leaves, result), output
+
+
+def _failed(module: torch.nn.Module, error: Exception) -> TraceError:
+    return TraceError(
+        f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}. Run the module on "
+        "the sample first; if it runs there, replace what depends on Python side effects."
+    )
+
+
+def _refuse_backward_hooks(module: torch.nn.Module) -> None:
+    for path, submodule in module.named_modules():
+        if submodule._backward_hooks or submodule._backward_pre_hooks:
+            raise TraceError(
+                f"submodule {path or '(root)'!r} has a backward hook: the graph would run without it. Remove the hook, "
+                "or put what it does to the gradient into a torch.autograd.Function."
+            )
 
 
 def _refuse_scripted(module: torch.nn.Module) -> None:

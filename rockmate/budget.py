@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 
-import psutil
 import torch
 
+from rkgb.memory import free_bytes
 from rockmate.errors import BudgetError
 from rockmate.units import parse_bytes
 
@@ -56,11 +56,3 @@ def _fraction(fraction: float, eager_peak_bytes: int) -> int:
             f"{_FORMS}"
         )
     return round(fraction * eager_peak_bytes)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that an allocation on `device` could still get: what its caching allocator holds unused included."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(psutil.virtual_memory().available)

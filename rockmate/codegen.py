@@ -335,7 +335,7 @@ class _Writer:
     # ---- lines --------------------------------------------------------------------------------------
 
     def _assignment(self, op: DNode, text: str) -> str:
-        return f"{_pattern(op.outputs)} = {text}"
+        return text if op.outputs is None else f"{_pattern(op.outputs)} = {text}"
 
     def _delete(self, names: list[str]) -> None:
         if names:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb import ReplayMismatch, RockmateError, TraceError, make_all_graphs, make_sample, trace
+from rkgb import GuardError, ReplayMismatch, RockmateError, TraceError, make_all_graphs, make_sample, trace
 from rkgb.dgraph import b_to_d
-from rkgb.replay import replay_check
+from rkgb.replay import replay_check, run_graph
 from tests.graph.cases import program
 from tests.graph.programs import bytes_of, linear, rows, state_of, with_gradients
 
@@ -64,27 +64,95 @@ def grows(counter):
     return program(lambda m, x: m.layer(x) * next(counter))
 
 
+READS = "reads out of its data: {} at test_refusals.py"
+OTHER_DATA = "does not hold for other data: at .*test_refusals.py:.* the module reads"
+# By name: what builds the module, why torch.jit.trace alone is refused, and why both front ends are ("" where recording
+# the operations is exact).
 REFUSED = {
-    "item_of_data": (lambda: program(lambda m, x: m.layer(x) * x.sum().item()), "output 0 differs"),
-    "number_from_data": (lambda: program(lambda m, x: m.layer(x) * float(x.sum())), "output 0 differs"),
-    "size_from_data": (lambda: program(lambda m, x: m.layer(x)[:, : int(x.abs().max()) + 1]), "output 0"),
-    "branch_on_data": (lambda: program(lambda m, x: m.layer(x) if x.sum() > 0 else x), "output 0 differs"),
-    "through_numpy": (lambda: program(lambda m, x: m.layer(x) + torch.from_numpy(x.numpy() * 2)), "output 0 differs"),
-    "write_without_gradient": (lambda: program(lambda m, x: halved_without_gradient(m.layer(x)).tanh()), "gradient of"),
-    "hook_on_a_tensor": (lambda: program(lambda m, x: with_hook(m.layer(x)).relu()), "gradient of layer.weight"),
-    "another_buffer": (lambda: program(replaces_its_buffer, mean=torch.ones(4)), "buffer mean differs"),
-    "number_from_a_buffer": (lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=None)), "buffer 0.running_mean differs"),
-    "custom_function_that_writes": (lambda: program(lambda m, x: DoubledInPlace.apply(m.layer(x))), "output 0 differs"),
-    "unused_random_numbers": (lambda: program(lambda m, x: (torch.rand(2), m.layer(x))[1]), "random stream"),
-    "another_result_each_time": (lambda: grows(itertools.count()), "differs from itself between two runs"),
-    "python_random_numbers": (lambda: program(lambda m, x: m.layer(x) * random.random()), "it is not deterministic"),
-    "scripted_module": (lambda: nn.Sequential(linear(), torch.jit.script(linear())), "submodule '1' is compiled"),
-    "scripted_function": (lambda: program(lambda m, x: doubled_if_positive(m.layer(x))), "into a Python number"),
-    "backward_hook_on_a_module": (lambda: nn.Sequential(with_backward_hook(linear())), "backward hooks"),
-    "forward_that_raises": (lambda: program(lambda m, x: m.layer(x).view(5, 5)), "shape '.5, 5.' is invalid"),
-    "no_tensor_returned": (lambda: program(lambda m, x: 3.0), "returned no tensor"),
-    "sum_of_a_python_list": (lambda: program(lambda m, x: m.layer(x) * sum(x.flatten().tolist())), "output 0 differs"),
-}  # fmt: skip
+    "item_of_data": (lambda: program(lambda m, x: m.layer(x) * x.sum().item()), READS.format("item"), OTHER_DATA),
+    "number_from_data": (
+        lambda: program(lambda m, x: m.layer(x) * float(x.sum())),
+        READS.format("__float__"),
+        OTHER_DATA,
+    ),
+    "size_from_data": (
+        lambda: program(lambda m, x: m.layer(x)[:, : int(x.abs().max()) + 1]),
+        READS.format("__int__"),
+        OTHER_DATA,
+    ),
+    "branch_on_data": (
+        lambda: program(lambda m, x: m.layer(x) if x.sum() > 0 else x),
+        READS.format("__bool__"),
+        OTHER_DATA,
+    ),
+    "through_numpy": (
+        lambda: program(lambda m, x: m.layer(x) + torch.from_numpy(x.numpy() * 2)),
+        READS.format("numpy"),
+        OTHER_DATA,
+    ),
+    "sum_of_a_python_list": (
+        lambda: program(lambda m, x: m.layer(x) * sum(x.flatten().tolist())),
+        READS.format("tolist"),
+        OTHER_DATA,
+    ),
+    "number_from_a_buffer": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=None)),
+        READS.format("__float__").split(" at ")[0],
+        "the module reads 2 out of its data",
+    ),
+    "write_without_gradient": (
+        lambda: program(lambda m, x: halved_without_gradient(m.layer(x)).tanh()),
+        "gradient of layer.weight differs .* first operation that differs is %linear_0",
+        "",
+    ),
+    "hook_on_a_tensor": (
+        lambda: program(lambda m, x: with_hook(m.layer(x)).relu()),
+        "registers a hook on a tensor",
+        "test_refusals.py:.* registers a hook on a tensor",
+    ),
+    "another_buffer": (
+        lambda: program(replaces_its_buffer, mean=torch.ones(4)),
+        "buffer mean differs",
+        "buffer mean differs",
+    ),
+    "custom_function_that_writes": (
+        lambda: program(lambda m, x: DoubledInPlace.apply(m.layer(x))),
+        "output 0 differs",
+        "",
+    ),
+    "unused_random_numbers": (lambda: program(lambda m, x: (torch.rand(2), m.layer(x))[1]), "random stream", ""),
+    "another_result_each_time": (
+        lambda: grows(itertools.count()),
+        "differs from itself between two runs",
+        "differs from itself",
+    ),
+    "python_random_numbers": (
+        lambda: program(lambda m, x: m.layer(x) * random.random()),
+        "it is not deterministic",
+        "it is not deterministic",
+    ),
+    "scripted_module": (
+        lambda: nn.Sequential(linear(), torch.jit.script(linear())),
+        "submodule '1' is compiled",
+        "submodule '1' is compiled",
+    ),
+    "scripted_function": (
+        lambda: program(lambda m, x: doubled_if_positive(m.layer(x) * 0 + x)),
+        "into a Python number",
+        OTHER_DATA,
+    ),
+    "backward_hook_on_a_module": (
+        lambda: nn.Sequential(with_backward_hook(linear())),
+        "submodule '0' has a backward hook",
+        "has a backward hook",
+    ),
+    "forward_that_raises": (
+        lambda: program(lambda m, x: m.layer(x).view(5, 5)),
+        "shape '.5, 5.' is invalid",
+        "shape '.5, 5.' is invalid",
+    ),
+    "no_tensor_returned": (lambda: program(lambda m, x: 3.0), "returned no tensor", "returned no tensor"),
+}
 ALL_REFUSED = pytest.mark.parametrize("name", REFUSED)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
@@ -96,20 +164,34 @@ def exact_trace(module, sample):
 
 
 @ALL_REFUSED
-def test_inexact_traces_are_refused_with_the_reason(name):
-    build, reason = REFUSED[name]
+def test_inexact_traces_by_jit_are_refused_with_the_reason(name):
+    build, reason, _ = REFUSED[name]
     with pytest.raises(TraceError, match=reason):
         exact_trace(build(), torch.ones(3, 4))
 
 
 @ALL_REFUSED
-def test_the_pipeline_refuses_them_and_leaves_the_module_as_it_was(name):
-    module, sample = with_gradients(REFUSED[name][0]()), torch.ones(3, 4)
+def test_what_neither_front_end_traces_is_refused_and_the_module_left_as_it_was(name):
+    build, _, reason = REFUSED[name]
+    module, sample = with_gradients(build()), torch.ones(3, 4)
     before = state_of(module)
-    with pytest.raises(TraceError):
+    if reason:
+        with pytest.raises(TraceError, match=reason):
+            make_all_graphs(module, sample)
+    else:
         make_all_graphs(module, sample)
     assert state_of(module) == before
     assert sample.sum() == 12
+
+
+def test_where_both_front_ends_fail_the_note_tells_of_the_first():
+    with pytest.raises(ReplayMismatch) as caught:
+        make_all_graphs(REFUSED["item_of_data"][0](), torch.ones(3, 4))
+    assert caught.value.__notes__ == [
+        "(torch.jit.trace, tried first: Program reads out of its data: item at "
+        f"test_refusals.py:{caught.value.__notes__[0].rpartition('.py:')[2].partition('.')[0]}. torch.jit.trace takes "
+        'what it read for fixed, and nothing would check it: use tracer="record".)'
+    ]
 
 
 def test_the_error_of_the_module_is_the_cause():
@@ -155,12 +237,20 @@ def test_autocast_in_force_is_refused():
         make_all_graphs(linear(), rows())
 
 
-@pytest.mark.xfail(reason="data that is constant in the sample stays so: a branch on it is not seen", strict=True)
 @pytest.mark.parametrize(
     "mask", [torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.int64)], ids=["bool", "int"]
 )
-def test_a_branch_on_a_mask_of_ones_is_refused(mask):
-    """As models do that skip the mask where nothing is padded: a padded batch would be treated as a full one."""
+def test_a_branch_that_the_samples_data_hide_is_guarded(mask):
+    """As models do that skip the mask where nothing is padded: a padded batch must not be treated as a full one."""
     module = program(lambda m, x, k: m.layer(x) if bool(k.all()) else m.layer(x) * k[:, None])
-    with pytest.raises(ReplayMismatch):
-        exact_trace(module, (rows(), mask))
+    made = make_sample(module, (rows(), mask))
+    with pytest.raises(TraceError, match=READS.format("__bool__")):
+        trace(module, made)
+    graph = make_all_graphs(module, made).D_graph
+    assert [node.is_guard for node in graph].count(True) == 1
+    padded = mask.clone()
+    padded[1] = 0
+    batch = rows()
+    assert torch.equal(run_graph(graph, module, make_sample(module, (batch, mask))), module(batch, mask))
+    with pytest.raises(GuardError, match=r"test_refusals.py:\d+ the module reads False .* but read True"):
+        run_graph(graph, module, make_sample(module, (batch, padded)))

@@ -1,0 +1,341 @@
+"""Module and sample to B graph, by recording the operations that really run below autograd.
+
+Finer than ``torch.jit.trace`` (a linear layer is a transposition and a product), and faithful where
+that is not: regions without gradient, autocast, nested checkpoints, numbers read out of the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils.checkpoint import CheckpointFunction
+
+from rkgb.bgraph import BNode, Leaf, LeafKind, Source
+from rkgb.call import Call, Ref
+from rkgb.errors import TraceError
+from rkgb.guard import Guard, shape_guard, snapshot
+from rkgb.jit_reads import refuse_hook
+from rkgb.naming import Namer
+from rkgb.sample import Sample
+from rkgb.source import python_location
+from rkgb.tree import leaves, map_leaves
+
+_BOOLEAN = (torch.bool, torch.uint8)
+# Reads that no dispatcher sees.
+_PYTHON_READS = ("numpy", "tolist", "__array__")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation that runs, and names every tensor that it meets.
+
+    Tensors are held weakly: recording takes no more memory than inference, as long as autograd's
+    saved tensors are dropped meanwhile (`recording` sees to that).
+    """
+
+    def __init__(self, module: torch.nn.Module, sample: Sample) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nodes: list[BNode] = []
+        self.leaves: dict[str, Leaf] = {}
+        self._namer = Namer()
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._by_storage: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        # Storages whose contents depend on data. The weak references keep their addresses from being used again.
+        self._from_data: dict[int, StorageWeakRef] = {}
+        self._modules = {submodule: path for path, submodule in module.named_modules()}
+        self._running: list[str] = []  # paths of the modules that are in their forward
+        for index, tensor in enumerate(sample.tensors):
+            self._given(Leaf(self._namer.plain(f"input_{index}"), LeafKind.INPUT, index=index), tensor)
+        for kind, named in (
+            (LeafKind.PARAMETER, module.named_parameters()),
+            (LeafKind.BUFFER, module.named_buffers()),
+        ):
+            for path, tensor in named:
+                self._given(Leaf(self._namer.plain(path.replace(".", "_")), kind, path=path), tensor)
+
+    # ---- what runs ------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result
+        tensors = leaves((args, kwargs))
+        depends = self._depends_on_data(func, tensors)
+        if leaves(result) or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            self._note(func, args, kwargs, result, depends)
+            if depends and _shape_depends_on_data(func, args):
+                for tensor in leaves(result):
+                    self._append(
+                        "guard", Call(shape_guard(tuple(tensor.shape), str(self.source())), (self.ref(tensor),))
+                    )
+        elif depends and torch.Tag.data_dependent_output in func.tags:
+            self.note_read(func, args, result)
+        return result
+
+    def note_read(self, read: Callable[..., Any], args: Any, value: Any) -> None:
+        """The module has read `value` out of tensors: later runs must read the same."""
+        if any(self._is_from_data(tensor) for tensor in leaves(args)):
+            arguments = map_leaves(self.ref, tuple(args))
+            self._append("guard", Call(Guard(read, snapshot(value), str(self.source())), arguments))
+
+    def note_function(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A custom autograd function, which stays one operation: its backward is its own."""
+        tensors = leaves((args, kwargs))
+        self._note(function, args, kwargs, result, any(self._is_from_data(tensor) for tensor in tensors))
+
+    def _note(self, function: Any, args: Any, kwargs: Any, result: Any, depends: bool) -> None:
+        arguments, keywords = map_leaves(self.ref, (tuple(args), dict(kwargs)))
+        stem = function._schema.name.split("::")[-1].strip("_") if hasattr(function, "_schema") else _stem(function)
+        name = self._namer.numbered(stem)
+        produced = leaves(result)
+        refs: dict[int, Ref] = {}
+        for place, tensor in enumerate(produced):
+            own = name if len(produced) == 1 else self._namer.plain(f"{name}_{place}")
+            refs[id(tensor)] = self._name(tensor, own)
+            if depends:
+                self._mark_from_data(tensor)
+        self.noted(produced)
+        if depends and hasattr(function, "_schema"):
+            for target in leaves([args[i] for i in _written_places(function, len(args))]):
+                self._mark_from_data(target)
+        pattern = map_leaves(lambda tensor: refs[id(tensor)], list(result) if isinstance(result, tuple) else result)
+        self.nodes.append(
+            BNode(name, Call(function, arguments, keywords), pattern, torch.is_grad_enabled(), self.source())
+        )
+
+    def _append(self, stem: str, call: Call) -> None:
+        self.nodes.append(BNode(self._namer.numbered(stem), call, None, False, self.source()))
+
+    def noted(self, tensors: list[torch.Tensor]) -> None:
+        """Told of every operation's results."""
+
+    # ---- tensors and their names -------------------------------------------------------------------------
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """The name of `tensor`; one that was never seen is a constant, or another way to reach a known storage."""
+        known = self._names.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return Ref(known[1])
+        base = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if base is not None and not tensor.requires_grad:
+            original = base[0]()
+            if original is not None and original.dtype == tensor.dtype and _same_storage(original, tensor):
+                return self._alias(base[1], tensor)  # such as `.data`, which the dispatcher does not see
+        leaf = Leaf(self._namer.numbered("constant"), LeafKind.CONSTANT, constant=tensor.detach())
+        self.leaves[leaf.name] = leaf
+        return self._name(tensor, leaf.name)
+
+    def _alias(self, base: str, tensor: torch.Tensor) -> Ref:
+        place = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        name = self._namer.numbered("as_strided")
+        call = Call(torch.ops.aten.as_strided.default, (Ref(base), *place))
+        self.nodes.append(BNode(name, call, Ref(name), False, self.source()))
+        return self._name(tensor, name)
+
+    def _given(self, leaf: Leaf, tensor: torch.Tensor) -> None:
+        known = self._names.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return  # tied weights are one leaf
+        self.leaves[leaf.name] = leaf
+        self._name(tensor, leaf.name)
+        self._mark_from_data(tensor)
+
+    def _name(self, tensor: torch.Tensor, name: str) -> Ref:
+        reference = weakref.ref(tensor)
+        self._names[id(tensor)] = (reference, name)
+        self._by_storage[tensor.untyped_storage()._cdata] = (reference, name)
+        return Ref(name)
+
+    def _depends_on_data(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        return torch.Tag.nondeterministic_seeded in func.tags or any(self._is_from_data(t) for t in tensors)
+
+    def _is_from_data(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._from_data
+
+    def _mark_from_data(self, tensor: torch.Tensor) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._from_data[reference.cdata] = reference
+
+    # ---- where it runs -------------------------------------------------------------------------------------
+
+    def source(self) -> Source:
+        """The module that runs now, and the innermost line of the user's code."""
+        return Source(self._running[-1] if self._running else "", python_location())
+
+    def entered(self, submodule: torch.nn.Module, *_: Any) -> None:
+        """Hook before every module's forward."""
+        if is_recording(self):
+            self._running.append(self._modules.get(submodule, self._running[-1] if self._running else ""))
+
+    def left(self, submodule: torch.nn.Module, *_: Any) -> None:
+        """Hook after it."""
+        if is_recording(self) and self._running:
+            self._running.pop()
+
+
+class _PythonReads(TorchFunctionMode):
+    """Sees what leaves the dispatcher's sight: arrays and lists made of tensors, hooks on tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "register_hook" and args[0].grad_fn is not None:
+            refuse_hook(str(self._recorder.source()))
+        result = func(*args, **(kwargs or {}))
+        if name in _PYTHON_READS:
+            self._recorder.note_read(func, args[:1], result)
+        return result
+
+
+@contextlib.contextmanager
+def nothing_saved(frugal: bool = True) -> Iterator[None]:
+    """Run a forward with gradients on, custom functions staying whole, and nothing saved for a backward.
+
+    A forward that runs a backward of its own raises `BackwardInside`; not `frugal`, it finds what it saved.
+    """
+    dropped = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)
+    with torch.enable_grad(), dropped if frugal else contextlib.nullcontext(), _whole_functions():
+        yield
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder, frugal: bool = True) -> Iterator[None]:
+    """Run a module's forward under `recorder`, as `nothing_saved` does."""
+    before = torch.nn.modules.module.register_module_forward_pre_hook(recorder.entered)
+    after = torch.nn.modules.module.register_module_forward_hook(recorder.left, always_call=True)
+    try:
+        with nothing_saved(frugal), _PythonReads(recorder), recorder:
+            yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+class BackwardInside(TraceError):
+    """The forward runs a backward of its own, but nothing was saved for it."""
+
+
+@contextlib.contextmanager
+def _whole_functions() -> Iterator[None]:
+    """Meanwhile a custom autograd function runs unseen and is noted as one operation.
+
+    Patched below ``Function.apply``, so that an ``apply`` which a module bound at import is met too.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+        plain = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+        if cls is CheckpointFunction and (recorder is not None or torch._C._is_tracing()):
+            return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
+        if recorder is None:
+            return plain(*args, **kwargs)
+        with _disable_current_modes():
+            result = plain(*args, **kwargs)
+        recorder.note_function(_as_called_now(cls), args, kwargs, result)
+        return result
+
+    patched: Any = _SingleLevelFunction
+    before = patched.__dict__.get("apply")
+    patched.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del patched.apply
+        else:
+            patched.apply = before
+
+
+def is_recording(recorder: Recorder) -> bool:
+    """Whether `recorder` is at work in this thread: the hooks for modules are every thread's."""
+    return any(mode is recorder for mode in _get_current_dispatch_mode_stack())
+
+
+def _refuse_backward(_: object) -> torch.Tensor:
+    raise BackwardInside("forward runs a backward of its own, for which nothing was saved.")
+
+
+class UnderAutocast:
+    """A custom function that was called in an autocast region, to be called in one again."""
+
+    def __init__(self, apply: Callable[..., Any], kind: str, dtype: torch.dtype) -> None:
+        self._apply = apply
+        self._kind = kind
+        self._dtype = dtype
+        self.__name__ = _stem(apply)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it as it was called."""
+        with torch.autocast(self._kind, dtype=self._dtype):
+            return self._apply(*args, **kwargs)
+
+
+def _as_called_now(cls: Any) -> Callable[..., Any]:
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return UnderAutocast(cls.apply, kind, torch.get_autocast_dtype(kind))
+    return cls.apply
+
+
+def _stem(function: Any) -> str:
+    owner = getattr(function, "__self__", function)
+    return str(getattr(owner, "__name__", "function")).lower()
+
+
+def _written_places(func: Any, given: int) -> list[int]:
+    arguments = func._schema.arguments[:given]
+    return [place for place, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _shape_depends_on_data(func: Any, args: Any) -> bool:
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func._schema.name == "aten::index":  # with positions it has the positions' shape
+        return any(tensor.dtype in _BOOLEAN for tensor in leaves(args[1]))
+    return True
+
+
+def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.untyped_storage()._cdata == right.untyped_storage()._cdata
+
+
+class _Digesting(Recorder):
+    """Takes the digest of every result."""
+
+    def __init__(self, module: torch.nn.Module, sample: Sample) -> None:
+        super().__init__(module, sample)
+        self.digests: set[bytes] = set()
+
+    def noted(self, tensors: list[torch.Tensor]) -> None:
+        self.digests.update(digest(tensor) for tensor in tensors)
+
+
+def computed_digests(module: torch.nn.Module, sample: Sample) -> set[bytes]:
+    """Digests of all that `module` computes on `sample`, of the arguments too."""
+    recorder = _Digesting(module, sample)
+    given = {digest(tensor) for tensor in (*sample.tensors, *module.parameters(), *module.buffers())}
+    with recording(recorder, frugal=False):
+        sample.call(module)
+    return recorder.digests | given
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Equal for tensors of the same elements, whatever their shape."""
+    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=16).digest()

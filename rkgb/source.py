@@ -1,0 +1,28 @@
+"""Where in the user's code something happens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+
+
+def python_location() -> str:
+    """``file.py:12`` of the innermost frame outside of torch and of this package; empty where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OWN):
+            place = f"{file.rsplit('/', maxsplit=1)[-1]}:{frame.f_lineno}"
+            if not file.startswith(_TORCH):
+                # Below the call of a module made of torch's own there is no line of the user's but this one.
+                return place
+            fallback = fallback or place
+        frame = frame.f_back
+    return fallback

@@ -1,0 +1,66 @@
+"""Shapes that depend on data: which of them really vary, and which a guard must hold to the trace's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rkgb.bgraph import BGraph
+from rkgb.dgraph import DGraph, b_to_d, leaf_tensors, run_nodes
+from rkgb.guard import ShapeGuard
+from rkgb.replay import fresh_sample
+from rkgb.sample import Sample
+from rkgb.state import borrowed
+
+
+def without_varying_guards(
+    basic: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample
+) -> tuple[BGraph, DGraph]:
+    """Drop the guards of shapes that differ on fresh data.
+
+    Python may have read such a shape (a loop over what was found), so that each has a guard at first. Where
+    another shape comes up and the replay check, which follows, still finds the trace exact, it was not read.
+    """
+    varying = _varying_guards(basic, module, sample)
+    if not varying:
+        return basic, dataflow
+    nodes = [node for node in basic.nodes if node.name not in varying]
+    kept = replace(basic, nodes=nodes)
+    kept.verify()
+    return kept, b_to_d(kept, module, sample.copy())
+
+
+def _varying_guards(graph: BGraph, module: torch.nn.Module, sample: Sample) -> set[str]:
+    nodes: list[Any] = []
+    varying: set[str] = set()
+    for node in graph.nodes:
+        guard = node.call.function
+        if isinstance(guard, ShapeGuard):
+            node = replace(node, call=replace(node.call, function=_Noting(guard, node.name, varying)))
+        nodes.append(node)
+    if len(nodes) == 0 or not any(isinstance(node.call.function, _Noting) for node in nodes):
+        return set()
+    fresh = fresh_sample(sample)
+    with borrowed(module), torch.no_grad():
+        torch.manual_seed(0)
+        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
+        run_nodes(nodes, values, [])
+    return varying
+
+
+class _Noting:
+    """In place of a shape's guard: notes that the shape differs instead of refusing it."""
+
+    is_guard = True
+
+    def __init__(self, guard: ShapeGuard, name: str, varying: set[str]) -> None:
+        self._guard = guard
+        self._name = name
+        self._varying = varying
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Check one run."""
+        if tuple(tensor.shape) != self._guard.expected:
+            self._varying.add(self._name)
