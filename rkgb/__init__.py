@@ -1,6 +1,7 @@
 """rkgb: what a PyTorch module really computes, forward and backward, as graphs."""
 
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
+from rkgb.check import summary, test_rkgb
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, DNode, b_to_d
 from rkgb.equivalence import equivalent_classes
@@ -18,6 +19,7 @@ from rkgb.kgraph import KComp, KData, KGraph, s_to_k
 from rkgb.pipeline import AllGraphs, make_all_graphs
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, SNode, d_to_s
+from rkgb.stages import B_to_D, D_to_S, S_list_to_K_list_eco, S_to_K, make_B
 from rkgb.trace import trace
 from rkgb.values import ValueInfo
 
@@ -25,9 +27,11 @@ __all__ = [
     "AllGraphs",
     "BGraph",
     "BNode",
+    "B_to_D",
     "Block",
     "DGraph",
     "DNode",
+    "D_to_S",
     "GraphError",
     "GuardError",
     "KComp",
@@ -40,6 +44,8 @@ __all__ = [
     "RockmateError",
     "SGraph",
     "SNode",
+    "S_list_to_K_list_eco",
+    "S_to_K",
     "Sample",
     "SampleError",
     "TraceError",
@@ -49,8 +55,11 @@ __all__ = [
     "cut",
     "d_to_s",
     "equivalent_classes",
+    "make_B",
     "make_all_graphs",
     "make_sample",
     "s_to_k",
+    "summary",
+    "test_rkgb",
     "trace",
 ]

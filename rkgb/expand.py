@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) ->
                 for name in dropped:
                     if name not in given:
                         values.pop(name, None)
-    result = BGraph(nodes, graph.leaves, graph.output, graph.warnings)
+    result = replace(graph, nodes=nodes)
     result.verify()
     return result
 

@@ -28,6 +28,9 @@ class Guard:
     read: Callable[..., Any]
     expected: Any
     place: str  # module path and source line of the read
+    # Not read by the user's code as far as is known: by a check inside PyTorch, or a shape that nobody may have
+    # looked at. Dropped where a run that reads another value proves to be exact.
+    may_vary: bool = False
     is_guard = True
 
     @property
@@ -49,14 +52,9 @@ class Guard:
             )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ShapeGuard(Guard):
-    """A guard of a shape that depends on data; dropped where a run with another shape proves to be exact."""
-
-
-def shape_guard(shape: tuple[int, ...], place: str) -> ShapeGuard:
+def shape_guard(shape: tuple[int, ...], place: str) -> Guard:
     """The guard of a value that had `shape` when it was traced."""
-    return ShapeGuard(read_shape, shape, place)
+    return Guard(read_shape, shape, place, may_vary=True)
 
 
 def read_shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class KGraph:
         repeated = [name for name, count in names.items() if count > 1]
         if repeated:
             raise GraphError(f"two K computations are named {repeated[0]}. Number the stages of an operation.")
-        made: set[KData] = set()
+        made = {data for data in self.data.values() if not data.producers}  # a block's inputs
         for comp in self.forward:
             for data in comp.deps:
                 if data not in made:
@@ -87,7 +87,7 @@ class KGraph:
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
     """Join the measured blocks into the K graph of the whole model."""
     profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
-    builder = _Builder(graph, blocks, profile_of)
+    builder = _Builder(graph, profile_of, _early_bytes(graph))
     for index, block in enumerate(blocks):
         for node in block.nodes:
             builder.add_forward(node, index)
@@ -107,9 +107,29 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
     return result
 
 
+def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> list[KGraph]:
+    """The K graph of each block by itself; what it reads of earlier blocks is given, as data without a producer."""
+    early = _early_bytes(graph)
+    result = []
+    for block, profile in zip(blocks, profiles, strict=True):
+        builder = _Builder(graph, profile.ops, early)
+        for node in block.nodes:
+            builder.add_forward(node, 0)
+        builder.add_backward(0, profile, 0)
+        outputs = sum(graph.dgraph.values[n].storage_bytes for n in _differentiable(graph, block.outputs))
+        k_graph = KGraph(graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs)
+        k_graph.verify()
+        result.append(k_graph)
+    return result
+
+
 def _differentiable_outputs(graph: SGraph) -> list[str]:
+    return _differentiable(graph, graph.dgraph.output_names)
+
+
+def _differentiable(graph: SGraph, names: list[str]) -> list[str]:
     values = graph.dgraph.values
-    owners = dict.fromkeys(values[n].owner for n in graph.dgraph.output_names if values[n].requires_grad)
+    owners = dict.fromkeys(values[n].owner for n in names if values[n].requires_grad)
     return [owner for owner in owners if owner not in graph.dgraph.leaves]
 
 
@@ -136,7 +156,7 @@ def _bytes_outside(graph: SGraph, blocks: list[Block], profiles: list[BlockProfi
 
 
 class _Builder:
-    def __init__(self, graph: SGraph, blocks: list[Block], profile_of: dict[str, OpProfile]) -> None:
+    def __init__(self, graph: SGraph, profile_of: dict[str, OpProfile], early_bytes: dict[SNode, int]) -> None:
         self.graph = graph
         self.profile_of = profile_of
         self.forward: list[KComp] = []
@@ -145,7 +165,7 @@ class _Builder:
         self._producer = graph.producer_of()
         self._node_of_op = {op.name: node for node in graph.nodes for op in node.ops}
         self._stages: Counter[str] = Counter()
-        self._early = _early_bytes(graph)
+        self._early = early_bytes
 
     def add_forward(self, node: SNode, block: int) -> None:
         values = self.graph.dgraph.values
@@ -166,8 +186,12 @@ class _Builder:
         comp.workspace_bytes = max(0, highest - own) + self._early.get(node, 0)
         read = dict.fromkeys(values[name].owner for op in node.ops for name in op.call.inputs)
         for owner in read:
-            if owner in self.data and owner not in node.data:
-                self._read(comp, self.data[owner])
+            if owner in node.data or owner in self.graph.dgraph.leaves:
+                continue
+            if owner not in self.data:
+                size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
+                self.data[owner] = KData(owner, "data", size_bytes)
+            self._read(comp, self.data[owner])
         self.forward.append(comp)
 
     def add_backward(self, index: int, profile: BlockProfile, outside_bytes: int) -> None:
@@ -198,6 +222,8 @@ class _Builder:
         for dep in comp.node.deps:
             if self.graph.requires_grad(dep):
                 for owner in dep.data:
+                    if owner not in self.data:  # filled beside what this block reads
+                        continue
                     gradient = self._gradient(owner)
                     gradient.producers[comp] = None
                     comp.outputs[gradient] = None

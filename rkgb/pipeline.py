@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +16,12 @@ from rkgb.bgraph import BGraph, LeafKind
 from rkgb.cut import Block, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
-from rkgb.errors import ReplayMismatch, TraceError
+from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
 from rkgb.expand import expand_composites
-from rkgb.kgraph import KGraph, s_to_k
+from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measure import measure_blocks
 from rkgb.memory import free_bytes
+from rkgb.profile import BlockProfile
 from rkgb.replay import replay_check
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
@@ -29,22 +33,34 @@ Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class AllGraphs:
     """Every graph of one module on one sample."""
 
     B_graph: BGraph
     D_graph: DGraph
     S_graph: SGraph
-    blocks: list[Block]
+    S_graph_list: list[Block]
     equivalent_classes: list[list[int]]  # indices of blocks that are the same but for names
     K_graph: KGraph
+    profiles: list[BlockProfile]  # of each block: what was measured
+
+    @functools.cached_property
+    def K_graph_list(self) -> list[KGraph]:  # noqa: N802, as all graphs are called
+        """The K graph of each block by itself."""
+        return s_list_to_k_list(self.S_graph, self.S_graph_list, self.profiles)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The chain: `S_graph_list`."""
+        return self.S_graph_list
 
 
 def make_all_graphs(
     model: torch.nn.Module,
     sample: Any,
     model_kwargs: dict[str, Any] | None = None,
+    verbose: bool = False,
     *,
     tracer: Tracer = "auto",
     low_memory: bool | None = None,
@@ -52,13 +68,14 @@ def make_all_graphs(
 ) -> AllGraphs:
     """Trace, inspect, simplify, cut and measure `model` in training mode on `sample`.
 
-    `sample` is a tensor, a tuple of positional arguments or a dict of keyword arguments. `tracer` is
+    `sample` is a tensor, a tuple of positional arguments or a dict of keyword arguments. `verbose` says on the
+    standard error stream what is being done, `on_stage` is told of it. `tracer` is
     ``"jit"``, ``"record"`` or ``"auto"``: the first of the two whose trace proves exact. `low_memory`
     checks the trace with autograd's saved tensors on disk; None does so where a whole training step might
     not fit. The model is left as it was: modes, buffers, gradients, random streams. Raises `SampleError`
     for a sample that does not fit, `TraceError` for a module that cannot be traced exactly.
     """
-    tell = on_stage or (lambda name, done, total: None)
+    tell = on_stage or (_say if verbose else _say_nothing)
     arguments = make_sample(model, sample, model_kwargs)
     kind = autocast_in_force({tensor.device for tensor in (*model.parameters(), *arguments.tensors)})
     if kind is not None:
@@ -71,10 +88,19 @@ def make_all_graphs(
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
         simplified = d_to_s(dataflow)
         blocks = cut(simplified)
-        profiles = measure_blocks(simplified, blocks, model, arguments, on_stage)
+        profiles = measure_blocks(simplified, blocks, model, arguments, tell)
         tell("measure", len(blocks), len(blocks))
         backward = s_to_k(simplified, blocks, profiles)
-    return AllGraphs(basic, dataflow, simplified, blocks, equivalent_classes(dataflow, blocks), backward)
+    classes = equivalent_classes(dataflow, blocks)
+    return AllGraphs(basic, dataflow, simplified, blocks, classes, backward, profiles)
+
+
+def _say_nothing(name: str, done: int, total: int) -> None:
+    """Nobody asked to be told."""
+
+
+def _say(name: str, done: int, total: int) -> None:
+    sys.stderr.write(f"rkgb: {name} {done}/{total}\n")
 
 
 def exact_trace(
@@ -87,19 +113,23 @@ def exact_trace(
 ) -> tuple[BGraph, DGraph]:
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
 
-    Raises `TraceError` or `ReplayMismatch` with what the last one failed at.
+    Raises `TraceError` or `ReplayMismatch` with what the last one failed at; warns (`TraceWarning`) of side
+    effects of forward that no run of the graph repeats.
     """
-    tell = on_stage or (lambda name, done, total: None)
-    if tracer != "auto":
-        return _front_end(model, sample, tracer, low_memory, tell)
+    tell = on_stage or _say_nothing
     try:
-        return _front_end(model, sample, "jit", low_memory, tell)
+        basic, dataflow = _front_end(model, sample, "jit" if tracer == "auto" else tracer, low_memory, tell)
     except TraceError as first:
+        if tracer != "auto":
+            raise
         try:
-            return _front_end(model, sample, "record", low_memory, tell)
+            basic, dataflow = _front_end(model, sample, "record", low_memory, tell)
         except TraceError as error:
             error.add_note(f"(torch.jit.trace, tried first: {first})")
             raise error from None
+    for told in basic.side_effects:
+        warnings.warn(told, TraceWarning, stacklevel=2)
+    return basic, dataflow
 
 
 def _front_end(
@@ -114,7 +144,7 @@ def _front_end(
         dataflow = b_to_d(basic, model, sample.copy())
     except Exception as error:
         raise TraceError(
-            f"the operations that {tracer!r} traced of {type(model).__name__} do not run: {type(error).__name__}: {error}"
+            f"what {tracer!r} traced of {type(model).__name__} does not run: {type(error).__name__}: {error}"
         ) from error
     _refuse_input_writes(model, dataflow)
     tell("trace", 2, 4)
@@ -130,7 +160,10 @@ def _front_end(
                 return fine, inspected
     else:
         basic, dataflow = without_varying_guards(basic, dataflow, model, sample)
-    replay_check(dataflow, model, sample, frugal)
+    try:
+        replay_check(dataflow, model, sample, frugal)
+    except ReplayMismatch as error:
+        raise ReplayMismatch(" ".join([f"{error}", *(f"Besides, {told}" for told in basic.side_effects)])) from error
     tell("trace", 4, 4)
     return basic, dataflow
 

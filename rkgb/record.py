@@ -27,15 +27,22 @@ from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref
 from rkgb.errors import TraceError
 from rkgb.guard import Guard, shape_guard, snapshot
-from rkgb.jit_reads import refuse_hook
 from rkgb.naming import Namer
 from rkgb.sample import Sample
-from rkgb.source import python_location
-from rkgb.tree import leaves, map_leaves
+from rkgb.side_effects import refuse_attribute, refuse_function, refuse_storage
+from rkgb.source import caller_is_torch, python_location
+from rkgb.tree import is_tensor, leaves, map_leaves
 
 _BOOLEAN = (torch.bool, torch.uint8)
+# What the user's code calls to read a number; within other functions it is PyTorch that reads, mostly to check.
+_NUMBER_READS = frozenset(
+    "item __bool__ __int__ __float__ __index__ __complex__ __format__ __contains__ equal allclose is_nonzero".split()
+)
 # Reads that no dispatcher sees.
-_PYTHON_READS = ("numpy", "tolist", "__array__")
+_PYTHON_READS = ("numpy", "tolist", "__array__", "__repr__")
+# Copies that the dispatcher does not see, also of Python data that tensors are a part of.
+_COPIES = ("tensor", "new_tensor", "as_tensor", "__deepcopy__")
+_STORAGES = ("untyped_storage", "storage")
 
 
 class Recorder(TorchDispatchMode):
@@ -56,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self._from_data: dict[int, StorageWeakRef] = {}
         self._modules = {submodule: path for path, submodule in module.named_modules()}
         self._running: list[str] = []  # paths of the modules that are in their forward
+        self.python_reads = False  # while the user's own code reads a number
         for index, tensor in enumerate(sample.tensors):
             self._given(Leaf(self._namer.plain(f"input_{index}"), LeafKind.INPUT, index=index), tensor)
         for kind, named in (
@@ -82,19 +90,19 @@ class Recorder(TorchDispatchMode):
                         "guard", Call(shape_guard(tuple(tensor.shape), str(self.source())), (self.ref(tensor),))
                     )
         elif depends and torch.Tag.data_dependent_output in func.tags:
-            self.note_read(func, args, result)
+            self.note_read(func, args, result, may_vary=not self.python_reads)
         return result
 
-    def note_read(self, read: Callable[..., Any], args: Any, value: Any) -> None:
-        """The module has read `value` out of tensors: later runs must read the same."""
-        if any(self._is_from_data(tensor) for tensor in leaves(args)):
+    def note_read(self, read: Callable[..., Any], args: Any, value: Any, may_vary: bool = False) -> None:
+        """The module has read `value` out of tensors: later runs must read the same, but for checks within PyTorch."""
+        if any(self.is_from_data(tensor) for tensor in leaves(args)):
             arguments = map_leaves(self.ref, tuple(args))
-            self._append("guard", Call(Guard(read, snapshot(value), str(self.source())), arguments))
+            self._append("guard", Call(Guard(read, snapshot(value), str(self.source()), may_vary), arguments))
 
     def note_function(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A custom autograd function, which stays one operation: its backward is its own."""
         tensors = leaves((args, kwargs))
-        self._note(function, args, kwargs, result, any(self._is_from_data(tensor) for tensor in tensors))
+        self._note(function, args, kwargs, result, any(self.is_from_data(tensor) for tensor in tensors))
 
     def _note(self, function: Any, args: Any, kwargs: Any, result: Any, depends: bool) -> None:
         arguments, keywords = map_leaves(self.ref, (tuple(args), dict(kwargs)))
@@ -160,9 +168,10 @@ class Recorder(TorchDispatchMode):
         return Ref(name)
 
     def _depends_on_data(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        return torch.Tag.nondeterministic_seeded in func.tags or any(self._is_from_data(t) for t in tensors)
+        return torch.Tag.nondeterministic_seeded in func.tags or any(self.is_from_data(t) for t in tensors)
 
-    def _is_from_data(self, tensor: torch.Tensor) -> bool:
+    def is_from_data(self, tensor: torch.Tensor) -> bool:
+        """Whether the contents of `tensor` may differ from run to run."""
         return tensor.untyped_storage()._cdata in self._from_data
 
     def _mark_from_data(self, tensor: torch.Tensor) -> None:
@@ -195,12 +204,29 @@ class _PythonReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "register_hook" and args[0].grad_fn is not None:
-            refuse_hook(str(self._recorder.source()))
+        refuse_function(name, args, kwargs or {})
+        if name == "__get__":
+            refuse_attribute(func, args)
+        if name in _NUMBER_READS:
+            return self._read_number(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if name in _PYTHON_READS:
             self._recorder.note_read(func, args[:1], result)
+        elif name == "__dlpack__":
+            self._recorder.note_read(torch.Tensor.tolist, args[:1], args[0].tolist())
+        elif name in _COPIES and not (name == "as_tensor" and is_tensor(args[0])):
+            for tensor in leaves(args):
+                self._recorder.note_read(torch.Tensor.tolist, (tensor,), tensor.tolist())
+        elif name in _STORAGES and not caller_is_torch(1) and self._recorder.is_from_data(args[0]):
+            refuse_storage(str(self._recorder.source()))
         return result
+
+    def _read_number(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before, self._recorder.python_reads = self._recorder.python_reads, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.python_reads = before
 
 
 @contextlib.contextmanager
@@ -225,6 +251,17 @@ def recording(recorder: Recorder, frugal: bool = True) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
+
+
+@contextlib.contextmanager
+def as_if_by_jit() -> Iterator[None]:
+    """Let modules believe that ``torch.jit.trace`` runs them: some take another way then."""
+    before = torch._C._is_tracing
+    torch._C._is_tracing = lambda: True
+    try:
+        yield
+    finally:
+        torch._C._is_tracing = before
 
 
 class BackwardInside(TraceError):

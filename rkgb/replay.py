@@ -126,10 +126,9 @@ def record_step(
     devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
     record = StepRecord({}, spool)
     with borrowed(module, devices):
-        if any(True for _ in module.buffers()):
-            # From a later state than the trace's: a number that the forward reads out of its buffers has changed.
-            with torch.no_grad():
-                fresh_sample(sample, seed + 1).call(module)
+        # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
+        with torch.enable_grad(), _set_aside(module, sample, record):
+            fresh_sample(sample, seed + 1).call(module)
         torch.manual_seed(seed)
         with torch.enable_grad(), _set_aside(module, sample, record):
             outputs = leaves(forward(sample))
@@ -213,8 +212,8 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
         cause = f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
     else:
         cause = "Control flow that depends on data, or side effects in forward, are the usual causes."
-        place = first_difference_place(graph, module, sample, difference[0])
-        cause = f"The first operation that differs is {place}. {cause}" if place else cause
+    place = first_difference_place(graph, module, sample, difference[0])
+    cause = f"The first operation that differs is {place}. {cause}" if place else cause
     raise ReplayMismatch(
         f"the trace of {type(module).__name__} is not exact on fresh data: {difference[1]}. {cause} "
         "Rewrite that part with tensor operations, or keep it outside the module."
@@ -228,6 +227,8 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, samp
     """
     fresh = fresh_sample(sample)
     with borrowed(module):
+        with torch.enable_grad():
+            fresh_sample(sample, 1).call(module)  # as in `record_step`
         torch.manual_seed(0)
         digests = computed_digests(module, fresh)
         torch.manual_seed(0)

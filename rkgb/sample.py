@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rkgb.errors import ModelError, SampleError
-from rkgb.tree import is_tensor, leaves, map_leaves
+from rkgb.tree import is_tensor, leaves, map_leaves, structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Sample:
 
     def skeleton(self) -> Any:
         """The structure with every tensor blanked: what must be equal from call to call."""
-        return map_leaves(lambda _: "tensor", (self.args, self.kwargs))
+        return structure((self.args, self.kwargs))
 
     def call(self, module: torch.nn.Module) -> Any:
         """``module(*args, **kwargs)``."""

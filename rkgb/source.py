@@ -12,6 +12,11 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 
 
+def caller_is_torch(depth: int) -> bool:
+    """Whether the frame that many calls above is torch's own, or this package's."""
+    return sys._getframe(depth + 1).f_code.co_filename.startswith((_TORCH, _OWN))
+
+
 def python_location() -> str:
     """``file.py:12`` of the innermost frame outside of torch and of this package; empty where there is none."""
     frame: FrameType | None = sys._getframe(1)

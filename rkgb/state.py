@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from rkgb.side_effects import attributes_kept, other_random_states_kept
+
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
     """The state of the CPU's generator and of those of the CUDA devices among `devices`."""
@@ -28,10 +30,19 @@ def autocast_in_force(devices: set[torch.device]) -> str | None:
 
 @contextlib.contextmanager
 def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) -> Iterator[None]:
-    """Run code on `module` that leaves its buffers, gradients and the random streams as they were.
+    """Run code on `module` that leaves its buffers, gradients, attributes and the random streams as they were.
 
     Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None.
     """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(other_random_states_kept())
+        stack.enter_context(attributes_kept(module))
+        stack.enter_context(_tensors_kept(module, devices))
+        yield
+
+
+@contextlib.contextmanager
+def _tensors_kept(module: torch.nn.Module, devices: set[torch.device] | None) -> Iterator[None]:
     generators = random_states(devices if devices is not None else module_devices(module))
     # A forward may put other tensors in the places of buffers: the places are restored, then the values.
     places = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]

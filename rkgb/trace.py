@@ -9,6 +9,7 @@ last word on both.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ from torch.jit._trace import TracerWarning
 
 from rkgb.bgraph import BGraph
 from rkgb.errors import TraceError
-from rkgb.jit_reads import JitReads
+from rkgb.guard import Guard
 from rkgb.jit_walker import JitWalker
-from rkgb.record import BackwardInside, Recorder, nothing_saved, recording
+from rkgb.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
 from rkgb.sample import Sample
+from rkgb.side_effects import SideEffects
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
 
@@ -59,6 +61,7 @@ def trace(module: torch.nn.Module, sample: Sample, tracer: Tracer = "jit") -> BG
         graph, output = front_end(module, sample, False)
     if not leaves(output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
+    graph.tracer = "jit" if tracer == "jit" else "record"
     graph.verify()
     return graph
 
@@ -66,8 +69,12 @@ def trace(module: torch.nn.Module, sample: Sample, tracer: Tracer = "jit") -> BG
 def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
     flat = _Flat(module, sample)
     flat.training = module.training
-    reads = JitReads()
-    with borrowed(module), nothing_saved(frugal), reads, warnings.catch_warnings(record=True) as caught:
+    effects = _refuse_reads(module, sample, frugal)
+    with (
+        borrowed(module),
+        nothing_saved(frugal),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         try:
             traced = torch.jit.trace(flat, tuple(sample.tensors), check_trace=False, strict=False)
@@ -77,34 +84,59 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tupl
             raise _failed(module, error) from error
     # The traced module is part of a cycle: through the output it would hold every activation until it is collected.
     output, flat.output = flat.output, None
-    if reads.first is not None:
-        raise TraceError(
-            f"{type(module).__name__} reads out of its data: {reads.first}. torch.jit.trace takes what it read for "
-            'fixed, and nothing would check it: use tracer="record".'
-        )
     walker = JitWalker(module, sample)
     walker.walk(traced.inlined_graph)
     remaining = iter(walker.output_refs)
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
     graph = BGraph(
         nodes=walker.nodes,
         leaves=walker.leaves,
         output=map_leaves(lambda _: next(remaining), output),
-        warnings=[str(w.message) for w in caught if issubclass(w.category, TracerWarning)],
+        warnings=told,
+        side_effects=effects.told,
     )
     return graph, output
 
 
+def _refuse_reads(module: torch.nn.Module, sample: Sample, frugal: bool) -> SideEffects:
+    """Refuse what reads out of its data on the way that it takes under ``torch.jit.trace``.
+
+    That tracer takes all that Python reads for fixed. Whether it read of shapes or of data shows when the
+    same way is recorded; some models only skip an all-true mask where nobody traces them.
+    """
+    recorder = Recorder(module, sample)
+    effects = _record(module, sample, recorder, frugal, as_if_by_jit())[1]
+    guards = [node.call.function for node in recorder.nodes if isinstance(node.call.function, Guard)]
+    if guards:
+        raise TraceError(
+            f"{type(module).__name__} reads out of its data: {guards[0]!r} at {guards[0].place}. torch.jit.trace takes "
+            'what it read for fixed, and nothing would check it: use tracer="record".'
+        )
+    return effects
+
+
 def _trace_by_recording(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
     recorder = Recorder(module, sample)
-    with borrowed(module), recording(recorder, frugal):
+    output, effects = _record(module, sample, recorder, frugal, contextlib.nullcontext())
+    result = map_leaves(recorder.ref, output)
+    return BGraph(recorder.nodes, recorder.leaves, result, side_effects=effects.told), output
+
+
+def _record(
+    module: torch.nn.Module,
+    sample: Sample,
+    recorder: Recorder,
+    frugal: bool,
+    inside: contextlib.AbstractContextManager[None],
+) -> tuple[Any, SideEffects]:
+    effects = SideEffects(module)
+    with borrowed(module), effects.watched(), inside, recording(recorder, frugal):
         try:
-            output = sample.call(module)
+            return sample.call(module), effects
         except TraceError:
             raise
         except Exception as error:
             raise _failed(module, error) from error
-        result = map_leaves(recorder.ref, output)
-    return BGraph(recorder.nodes, recorder.leaves, result), output
 
 
 def _failed(module: torch.nn.Module, error: Exception) -> TraceError:

@@ -1,4 +1,4 @@
-"""Shapes that depend on data: which of them really vary, and which a guard must hold to the trace's."""
+"""Reads that nobody may depend on: which of them differ on other data, and which a guard must hold to the trace's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from rkgb.bgraph import BGraph
 from rkgb.dgraph import DGraph, b_to_d, leaf_tensors, run_nodes
-from rkgb.guard import ShapeGuard
+from rkgb.errors import GuardError
+from rkgb.guard import Guard
 from rkgb.replay import fresh_sample
 from rkgb.sample import Sample
 from rkgb.state import borrowed
@@ -18,10 +19,11 @@ from rkgb.state import borrowed
 def without_varying_guards(
     basic: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample
 ) -> tuple[BGraph, DGraph]:
-    """Drop the guards of shapes that differ on fresh data.
+    """Drop the guards, of those that may vary, that read another value on fresh data.
 
-    Python may have read such a shape (a loop over what was found), so that each has a guard at first. Where
-    another shape comes up and the replay check, which follows, still finds the trace exact, it was not read.
+    Python may have looked at a shape that depends on data (a loop over what was found), and PyTorch may have
+    made something of a number that it read, so that each has a guard at first. Where another value comes up
+    and the replay check, which follows, still finds the trace exact, nothing depends on it.
     """
     varying = _varying_guards(basic, module, sample)
     if not varying:
@@ -37,7 +39,7 @@ def _varying_guards(graph: BGraph, module: torch.nn.Module, sample: Sample) -> s
     varying: set[str] = set()
     for node in graph.nodes:
         guard = node.call.function
-        if isinstance(guard, ShapeGuard):
+        if isinstance(guard, Guard) and guard.may_vary:
             node = replace(node, call=replace(node.call, function=_Noting(guard, node.name, varying)))
         nodes.append(node)
     if len(nodes) == 0 or not any(isinstance(node.call.function, _Noting) for node in nodes):
@@ -51,16 +53,18 @@ def _varying_guards(graph: BGraph, module: torch.nn.Module, sample: Sample) -> s
 
 
 class _Noting:
-    """In place of a shape's guard: notes that the shape differs instead of refusing it."""
+    """In place of a guard: notes that another value is read instead of refusing it."""
 
     is_guard = True
 
-    def __init__(self, guard: ShapeGuard, name: str, varying: set[str]) -> None:
+    def __init__(self, guard: Guard, name: str, varying: set[str]) -> None:
         self._guard = guard
         self._name = name
         self._varying = varying
 
-    def __call__(self, tensor: torch.Tensor) -> None:
+    def __call__(self, *args: Any) -> None:
         """Check one run."""
-        if tuple(tensor.shape) != self._guard.expected:
+        try:
+            self._guard(*args)
+        except GuardError:
             self._varying.add(self._name)

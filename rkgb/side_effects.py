@@ -1,0 +1,201 @@
+"""What a forward does besides computing: attributes that it sets, hooks, other random numbers.
+
+Nothing of it happens when a graph runs. Whatever it changes in the results, the replay check finds;
+the rest is told in warnings, or refused where a later run could be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rkgb.errors import TraceError
+from rkgb.source import caller_is_torch, python_location
+
+_PLAIN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # those that every module has
+_SHOWN = 3  # attributes named in a message
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What forward may set on `module`, by name: no parameter, buffer, submodule or hook."""
+    return {name: value for name, value in vars(module).items() if name not in _PLAIN_ATTRIBUTES}
+
+
+class SideEffects:
+    """Watches one forward; afterwards `told` says what of it no graph repeats."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.told: list[str] = []
+        self._paths = {submodule: path or "(root)" for path, submodule in module.named_modules()}
+        self._attributes = {submodule: attributes_of(submodule) for submodule in self._paths}
+        self._states = _other_random_states()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Run the forward inside."""
+        handle = torch.nn.modules.module.register_module_forward_hook(self._left, always_call=True)
+        try:
+            with _no_packing_of_its_own():
+                yield
+        finally:
+            handle.remove()
+        self._tell_of_random_numbers("(root)")
+        self._tell_of_attributes()
+        self._tell_of_hooks()
+
+    def _left(self, submodule: torch.nn.Module, *_: Any) -> None:
+        if submodule in self._paths:
+            self._tell_of_random_numbers(self._paths[submodule])
+
+    def _tell_of_random_numbers(self, path: str) -> None:
+        states = _other_random_states()
+        for name, state in states.items():
+            if state != self._states[name]:
+                self.told.append(
+                    f"submodule {path!r} draws from {name}, which belongs to no device: the graph holds what was drawn "
+                    "while it was traced. Draw with torch.rand instead."
+                )
+        self._states = states
+
+    def _tell_of_attributes(self) -> None:
+        for submodule, before in self._attributes.items():
+            after = attributes_of(submodule)
+            changed = [name for name, value in after.items() if name not in before or differ(before[name], value)]
+            if any(_is_torchs_own(hook) for hook in submodule._forward_pre_hooks.values()):
+                changed = []  # weights that such a hook makes of parameters are attributes
+            if changed:
+                names = ", ".join(changed[:_SHOWN]) + (", …" if len(changed) > _SHOWN else "")
+                self.told.append(
+                    f"forward sets the attribute {names} of submodule {self._paths[submodule]!r}: a graph computes the "
+                    "same results, but leaves attributes alone. Return what you need, or keep it in a buffer."
+                )
+
+    def _tell_of_hooks(self) -> None:
+        for submodule, path in self._paths.items():
+            hooks = [*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values()]
+            if any(not _is_torchs_own(hook) for hook in hooks):
+                self.told.append(
+                    f"submodule {path!r} has forward hooks: what they computed while the module was traced is part of "
+                    "the graph, but they do not fire when it runs. Use the module itself where they must."
+                )
+
+
+def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
+    return [held for name, held in vars(module).items() if "_hooks" in name and isinstance(held, dict)]
+
+
+def differ(before: Any, after: Any) -> bool:
+    """Whether an attribute has changed; of tensors and unknown objects, whether it is another one."""
+    if before is after:
+        return False
+    if isinstance(before, (int, float, str, bool, type(None), torch.Size, torch.dtype, torch.device)):
+        return type(before) is not type(after) or before != after
+    return True
+
+
+def _is_torchs_own(hook: Any) -> bool:
+    """Such as those of `torch.nn.utils.weight_norm`, which only compute."""
+    return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
+
+
+def _other_random_states() -> dict[str, Any]:
+    return {
+        "Python's random numbers": random.getstate(),
+        "NumPy's random numbers": _bytes(np.random.get_state()),
+    }
+
+
+def _bytes(state: Any) -> Any:
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
+
+
+@contextlib.contextmanager
+def other_random_states_kept() -> Iterator[None]:
+    """Give Python's and NumPy's random numbers back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Take back what a forward sets on the module and its submodules: attributes, and hooks."""
+    before = [(submodule, attributes_of(submodule)) for submodule in module.modules()]
+    # Together: models that add hooks at their first call note in an attribute that they have.
+    hooks = [(held, dict(held)) for submodule in module.modules() for held in _hooks_of(submodule)]
+    try:
+        yield
+    finally:
+        for held, earlier in hooks:
+            if held.keys() != earlier.keys():
+                held.clear()
+                held.update(earlier)
+        for submodule, attributes in before:
+            for name in attributes_of(submodule):
+                if name not in attributes:
+                    del submodule.__dict__[name]
+            submodule.__dict__.update(attributes)
+
+
+@contextlib.contextmanager
+def _no_packing_of_its_own() -> Iterator[None]:
+    """Refuse a forward that packs its saved tensors with hooks: they may change what its backward reads."""
+    kind: Any = torch.autograd.graph.saved_tensors_hooks
+    enter = kind.__enter__
+
+    def checked(self: Any) -> None:
+        if type(self) is kind and not caller_is_torch(1):
+            raise TraceError(
+                f"at {python_location()} forward packs its saved tensors with hooks of its own: the graph would run "
+                "without them. Put them around the call of the module."
+            )
+        enter(self)
+
+    kind.__enter__ = checked
+    try:
+        yield
+    finally:
+        kind.__enter__ = enter
+
+
+def refuse_function(name: str, args: Any, kwargs: Any) -> None:
+    """Refuse calls whose effect no graph can hold, by the function's name."""
+    if name == "register_hook" and args[0].grad_fn is not None:
+        what = "registers a hook on a tensor"
+        instead = "Put what it does to the gradient into a torch.autograd.Function"
+    elif any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        what = "draws from a random generator of its own"
+        instead = "Draw from the default generator"
+    else:
+        return
+    raise TraceError(f"at {python_location()} forward {what}: the graph would run without it. {instead}.")
+
+
+def refuse_attribute(getter: Any, args: Any) -> None:
+    """Refuse access to what no graph can follow: nodes of the autograd graph, raw storages."""
+    owner = getattr(getter, "__self__", None)
+    if owner is torch.Tensor.grad_fn and not caller_is_torch(2):
+        with _disable_current_modes():
+            differentiable = args[0].grad_fn is not None
+        if differentiable:
+            raise TraceError(
+                f"at {python_location()} forward takes the grad_fn of a tensor: what it does to that node would not "
+                "happen when the graph runs. Use a torch.autograd.Function."
+            )
+
+
+def refuse_storage(place: str) -> None:
+    """Raise the error for a raw storage that depends on data."""
+    raise TraceError(
+        f"at {place} forward takes the raw storage of a tensor: the graph cannot follow what becomes of it. Use the "
+        "tensor itself."
+    )
