@@ -42,6 +42,8 @@ _NUMBER_READS = frozenset(
 _PYTHON_READS = ("numpy", "tolist", "__array__", "__repr__")
 # Copies that the dispatcher does not see, also of Python data that tensors are a part of.
 _COPIES = ("tensor", "new_tensor", "as_tensor", "__deepcopy__")
+# Operations that read an argument without the dispatcher's knowledge, by its position; what follows depends on it.
+_READ_WITHIN = {"aten::_pack_padded_sequence": 1}
 _STORAGES = ("untyped_storage", "storage")
 
 
@@ -91,6 +93,9 @@ class Recorder(TorchDispatchMode):
                     )
         elif depends and torch.Tag.data_dependent_output in func.tags:
             self.note_read(func, args, result, may_vary=not self.python_reads)
+        if func._schema.name in _READ_WITHIN:
+            tensor = args[_READ_WITHIN[func._schema.name]]
+            self.note_read(torch.Tensor.tolist, (tensor,), tensor.tolist(), may_vary=True)
         return result
 
     def note_read(self, read: Callable[..., Any], args: Any, value: Any, may_vary: bool = False) -> None:

@@ -13,12 +13,15 @@ import torch
 from rkgb.bgraph import BGraph
 from rkgb.call import is_ref
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
-from rkgb.errors import GuardError, ReplayMismatch, TraceError
+from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
 from rkgb.record import computed_digests, digest
 from rkgb.sample import Sample
 from rkgb.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.state import borrowed, random_states
 from rkgb.tree import leaves, map_leaves
+
+# What a module raises that refuses its data.
+_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 @dataclass(slots=True)
@@ -80,10 +83,11 @@ def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.to(wide) - right.to(wide)).abs().nan_to_num().max())
 
 
-def fresh_sample(sample: Sample, seed: int = 0) -> Sample:
+def fresh_sample(sample: Sample, seed: int = 0, permuted: bool = True) -> Sample:
     """Random data of the sample's shapes and ranges: integers and booleans are permuted, not invented.
 
-    Floating-point tensors of one sign, such as probabilities, keep their range; all others become normal noise.
+    Not `permuted`, these stay as they are. Floating-point tensors of one sign, such as probabilities, keep
+    their range; all others become normal noise.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -91,9 +95,11 @@ def fresh_sample(sample: Sample, seed: int = 0) -> Sample:
         if tensor.is_floating_point() or tensor.is_complex():
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             drawn = torch.empty_like(tensor.detach()).copy_(_in_range_of(tensor.detach(), noise))
-        else:
+        elif permuted:
             order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
             drawn = torch.empty_like(tensor.detach()).copy_(tensor.reshape(-1)[order].view(tensor.shape))
+        else:
+            drawn = tensor.detach().clone()
         return drawn.requires_grad_(tensor.requires_grad)
 
     return sample.with_tensors(
@@ -128,7 +134,7 @@ def record_step(
     with borrowed(module, devices):
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
         with torch.enable_grad(), _set_aside(module, sample, record):
-            fresh_sample(sample, seed + 1).call(module)
+            _move_on(module, sample, seed + 1)
         torch.manual_seed(seed)
         with torch.enable_grad(), _set_aside(module, sample, record):
             outputs = leaves(forward(sample))
@@ -147,6 +153,14 @@ def record_step(
     for tensor in sample.tensors:
         tensor.grad = None
     return record
+
+
+def _move_on(module: torch.nn.Module, sample: Sample, seed: int) -> None:
+    """One call on other data, for the sake of the state that it leaves behind."""
+    try:
+        fresh_sample(sample, seed).call(module)
+    except _REFUSALS:
+        sample.copy().call(module)  # integers in another order are nothing to this module: sorted lengths
 
 
 @contextlib.contextmanager
@@ -196,9 +210,9 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
     """
     with Spool() if low_memory else contextlib.nullcontext() as spool:
         # Each run has its own copy of the data: a module may write into its inputs.
-        expected = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module), spool=spool)
+        fresh, expected = _reference(module, sample, spool)
         try:
-            found = record_step(module, fresh_sample(sample), lambda data: run_graph(graph, module, data), spool=spool)
+            found = record_step(module, fresh.copy(), lambda data: run_graph(graph, module, data), spool=spool)
         except GuardError as error:
             raise ReplayMismatch(
                 f"the trace of {type(module).__name__} does not hold for other data: {error}"
@@ -206,13 +220,13 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
         difference = expected.first_difference_at(found)
         if difference is None:
             return
-        again = record_step(module, fresh_sample(sample), lambda fresh: fresh.call(module), spool=spool)
+        again = record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
         itself = again.first_difference(expected)
     if itself is not None:
         cause = f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
     else:
         cause = "Control flow that depends on data, or side effects in forward, are the usual causes."
-    place = first_difference_place(graph, module, sample, difference[0])
+    place = first_difference_place(graph, module, fresh, difference[0])
     cause = f"The first operation that differs is {place}. {cause}" if place else cause
     raise ReplayMismatch(
         f"the trace of {type(module).__name__} is not exact on fresh data: {difference[1]}. {cause} "
@@ -220,17 +234,28 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
     )
 
 
-def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample, entry: str) -> str | None:
-    """The first operation whose result the module does not compute on fresh data, and its place in the source.
+def _reference(module: torch.nn.Module, sample: Sample, spool: Spool | None) -> tuple[Sample, StepRecord]:
+    """Fresh data that the module accepts, and its own step on them."""
+    try:
+        fresh = fresh_sample(sample)
+        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
+    except RockmateError:
+        raise
+    except _REFUSALS:
+        fresh = fresh_sample(sample, permuted=False)
+        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
+
+
+def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fresh: Sample, entry: str) -> str | None:
+    """The first operation whose result the module does not compute on `fresh` data, and its place in the source.
 
     Where all results are right and a gradient is not, the operation that reads that parameter.
     """
-    fresh = fresh_sample(sample)
     with borrowed(module):
         with torch.enable_grad():
-            fresh_sample(sample, 1).call(module)  # as in `record_step`
+            _move_on(module, fresh, 1)  # as in `record_step`
         torch.manual_seed(0)
-        digests = computed_digests(module, fresh)
+        digests = computed_digests(module, fresh.copy())
         torch.manual_seed(0)
         wrong: list[Any] = []
 
@@ -238,7 +263,7 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, samp
             if not wrong and any(digest(values[name]) not in digests for name in node.output_names):
                 wrong.append(node)
 
-        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh_sample(sample).tensors))
+        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.copy().tensors))
         with torch.no_grad():
             run_nodes(graph.nodes, values, [], observe)
     if not wrong:

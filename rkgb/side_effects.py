@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,23 +35,48 @@ class SideEffects:
         self._paths = {submodule: path or "(root)" for path, submodule in module.named_modules()}
         self._attributes = {submodule: attributes_of(submodule) for submodule in self._paths}
         self._states = _other_random_states()
+        self._running: list[str] = []  # paths of the modules that are in their forward
+        self._hooked = [path for submodule, path in self._paths.items() if _has_hooks_of_its_own(submodule)]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Run the forward inside."""
-        handle = torch.nn.modules.module.register_module_forward_hook(self._left, always_call=True)
+        entering = torch.nn.modules.module.register_module_forward_pre_hook(self._entered)
+        leaving = torch.nn.modules.module.register_module_forward_hook(self._left, always_call=True)
         try:
             with _no_packing_of_its_own():
                 yield
         finally:
-            handle.remove()
+            entering.remove()
+            leaving.remove()
         self._tell_of_random_numbers("(root)")
-        self._tell_of_attributes()
-        self._tell_of_hooks()
+
+    def tell(self, run_again: Callable[[], object]) -> None:
+        """Fill `told`. `run_again` runs the forward once more, where attributes were set: perhaps only at first."""
+        if self._hooked:
+            self.told.append(
+                f"submodule {_several(self._hooked)} has forward hooks: what they computed while the module was traced "
+                "is part of the graph, but they do not fire when it runs. Use the module itself where they must."
+            )
+        if not self._changed_attributes():
+            return
+        self._attributes = {submodule: attributes_of(submodule) for submodule in self._paths}
+        with contextlib.suppress(Exception):
+            run_again()
+        for submodule, names in self._changed_attributes().items():
+            self.told.append(
+                f"forward sets the attribute {_several(names)} of submodule {self._paths[submodule]!r}: a graph "
+                "computes the same results, but leaves attributes alone. Return what you need, or keep it in a buffer."
+            )
+
+    def _entered(self, submodule: torch.nn.Module, *_: Any) -> None:
+        if submodule in self._paths:
+            self._tell_of_random_numbers(self._running[-1] if self._running else "(root)")
+            self._running.append(self._paths[submodule])
 
     def _left(self, submodule: torch.nn.Module, *_: Any) -> None:
-        if submodule in self._paths:
-            self._tell_of_random_numbers(self._paths[submodule])
+        if submodule in self._paths and self._running:
+            self._tell_of_random_numbers(self._running.pop())
 
     def _tell_of_random_numbers(self, path: str) -> None:
         states = _other_random_states()
@@ -63,27 +88,25 @@ class SideEffects:
                 )
         self._states = states
 
-    def _tell_of_attributes(self) -> None:
+    def _changed_attributes(self) -> dict[torch.nn.Module, list[str]]:
+        found: dict[torch.nn.Module, list[str]] = {}
         for submodule, before in self._attributes.items():
+            if any(_is_torchs_own(hook) for hook in submodule._forward_pre_hooks.values()):
+                continue  # weights that such a hook makes of parameters are attributes
             after = attributes_of(submodule)
             changed = [name for name, value in after.items() if name not in before or differ(before[name], value)]
-            if any(_is_torchs_own(hook) for hook in submodule._forward_pre_hooks.values()):
-                changed = []  # weights that such a hook makes of parameters are attributes
             if changed:
-                names = ", ".join(changed[:_SHOWN]) + (", …" if len(changed) > _SHOWN else "")
-                self.told.append(
-                    f"forward sets the attribute {names} of submodule {self._paths[submodule]!r}: a graph computes the "
-                    "same results, but leaves attributes alone. Return what you need, or keep it in a buffer."
-                )
+                found[submodule] = changed
+        return found
 
-    def _tell_of_hooks(self) -> None:
-        for submodule, path in self._paths.items():
-            hooks = [*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values()]
-            if any(not _is_torchs_own(hook) for hook in hooks):
-                self.told.append(
-                    f"submodule {path!r} has forward hooks: what they computed while the module was traced is part of "
-                    "the graph, but they do not fire when it runs. Use the module itself where they must."
-                )
+
+def _several(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
+
+
+def _has_hooks_of_its_own(module: torch.nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not _is_torchs_own(hook) for hook in hooks)
 
 
 def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:

@@ -130,13 +130,17 @@ def _record(
     inside: contextlib.AbstractContextManager[None],
 ) -> tuple[Any, SideEffects]:
     effects = SideEffects(module)
-    with borrowed(module), effects.watched(), inside, recording(recorder, frugal):
-        try:
-            return sample.call(module), effects
-        except TraceError:
-            raise
-        except Exception as error:
-            raise _failed(module, error) from error
+    with borrowed(module):
+        with effects.watched(), inside, recording(recorder, frugal):
+            try:
+                output = sample.call(module)
+            except TraceError:
+                raise
+            except Exception as error:
+                raise _failed(module, error) from error
+        with nothing_saved(frugal):
+            effects.tell(lambda: sample.copy().call(module))
+    return output, effects
 
 
 def _failed(module: torch.nn.Module, error: Exception) -> TraceError:

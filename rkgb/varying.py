@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -44,12 +45,16 @@ def _varying_guards(graph: BGraph, module: torch.nn.Module, sample: Sample) -> s
         nodes.append(node)
     if len(nodes) == 0 or not any(isinstance(node.call.function, _Noting) for node in nodes):
         return set()
-    fresh = fresh_sample(sample)
     with borrowed(module), torch.no_grad():
-        torch.manual_seed(0)
-        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
-        run_nodes(nodes, values, [])
-    return varying
+        for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
+            torch.manual_seed(0)
+            fresh = fresh_sample(sample, permuted=permuted)
+            values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
+            with contextlib.suppress(Exception):
+                run_nodes(nodes, values, [])
+                return varying
+            varying.clear()
+    return set()
 
 
 class _Noting:

@@ -1,6 +1,15 @@
 """Rockmate: train a PyTorch module under a memory budget, with the same outputs and gradients."""
 
-from rkgb.errors import GraphError, ModelError, ReplayMismatch, RockmateError, SampleError, TraceError
+from rkgb.errors import (
+    GraphError,
+    GuardError,
+    ModelError,
+    ReplayMismatch,
+    RockmateError,
+    SampleError,
+    TraceError,
+    TraceWarning,
+)
 from rockmate.errors import (
     BudgetError,
     BudgetTooSmall,
@@ -19,6 +28,7 @@ __all__ = [
     "BudgetError",
     "BudgetTooSmall",
     "GraphError",
+    "GuardError",
     "InputMismatch",
     "LossError",
     "ModelError",
@@ -32,6 +42,7 @@ __all__ = [
     "SampleError",
     "SolverError",
     "TraceError",
+    "TraceWarning",
     "Verification",
     "verify",
 ]
