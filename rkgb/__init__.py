@@ -16,9 +16,12 @@ from rkgb.errors import (
     TraceWarning,
 )
 from rkgb.kgraph import KComp, KData, KGraph, s_to_k
+from rkgb.networkx_form import to_networkx
 from rkgb.pipeline import AllGraphs, make_all_graphs
+from rkgb.render import RenderError
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, SNode, d_to_s
+from rkgb.show import describe, print_all_graphs, print_graph, print_graph_list
 from rkgb.stages import B_to_D, D_to_S, S_list_to_K_list_eco, S_to_K, make_B
 from rkgb.trace import trace
 from rkgb.values import ValueInfo
@@ -40,6 +43,7 @@ __all__ = [
     "Leaf",
     "LeafKind",
     "ModelError",
+    "RenderError",
     "ReplayMismatch",
     "RockmateError",
     "SGraph",
@@ -54,12 +58,17 @@ __all__ = [
     "b_to_d",
     "cut",
     "d_to_s",
+    "describe",
     "equivalent_classes",
     "make_B",
     "make_all_graphs",
     "make_sample",
+    "print_all_graphs",
+    "print_graph",
+    "print_graph_list",
     "s_to_k",
     "summary",
     "test_rkgb",
+    "to_networkx",
     "trace",
 ]

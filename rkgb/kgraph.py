@@ -8,7 +8,7 @@ a dropout mask). Which of them each backward computation reads was seen, not gue
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rkgb.cut import Block
@@ -55,7 +55,7 @@ class KGraph:
     forward: list[KComp]
     backward: list[KComp]
     data: dict[str, KData]
-    op_profiles: dict[str, OpProfile]  # by operation name
+    op_profiles: Mapping[str, OpProfile]  # by operation name
     gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
 
     def __iter__(self) -> Iterator[KComp]:
@@ -87,7 +87,7 @@ class KGraph:
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
     """Join the measured blocks into the K graph of the whole model."""
     profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
-    builder = _Builder(graph, profile_of, _early_bytes(graph))
+    builder = _Builder(graph, profile_of, _early_bytes(graph), _staged(graph, profiles))
     for index, block in enumerate(blocks):
         for node in block.nodes:
             builder.add_forward(node, index)
@@ -109,10 +109,10 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
 
 def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> list[KGraph]:
     """The K graph of each block by itself; what it reads of earlier blocks is given, as data without a producer."""
-    early = _early_bytes(graph)
+    early, staged = _early_bytes(graph), _staged(graph, profiles)
     result = []
     for block, profile in zip(blocks, profiles, strict=True):
-        builder = _Builder(graph, profile.ops, early)
+        builder = _Builder(graph, profile.ops, early, staged)
         for node in block.nodes:
             builder.add_forward(node, 0)
         builder.add_backward(0, profile, 0)
@@ -121,6 +121,12 @@ def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockPro
         k_graph.verify()
         result.append(k_graph)
     return result
+
+
+def _staged(graph: SGraph, profiles: list[BlockProfile]) -> set[SNode]:
+    """Nodes with a stage of their own in the backward."""
+    node_of_op = {op.name: node for node in graph.nodes for op in node.ops}
+    return {node_of_op[stage.op] for profile in profiles for stage in profile.stages if stage.op in node_of_op}
 
 
 def _differentiable_outputs(graph: SGraph) -> list[str]:
@@ -156,9 +162,15 @@ def _bytes_outside(graph: SGraph, blocks: list[Block], profiles: list[BlockProfi
 
 
 class _Builder:
-    def __init__(self, graph: SGraph, profile_of: dict[str, OpProfile], early_bytes: dict[SNode, int]) -> None:
+    def __init__(
+        self,
+        graph: SGraph,
+        profile_of: Mapping[str, OpProfile],
+        early_bytes: dict[SNode, int],
+        staged: set[SNode],
+    ) -> None:
         self.graph = graph
-        self.profile_of = profile_of
+        self.profile_of: Mapping[str, OpProfile] = profile_of
         self.forward: list[KComp] = []
         self.backward: list[KComp] = []
         self.data: dict[str, KData] = {}
@@ -166,6 +178,7 @@ class _Builder:
         self._node_of_op = {op.name: node for node in graph.nodes for op in node.ops}
         self._stages: Counter[str] = Counter()
         self._early = early_bytes
+        self._staged = staged
 
     def add_forward(self, node: SNode, block: int) -> None:
         values = self.graph.dgraph.values
@@ -219,14 +232,30 @@ class _Builder:
     def _connect_gradients(self, comp: KComp) -> None:
         for owner in comp.node.data:
             self._read(comp, self._gradient(owner))
-        for dep in comp.node.deps:
-            if self.graph.requires_grad(dep):
-                for owner in dep.data:
-                    if owner not in self.data:  # filled beside what this block reads
-                        continue
-                    gradient = self._gradient(owner)
-                    gradient.producers[comp] = None
-                    comp.outputs[gradient] = None
+        for dep in self._receivers(comp.node):
+            for owner in dep.data:
+                if owner not in self.data:  # filled beside what this block reads
+                    continue
+                gradient = self._gradient(owner)
+                gradient.producers[comp] = None
+                comp.outputs[gradient] = None
+
+    def _receivers(self, node: SNode) -> dict[SNode, None]:
+        """Nodes to which the backward of `node` hands gradients.
+
+        A node without a stage of its own (a reshape, a copy) hands its gradient on within the same stage.
+        """
+        found: dict[SNode, None] = {}
+        waiting = list(node.deps)
+        while waiting:
+            dep = waiting.pop(0)
+            if dep in found or not self.graph.requires_grad(dep):
+                continue
+            if dep in self._staged or not any(self.graph.requires_grad(other) for other in dep.deps):
+                found[dep] = None
+            else:
+                waiting += dep.deps
+        return found
 
     def _gradient(self, owner: str) -> KData:
         name = f"{owner}.grad"

@@ -123,24 +123,24 @@ def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) ->
     with torch.enable_grad():
         output = sample.call(module)
         outputs = leaves(output)
-        record: dict[str, torch.Tensor | None] = {
-            f"output {index}": tensor.detach().clone() for index, tensor in enumerate(outputs)
-        }
+        record = StepRecord({})
+        for index, tensor in enumerate(outputs):
+            record.add(f"output {index}", tensor.detach().clone())
         if loss is None:
             backward_from(outputs)
         else:
             loss(output).backward()
     for name, parameter in module.named_parameters():
-        record[f"gradient of {name}"] = parameter.grad
+        record.add(f"gradient of {name}", parameter.grad)
     for index, tensor in enumerate(sample.tensors):
         if tensor.requires_grad:
-            record[f"gradient of input {index}"] = tensor.grad
+            record.add(f"gradient of input {index}", tensor.grad)
     for name, buffer in module.named_buffers():
-        record[f"buffer {name}"] = buffer.detach().clone()
+        record.add(f"buffer {name}", buffer.detach().clone())
     devices = module_devices(module) | {tensor.device for tensor in sample.tensors}
     for index, (_, state) in enumerate(random_states(devices)):
-        record[f"random stream {index}"] = state
-    return StepRecord(record)
+        record.add(f"random stream {index}", state)
+    return record
 
 
 def _first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:
@@ -154,10 +154,10 @@ def _first_difference(expected: list[StepRecord], found: list[StepRecord]) -> st
 def _largest_gradient_difference(expected: list[StepRecord], found: list[StepRecord]) -> float:
     largest = 0.0
     for one, other in zip(expected, found, strict=True):
-        for name, gradient in one.tensors.items():
+        for name in one.tensors:
             if not name.startswith("gradient of "):
                 continue
-            theirs = other.tensors[name]
+            gradient, theirs = one.tensor(name), other.tensor(name)
             if gradient is None or theirs is None or gradient.shape != theirs.shape:
                 largest = max(largest, 0.0 if gradient is theirs else float("inf"))
             else:
