@@ -1,94 +1,225 @@
-"""S graph to a chain of blocks: ranges of nodes between which at most one differentiable value passes."""
+"""S graph to a chain of blocks: ranges of nodes between which at most one differentiable value passes.
+
+Some values jump over many blocks: a U-Net's skips, an encoder's output, a position bias. Pinning
+them, so that they may be read from anywhere, lets the chain be cut beneath them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from rkgb.dgraph import DNode
+from rkgb.errors import GraphError
+from rkgb.pins import Line, choose_pins
 from rkgb.sgraph import SGraph, SNode
+
+MAX_NODES = 30  # a block of more is worth pins
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A contiguous range of the S graph, runnable alone from `inputs`."""
+    """A part of the S graph, runnable alone from `inputs`. In a cut, it is a contiguous range."""
 
     nodes: list[SNode]
     ops: list[DNode]  # in traced order: its nodes' and the leaf views that they use
     leaves: list[str]  # parameters, buffers, inputs, constants read, in order of first use
     inputs: list[str]  # values of earlier blocks read, in order of first use
     outputs: list[str]  # values that later blocks or the model's output read
+    shared_inputs: list[str] = field(default_factory=list)  # of `inputs`: their gradients exist before its backward
 
 
-def cut(graph: SGraph) -> list[Block]:
+@dataclass(eq=False, slots=True)
+class Chain:
+    """Blocks in order, and what they may read from farther back than the block before them."""
+
+    prologue: Block | None  # what no gradient reaches and several blocks read: masks, rotary tables
+    blocks: list[Block]
+    pins: list[SNode]  # differentiable values read from several blocks
+
+    def __iter__(self) -> Iterator[Block]:
+        """Every block, the prologue first: each node once, after what it needs."""
+        return iter(([self.prologue] if self.prologue is not None else []) + self.blocks)
+
+    def verify(self, graph: SGraph) -> None:
+        """Check that the nodes of `graph` are in one block each, in an order in which they can run.
+
+        Raises `GraphError` naming the node otherwise.
+        """
+        done: set[SNode] = set()
+        for block in self:
+            for node in block.nodes:
+                if node in done:
+                    raise GraphError(f"S node {node.name} is in two blocks. Put each node into one.")
+                for dep in node.deps:
+                    if dep not in done:
+                        raise GraphError(f"S node {node.name} comes before {dep.name}, which it needs. Reorder blocks.")
+                done.add(node)
+        for node in graph:
+            if node not in done:
+                raise GraphError(f"S node {node.name} is in no block. Put each node into one.")
+
+
+def cut(graph: SGraph, pins: Collection[SNode] = ()) -> list[Block]:
     """Split after every node where no more than one differentiable value is still to be read.
 
     Nodes that no gradient reaches (masks, position tables) may be read from anywhere: they do not
-    prevent a cut.
+    prevent a cut. Neither do `pins` (see `Chain`). The blocks are ranges of the graph's nodes, in order.
     """
-    ranges: list[list[SNode]] = [[]]
-    place = {node: index for index, node in enumerate(graph.nodes)}
     on_chain = _chain_nodes(graph)
-    last_user = {node: max((place[user] for user in node.users), default=-1) for node in on_chain}
-    open_values: set[SNode] = set()
-    for index, node in enumerate(graph.nodes):
-        ranges[-1].append(node)
-        if node in on_chain:
-            open_values.add(node)
-        open_values = {value for value in open_values if last_user[value] > index}
-        # Before the first differentiable value there is nothing to cut between.
-        if len(open_values) == 1 and index + 1 < len(graph.nodes):
-            ranges.append([])
-    return [_make_block(graph, nodes) for nodes in _join_trivial(graph, ranges, on_chain)]
+    parts = Line.of(graph.nodes, on_chain).split(set(pins))
+    make = BlockMaker(graph)
+    return [make.block(nodes) for nodes in _join_trivial([part.nodes for part in parts], on_chain)]
+
+
+def chain(graph: SGraph, max_nodes: int = MAX_NODES) -> Chain:
+    """Cut `graph` with pins where a block would have more than `max_nodes` nodes.
+
+    What no gradient reaches is off the chain: in the one block that reads it, else in the prologue.
+    The nodes of a block are then not always neighbours in the graph's order.
+    """
+    on_chain = _chain_nodes(graph)
+    movable = _movable(graph, on_chain)
+    line = Line.of([node for node in graph if node not in movable], on_chain)
+    pins = choose_pins(line, max_nodes)
+    groups = _join_trivial([part.nodes for part in line.split(set(pins))], on_chain)
+    prologue = _bring_home(graph, groups, movable)
+    place = {node: index for index, node in enumerate(graph)}
+    make = BlockMaker(graph)
+    result = Chain(
+        make.block(prologue) if prologue else None,
+        [make.block(sorted(nodes, key=place.__getitem__)) for nodes in groups],
+        pins,
+    )
+    result.verify(graph)
+    return result
 
 
 def _chain_nodes(graph: SGraph) -> set[SNode]:
-    chain: set[SNode] = set()
+    """Nodes that a gradient reaches, and those that depend on one."""
+    found: set[SNode] = set()
     for node in graph.nodes:
-        if graph.requires_grad(node) or any(dep in chain for dep in node.deps):
-            chain.add(node)
-    return chain
+        if graph.requires_grad(node) or any(dep in found for dep in node.deps):
+            found.add(node)
+    return found
 
 
-def _join_trivial(graph: SGraph, ranges: list[list[SNode]], on_chain: set[SNode]) -> list[list[SNode]]:
-    """Ranges in which nothing is differentiable join the next one: alone they have no backward."""
+def _join_trivial(ranges: Sequence[Sequence[SNode]], on_chain: set[SNode]) -> list[list[SNode]]:
+    """Ranges in which nothing is differentiable join a neighbour: alone they have no backward.
+
+    What only the next block reads belongs there; masks for several go with the block before, so
+    that equal blocks stay equal.
+    """
     joined: list[list[SNode]] = []
     waiting: list[SNode] = []
     for nodes in ranges:
-        waiting += nodes
-        if any(node in on_chain for node in nodes):
-            joined.append(waiting)
-            waiting = []
-    if waiting:
-        joined = [*joined[:-1], joined[-1] + waiting] if joined else [waiting]
+        if not any(node in on_chain for node in nodes):
+            waiting += nodes
+            continue
+        start = _private_from(waiting, nodes) if joined else 0
+        if start:
+            joined[-1] += waiting[:start]
+        joined.append([*waiting[start:], *nodes])
+        waiting = []
+    if joined:
+        joined[-1] += waiting
+    elif waiting:
+        joined.append(waiting)
     return joined
 
 
-def _make_block(graph: SGraph, nodes: list[SNode]) -> Block:
-    own = {op for node in nodes for op in node.ops}
-    own |= _needed_leaf_views(graph, own)
-    ops = [op for op in graph.dgraph if op in own]
-    defined = {name for op in ops for name in op.output_names}
-    read = dict.fromkeys(name for op in ops for name in op.call.inputs if name not in defined)
-    node_outputs = {name for node in nodes for op in node.ops for name in op.output_names}
-    elsewhere = {name for op in graph.dgraph if op not in own for name in op.call.inputs}
-    elsewhere |= set(graph.dgraph.output_names)
-    return Block(
-        nodes=nodes,
-        ops=ops,
-        leaves=[name for name in read if name in graph.dgraph.leaves],
-        inputs=[name for name in read if name not in graph.dgraph.leaves],
-        outputs=[name for op in ops for name in op.output_names if name in node_outputs and name in elsewhere],
-    )
+def _private_from(waiting: list[SNode], nodes: Sequence[SNode]) -> int:
+    """The place in `waiting` from which on everything is read by `nodes` alone."""
+    inside = {*waiting, *nodes}
+    start = len(waiting)
+    while start and waiting[start - 1].users and all(user in inside for user in waiting[start - 1].users):
+        start -= 1
+    return start
 
 
-def _needed_leaf_views(graph: SGraph, ops: set[DNode]) -> set[DNode]:
-    """The views of leaves and the in-place writes to them whose results `ops` use, directly or through one another."""
-    producer = {name: op for op in (*graph.leaf_views, *graph.effects) for name in op.output_names}
-    needed: set[DNode] = set()
-    waiting = [name for op in ops for name in op.call.inputs]
-    while waiting:
-        op = producer.get(waiting.pop())
-        if op is not None and op not in needed:
-            needed.add(op)
-            waiting += op.call.inputs
-    return needed
+def _movable(graph: SGraph, on_chain: set[SNode]) -> set[SNode]:
+    """Nodes off the chain that give the same values wherever they run."""
+    movable: set[SNode] = set()
+    for node in graph:
+        same = node.recomputable and not node.is_random and all(dep in movable for dep in node.deps)
+        if same and node not in on_chain:
+            movable.add(node)
+    return movable
+
+
+def _bring_home(graph: SGraph, groups: list[list[SNode]], movable: set[SNode]) -> list[SNode]:
+    """Add each movable node to the one group that needs it; return those that several need, or the user."""
+    home: dict[SNode, int] = {node: index for index, nodes in enumerate(groups) for node in nodes}
+    several = -1
+    for node in reversed(graph.nodes):
+        if node in movable:
+            homes = {home[user] for user in node.users}
+            home[node] = homes.pop() if len(homes) == 1 else several
+    prologue: list[SNode] = []
+    for node in graph:
+        if node in movable:
+            (prologue if home[node] == several else groups[home[node]]).append(node)
+    return prologue
+
+
+class BlockMaker:
+    """Makes blocks of one graph, each in time that grows with its own operations."""
+
+    def __init__(self, graph: SGraph) -> None:
+        self._graph = graph
+        self._leaves = graph.dgraph.leaves
+        self._place = {op: index for index, op in enumerate(graph.dgraph)}
+        self._on_leaves = {name: op for op in (*graph.leaf_views, *graph.effects) for name in op.output_names}
+        self._readers: dict[str, int] = {}  # how many operations read a value
+        self._last_reader: dict[str, int] = {}  # place of the last node that reads a value
+        for op in graph.dgraph:
+            for name in op.inputs if not op.is_guard else ():
+                self._readers[name] = self._readers.get(name, 0) + 1
+        self._node_place = {node: place for place, node in enumerate(graph)}
+        for place, node in enumerate(graph):
+            self._last_reader.update((name, place) for op in node.ops for name in op.inputs)
+        self._kept = set(graph.dgraph.output_names)
+
+    def block(self, nodes: list[SNode]) -> Block:
+        """The block of these nodes, which must be in an order in which they can run."""
+        node_ops = [op for node in nodes for op in node.ops]
+        ops = sorted({*node_ops, *self._needed_on_leaves(node_ops)}, key=self._place.__getitem__)
+        defined = {name for op in ops for name in op.output_names}
+        read = dict.fromkeys(name for op in ops for name in op.inputs if name not in defined)
+        inputs = [name for name in read if name not in self._leaves]
+        inside: dict[str, int] = {}
+        for op in ops:
+            for name in op.inputs:
+                inside[name] = inside.get(name, 0) + 1
+        own = {name for op in node_ops for name in op.output_names}
+        last = max((self._node_place[node] for node in nodes), default=-1)
+        return Block(
+            nodes=nodes,
+            ops=ops,
+            leaves=[name for name in read if name in self._leaves],
+            inputs=inputs,
+            outputs=[
+                name for op in ops for name in op.output_names if name in own and self._leaves_block(name, inside)
+            ],
+            shared_inputs=[name for name in inputs if self._has_gradient_after(name, last)],
+        )
+
+    def _leaves_block(self, name: str, inside: dict[str, int]) -> bool:
+        return name in self._kept or self._readers.get(name, 0) > inside.get(name, 0)
+
+    def _has_gradient_after(self, name: str, place: int) -> bool:
+        """Whether the backward of what comes after node `place` begins the gradient of `name`."""
+        if not self._graph.dgraph.values[name].requires_grad:
+            return False
+        return name in self._kept or self._last_reader.get(name, -1) > place
+
+    def _needed_on_leaves(self, ops: Iterable[DNode]) -> dict[DNode, None]:
+        """The views of leaves and the in-place writes to them whose results `ops` use, directly or through others."""
+        needed: dict[DNode, None] = {}
+        waiting = [name for op in ops for name in op.inputs]
+        while waiting:
+            op = self._on_leaves.get(waiting.pop())
+            if op is not None and op not in needed:
+                needed[op] = None
+                waiting += op.inputs
+        return needed

@@ -28,6 +28,10 @@ class DNode:
     is_random: bool = False  # it moved a random generator
     written: list[str] = field(default_factory=list)  # values whose storage it writes in place
     is_guard: bool = False  # it checks a value that Python read: no outputs, and never left out or repeated
+    inputs: list[str] = field(init=False, repr=False)  # names of the values that it reads, each once
+
+    def __post_init__(self) -> None:
+        self.inputs = self.call.inputs  # every stage after this one asks for them, several times
 
     @property
     def output_names(self) -> list[str]:
@@ -126,7 +130,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         with torch.enable_grad(), nothing_saved:
             run_nodes(graph.nodes, values, [], inspector.observe)
     nodes = _live(inspector.nodes, inspector.values, set(graph.leaves), graph.output_names)
-    used = {name for node in nodes for name in node.call.inputs} | set(graph.output_names)
+    used = {name for node in nodes for name in node.inputs} | set(graph.output_names)
     result = DGraph(
         nodes=nodes,
         leaves={name: leaf for name, leaf in graph.leaves.items() if name in used or leaf.kind is LeafKind.INPUT},
@@ -146,11 +150,14 @@ class _Inspector:
         self._devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
         # Weak references keep the storages' identities unique after the storages themselves are gone.
         self._owners: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._held: dict[str, list[str]] = {}  # by owner: the values in its storage
         self._random: list[torch.Tensor] = []
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
         _, owner = self._owners.setdefault(reference.cdata, (reference, name))
+        if name not in self.values:
+            self._held.setdefault(owner, []).append(name)
         self.values[name] = info_of(tensor, owner)
 
     def refresh_random_states(self) -> bool:
@@ -166,11 +173,11 @@ class _Inspector:
         for name in node.output_names:
             self.note(name, values[name])
         written = _written(node, self.values)
-        storages = {self.values[name].owner for name in written}
-        for name, tensor in values.items():
+        for owner in {self.values[name].owner for name in written}:
             # What is written in place may come to require a gradient.
-            if storages and self.values[name].owner in storages:
-                self.note(name, tensor)
+            for name in self._held[owner]:
+                if name in values:
+                    self.note(name, values[name])
         self.nodes.append(
             DNode(
                 node.name,
@@ -225,6 +232,6 @@ def _live(nodes: list[DNode], values: Mapping[str, ValueInfo], leaves: set[str],
         )
         if live:
             kept.append(node)
-            needed.update(node.call.inputs)
-            needed_storages.update(values[name].owner for name in node.call.inputs)
+            needed.update(node.inputs)
+            needed_storages.update(values[name].owner for name in node.inputs)
     return kept[::-1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch
 from rkgb.bgraph import LeafKind
 from rkgb.call import Ref
 from rkgb.cut import Block
-from rkgb.dgraph import DGraph
+from rkgb.dgraph import DGraph, DNode
+
+# Facts of an operation that decide nothing, or that are written down in their own way.
+_WRITTEN_APART = frozenset({"name", "call", "outputs", "source", "written", "inputs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +27,19 @@ class CanonicalForm:
 
 
 def canonical_form(graph: DGraph, block: Block) -> CanonicalForm:
-    """Write down everything that decides what `block` computes and costs, without its names."""
+    """Write down everything that decides what `block` computes and costs, without its names.
+
+    Constants count with all their elements. Takes time that grows with the block and its constants.
+    """
     writer = _Writer(graph)
-    lines = []
+    digest = hashlib.sha256()
     for op in block.ops:
-        arguments = writer.write((op.call.args, op.call.kwargs))
-        outputs = writer.write(op.outputs)
-        writer.number(op.name)  # an operation of several outputs has a name beside theirs
-        lines.append(f"{op.call.function} {arguments} -> {outputs} {op.grad_enabled} {op.is_random}")
-    lines.append("outputs " + " ".join(writer.number(name) for name in block.outputs))
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return CanonicalForm(digest, tuple(writer.numbers))
+        digest.update(f"{writer.operation(op)}\n".encode())
+    digest.update(f"outputs {writer.numbers_of(block.outputs)} {writer.numbers_of(block.shared_inputs)}".encode())
+    return CanonicalForm(digest.hexdigest(), tuple(writer.numbers))
 
 
-def equivalent_classes(graph: DGraph, blocks: list[Block]) -> list[list[int]]:
+def equivalent_classes(graph: DGraph, blocks: Sequence[Block]) -> list[list[int]]:
     """Indices of equivalent blocks, grouped, in order of first appearance."""
     classes: dict[str, list[int]] = {}
     for index, block in enumerate(blocks):
@@ -50,32 +53,51 @@ class _Writer:
         self.numbers: dict[str, int] = {}
         self._described: set[str] = set()
 
-    def number(self, name: str) -> str:
-        return str(self.numbers.setdefault(name, len(self.numbers)))
+    def number(self, name: str) -> int:
+        return self.numbers.setdefault(name, len(self.numbers))
+
+    def numbers_of(self, names: Sequence[str]) -> list[int]:
+        return [self.number(name) for name in names]
+
+    def operation(self, op: DNode) -> str:
+        """What is called on what and makes what, and under which modes: grad mode, autocast and the like."""
+        arguments = self.write((op.call.args, op.call.kwargs))
+        outputs = self.write(op.outputs)
+        name = self.number(op.name)  # an operation of several outputs has a name beside theirs
+        modes = [(fact.name, getattr(op, fact.name)) for fact in fields(op) if fact.name not in _WRITTEN_APART]
+        return f"{name} {op.call.function!r} {arguments} -> {outputs} writes {self.numbers_of(op.written)} {modes}"
 
     def write(self, tree: Any) -> str:
         if isinstance(tree, Ref):
             return self._describe(tree.name)
         if isinstance(tree, (tuple, list)):
-            return "[" + ",".join(self.write(item) for item in tree) + "]"
+            return f"{type(tree).__name__}[{','.join(self.write(item) for item in tree)}]"
         if isinstance(tree, dict):
-            return "{" + ",".join(f"{key}={self.write(value)}" for key, value in sorted(tree.items())) + "}"
+            return "{" + ",".join(f"{key!r}={self.write(tree[key])}" for key in sorted(tree, key=repr)) + "}"
+        if isinstance(tree, torch.Tensor):
+            return f"tensor {tree.dtype} {tuple(tree.shape)} {_digest(tree)}"  # its repr leaves out elements
         return repr(tree)
 
     def _describe(self, name: str) -> str:
         number = self.number(name)
         if name in self._described:
-            return number
+            return str(number)
         self._described.add(name)
         info = self._graph.values[name]
         leaf = self._graph.leaves.get(name)
         kind = "value" if leaf is None else leaf.kind.value
-        # Which values share a storage decides bytes; so do small constants' values, as numbers do.
+        # Which values share a storage decides bytes; so do constants' values, as numbers do.
         owner = self.number(info.owner)
         held = ""
-        if leaf is not None and leaf.kind is LeafKind.CONSTANT and isinstance(leaf.constant, torch.Tensor):
-            held = repr(leaf.constant.flatten()[:16].tolist()) if leaf.constant.device.type == "cpu" else ""
+        if leaf is not None and leaf.kind is LeafKind.CONSTANT and leaf.constant is not None:
+            held = _digest(leaf.constant)
         return (
             f"{number}:{kind}:{info.dtype}:{info.shape}:{info.stride}:{info.offset}:{info.device}:"
             f"{info.requires_grad}:in {owner}:{info.storage_bytes}:{held}"
         )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of all elements of `tensor`, wherever they are."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

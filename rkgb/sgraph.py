@@ -2,11 +2,15 @@
 
 A node is the unit of recomputation: running its operations again gives its storages their bytes
 again. Views of parameters, buffers and inputs cost nothing and belong to whoever uses them.
+
+The graph begins with one node per operation; `STEPS` make it so, one after another. Each takes an
+S graph and returns another, and can be applied alone: print the graph between two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -40,6 +44,13 @@ class SNode:
         """Whether it draws random numbers."""
         return any(op.is_random for op in self.ops)
 
+    def __str__(self) -> str:
+        calls = " ".join(op.call.op_name for op in self.ops)
+        reads = ", ".join(dep.name for dep in self.deps) or "nothing"
+        fills = ", ".join(self.data) or "nothing"
+        once = f"; runs once: {self.keep_reason}" if self.keep_reason else ""
+        return f"%{self.name} = {calls}; reads {reads}; fills {fills}{once}"
+
 
 @dataclass(eq=False, slots=True)
 class SGraph:
@@ -48,10 +59,18 @@ class SGraph:
     dgraph: DGraph
     nodes: list[SNode]
     leaf_views: list[DNode]  # views of parameters, buffers, inputs, constants
-    effects: list[DNode]  # in-place writes to them, such as a step counter
+    effects: list[DNode]  # in-place writes to them, such as a step counter; and guards
 
     def __iter__(self) -> Iterator[SNode]:
         return iter(self.nodes)
+
+    def __str__(self) -> str:
+        lines = [f"S graph: {len(self.nodes)} nodes"]
+        lines += [f"  {node}" for node in self.nodes]
+        for title, ops in (("views of leaves", self.leaf_views), ("effects", self.effects)):
+            if ops:
+                lines += [f"{title}:", *(f"  %{op.name} = {op.call.op_name}" for op in ops)]
+        return "\n".join(lines)
 
     def producer_of(self) -> dict[str, SNode]:
         """For each value defined by a node, that node."""
@@ -79,134 +98,135 @@ class SGraph:
 
 def d_to_s(graph: DGraph) -> SGraph:
     """Group the operations of `graph` by the storage that they fill."""
-    grouping = _group_by_storage(graph)
-    leaf_views: list[DNode] = []
-    effects: list[DNode] = []
-    members: dict[str, list[DNode]] = {}
-    for op in graph:
-        root = grouping.group_of(op)
-        if root is not None:
-            members.setdefault(root, []).append(op)
-        elif op.written:
-            effects.append(op)
-        else:
-            leaf_views.append(op)
-    members = _merge_cycles(graph, members)
-    nodes = {root: _make_node(graph, ops) for root, ops in members.items()}
-    ordered = _connect_and_sort(graph, list(nodes.values()), leaf_views)
-    _mark_unrepeatable(graph, ordered, effects, leaf_views)
-    result = SGraph(graph, ordered, leaf_views, effects)
+    result = one_node_per_operation(graph)
+    for step in STEPS:
+        result = step(result)
     result.verify()
     return result
 
 
-class _Grouping:
-    """Disjoint sets of storages, named by their owners."""
-
-    def __init__(self, graph: DGraph) -> None:
-        self._graph = graph
-        self._parent: dict[str, str] = {}
-
-    def root(self, owner: str) -> str:
-        self._parent.setdefault(owner, owner)
-        while self._parent[owner] != owner:
-            self._parent[owner] = self._parent[self._parent[owner]]
-            owner = self._parent[owner]
-        return owner
-
-    def unite(self, owners: list[str]) -> None:
-        for owner in owners[1:]:
-            self._parent[self.root(owner)] = self.root(owners[0])
-
-    def storages(self, op: DNode) -> list[str]:
-        """Owners of the storages that `op` fills, views or writes, leaves' left out."""
-        owners = dict.fromkeys(self._graph.owner(name) for name in (*op.output_names, *op.written))
-        return [owner for owner in owners if owner not in self._graph.leaves]
-
-    def group_of(self, op: DNode) -> str | None:
-        storages = self.storages(op)
-        return self.root(storages[0]) if storages else None
+def one_node_per_operation(graph: DGraph) -> SGraph:
+    """What the steps begin with; `verify` accepts it only once they are done."""
+    return _graph_of(graph, [[op] for op in graph])
 
 
-def _group_by_storage(graph: DGraph) -> _Grouping:
-    grouping = _Grouping(graph)
-    last_write: dict[str, int] = {}
-    for position, op in enumerate(graph):
-        grouping.unite(grouping.storages(op))
-        for name in op.written:
-            last_write[graph.owner(name)] = position
-    # Who reads a storage before its last write reads a value that recomputation would not give
-    # again: it joins the storage's node, so that reads and writes are repeated together.
-    for position, op in enumerate(graph):
-        storages = grouping.storages(op)
-        for name in op.call.inputs:
-            owner = graph.owner(name)
-            if storages and owner not in graph.leaves and position < last_write.get(owner, -1):
-                grouping.unite([owner, *storages])
-    return grouping
+# ---- the steps -----------------------------------------------------------------------------------------
 
 
-def _merge_cycles(graph: DGraph, members: dict[str, list[DNode]]) -> dict[str, list[DNode]]:
-    """An in-place operation that reads what came from its own target makes a cycle: one node."""
-    group = {name: root for root, ops in members.items() for op in ops for name in op.output_names}
+def set_leaf_operations_aside(graph: SGraph) -> SGraph:
+    """Take away the nodes that only look at parameters, buffers, inputs and constants, or write into them.
+
+    Views of leaves are repeated by whoever uses them. Writes into leaves and guards run once, in traced order.
+    """
+    kept: list[SNode] = []
+    leaf_views, effects = list(graph.leaf_views), list(graph.effects)
+    for node in graph:
+        if any(_storages(graph.dgraph, op) for op in node.ops):
+            kept.append(node)
+        else:
+            for op in node.ops:
+                (effects if op.written or op.is_guard else leaf_views).append(op)
+    return _regrouped(graph, [[node] for node in kept], leaf_views, effects)
+
+
+def join_storages(graph: SGraph) -> SGraph:
+    """Put what fills, views or writes one storage into one node."""
+    groups = _Groups()
+    holder: dict[str, SNode] = {}
+    for node in graph:
+        for op in node.ops:
+            for owner in _storages(graph.dgraph, op):
+                groups.unite(holder.setdefault(owner, node), node)
+    return _regrouped(graph, groups.of(graph.nodes))
+
+
+def join_early_readers(graph: SGraph) -> SGraph:
+    """Put who reads a storage before its last write into the storage's node.
+
+    It reads a value that recomputation would not give again: reads and writes are repeated together.
+    """
+    dgraph = graph.dgraph
+    last_write = {dgraph.owner(name): place for place, op in enumerate(dgraph) for name in op.written}
+    node_of = {op: node for node in graph for op in node.ops}
+    producer = graph.producer_of()
+    groups = _Groups()
+    for place, op in enumerate(dgraph):
+        if op not in node_of or not last_write or not _storages(dgraph, op):
+            continue
+        for name in op.inputs:
+            owner = dgraph.owner(name)
+            if owner in producer and place < last_write.get(owner, -1):
+                groups.unite(producer[owner], node_of[op])
+    return _regrouped(graph, groups.of(graph.nodes))
+
+
+def merge_cycles(graph: SGraph) -> SGraph:
+    """Make one node of nodes that need each other, as an in-place operation that reads what came from its target."""
     edges = nx.DiGraph()
-    edges.add_nodes_from(members)
-    for root, ops in members.items():
-        for op in ops:
-            edges.add_edges_from((group[name], root) for name in op.call.inputs if group.get(name, root) != root)
-    position = {op.name: index for index, op in enumerate(graph)}
-    merged: dict[str, list[DNode]] = {}
+    edges.add_nodes_from(graph.nodes)
+    edges.add_edges_from((dep, node) for node in graph for dep in node.deps)
+    groups = _Groups()
     for component in nx.strongly_connected_components(edges):
-        ops = [op for root in component for op in members[root]]
-        merged[min(component)] = sorted(ops, key=lambda op: position[op.name])
-    return merged
+        first, *others = component
+        for node in others:
+            groups.unite(first, node)
+    return _regrouped(graph, groups.of(graph.nodes))
 
 
-def _make_node(graph: DGraph, ops: list[DNode]) -> SNode:
-    owners = dict.fromkeys(graph.owner(name) for op in ops for name in op.output_names)
-    data = [owner for owner in owners if owner not in graph.leaves]
-    return SNode(ops[0].name, ops, data)
+def sort_nodes(graph: SGraph) -> SGraph:
+    """Order the nodes after what they need, and otherwise by their first operations.
+
+    Raises `GraphError` where nodes need each other.
+    """
+    place = {node: index for index, node in enumerate(graph)}
+    missing = {node: len(node.deps) for node in graph}
+    ready = [place[node] for node in graph if not node.deps]
+    ordered: list[SNode] = []
+    while ready:
+        node = graph.nodes[heapq.heappop(ready)]
+        ordered.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, place[user])
+    if len(ordered) < len(graph.nodes):
+        stuck = next(node for node in graph if missing[node])
+        raise GraphError(f"S node {stuck.name} needs what needs itself. Merge the cycles before sorting the nodes.")
+    return _regrouped(graph, [[node] for node in ordered])
 
 
-def _connect_and_sort(graph: DGraph, nodes: list[SNode], leaf_views: list[DNode]) -> list[SNode]:
-    producer = {name: node for node in nodes for op in node.ops for name in op.output_names}
-    position = {op.name: index for index, op in enumerate(graph)}
-    edges = nx.DiGraph()
-    edges.add_nodes_from(nodes)
-    for node in nodes:
-        for op in node.ops:
-            edges.add_edges_from((producer[n], node) for n in op.call.inputs if producer.get(n, node) is not node)
-    ordered = list(nx.lexicographical_topological_sort(edges, key=lambda node: position[node.ops[0].name]))
-    for node in ordered:
-        for op in node.ops:
-            for name in op.call.inputs:
-                dep = producer.get(name, node)
-                if dep is not node:
-                    node.deps[dep] = None
-                    dep.users[node] = None
-    return ordered
-
-
-def _mark_unrepeatable(graph: DGraph, nodes: list[SNode], effects: list[DNode], leaf_views: list[DNode]) -> None:
+def mark_unrepeatable(graph: SGraph) -> SGraph:
     """Name the nodes that must run once, and why."""
-    everything = [op for node in nodes for op in node.ops] + effects + leaf_views
+    result = _regrouped(graph, [[node] for node in graph])
+    dgraph = graph.dgraph
     rewritten = {
-        graph.owner(name)
-        for op in everything
+        dgraph.owner(name)
+        for op in dgraph
         if not repeats_without_statistics(op)
         for name in op.written
-        if graph.owner(name) in graph.leaves
+        if dgraph.owner(name) in dgraph.leaves
     }
-    for node in nodes:
+    for node in result:
         for op in node.ops:
             if not isinstance(op.call.function, torch._ops.OpOverload):
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
             elif op.call.function._schema.name in _DEPEND_ON_GRADIENT_MODE:
                 node.keep_reason = f"{op.name} gives nothing to its backward where it is repeated without gradients"
-            elif not repeats_without_statistics(op) and any(graph.owner(n) in graph.leaves for n in op.written):
+            elif not repeats_without_statistics(op) and any(dgraph.owner(n) in dgraph.leaves for n in op.written):
                 node.keep_reason = f"{op.name} writes into the module's state"
-            elif any(graph.owner(name) in rewritten for name in op.call.inputs):
+            elif rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                 node.keep_reason = f"{op.name} reads module state that the forward rewrites"
+    return result
+
+
+STEPS: tuple[Callable[[SGraph], SGraph], ...] = (
+    set_leaf_operations_aside,
+    join_storages,
+    join_early_readers,
+    merge_cycles,
+    sort_nodes,
+    mark_unrepeatable,
+)
 
 
 def repeats_without_statistics(op: DNode) -> bool:
@@ -214,3 +234,75 @@ def repeats_without_statistics(op: DNode) -> bool:
     function = op.call.function
     # instance_norm is not one: it saves copies of the statistics, so that leaving them out changes what it saves.
     return isinstance(function, torch._ops.OpOverload) and function._schema.name == "aten::batch_norm"
+
+
+# ---- regrouping ----------------------------------------------------------------------------------------
+
+
+class _Groups:
+    """Disjoint sets of nodes."""
+
+    def __init__(self) -> None:
+        self._parent: dict[SNode, SNode] = {}
+
+    def _root(self, node: SNode) -> SNode:
+        while (parent := self._parent.get(node, node)) is not node:
+            # Halving the way at each look keeps the ways short.
+            self._parent[node] = self._parent.get(parent, parent)
+            node = parent
+        return node
+
+    def unite(self, one: SNode, other: SNode) -> None:
+        self._parent[self._root(other)] = self._root(one)
+
+    def of(self, nodes: Sequence[SNode]) -> list[list[SNode]]:
+        """`nodes` by set, in order of the first of each."""
+        found: dict[SNode, list[SNode]] = {}
+        for node in nodes:
+            found.setdefault(self._root(node), []).append(node)
+        return list(found.values())
+
+
+def _storages(graph: DGraph, op: DNode) -> list[str]:
+    """Owners of the storages that `op` fills, views or writes, leaves' left out."""
+    owners = dict.fromkeys(graph.owner(name) for name in (*op.output_names, *op.written))
+    return [owner for owner in owners if owner not in graph.leaves]
+
+
+def _regrouped(
+    graph: SGraph,
+    groups: Sequence[Sequence[SNode]],
+    leaf_views: list[DNode] | None = None,
+    effects: list[DNode] | None = None,
+) -> SGraph:
+    """A graph with a node for each of `groups`; what must run once still must."""
+    operations = [group[0].ops for group in groups]
+    if any(len(group) > 1 for group in groups):
+        place = {op: index for index, op in enumerate(graph.dgraph)}
+        operations = [sorted((op for node in group for op in node.ops), key=place.__getitem__) for group in groups]
+    result = _graph_of(graph.dgraph, operations)
+    result.leaf_views = list(graph.leaf_views) if leaf_views is None else leaf_views
+    result.effects = list(graph.effects) if effects is None else effects
+    for node, group in zip(result, groups, strict=True):
+        node.keep_reason = next((old.keep_reason for old in group if old.keep_reason), "")
+    return result
+
+
+def _graph_of(graph: DGraph, operations: Sequence[list[DNode]]) -> SGraph:
+    """One node for each list of operations, connected."""
+    nodes: list[SNode] = []
+    for ops in map(list, operations):
+        fresh = [name for op in ops for name in op.output_names if graph.owner(name) == name]
+        nodes.append(SNode(ops[0].name, ops, fresh))
+    result = SGraph(graph, nodes, [], [])
+    producer = result.producer_of()
+    for node in nodes:
+        for op in node.ops:
+            for name in op.inputs:
+                dep = producer.get(name, node)
+                if dep is not node:
+                    node.deps[dep] = None
+    for node in nodes:
+        for dep in node.deps:
+            dep.users[node] = None
+    return result

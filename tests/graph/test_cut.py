@@ -15,6 +15,7 @@ from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
 from tests.graph.programs import TINY, Program, linear, rows, simplified, zoo_graphs
+from tests.graph.test_sgraph import with_guard
 
 LAYERS = [2, 3, 6, 12]
 # The cache is written by no block, but between them: a block alone computes other values of the same sizes.
@@ -60,13 +61,32 @@ def test_nested_residual_branches_stay_in_one_block():
 def test_a_value_without_gradient_may_be_read_from_any_block():
     """A mask made at the start does not hold the chain together."""
     blocks = cut_of(lambda m, x, k: ((m.layer(x) * (mask := k.exp())).tanh() * mask).sin(), rows(), rows())
-    assert bodies(blocks) == [["linear"], ["exp", "mul"], ["tanh"], ["mul"], ["sin"]]
+    assert bodies(blocks) == [["linear", "exp"], ["mul"], ["tanh"], ["mul"], ["sin"]]
     assert blocks[3].inputs == ["tanh_0", "exp_0"]
 
 
 def test_what_no_gradient_reaches_makes_no_block_of_its_own():
     blocks = cut_of(lambda m, x, k: m.layer(x) * k.exp().tanh().sin(), rows(), rows())
     assert bodies(blocks) == [["linear"], ["exp", "tanh", "sin", "mul"]]
+
+
+def test_a_mask_for_several_blocks_goes_with_the_block_before_them():
+    """So the first layer that reads it stays equal to the others."""
+    blocks = cut_of(lambda m, x, k: (m.layer(x) * (mask := k.exp().tanh())).sin() * mask, rows(), rows())
+    assert bodies(blocks) == [["linear", "exp", "tanh"], ["mul"], ["sin"], ["mul"]]
+
+
+def test_parts_with_nothing_in_common_are_cut_apart():
+    blocks = cut_of(lambda m, x: ((h := m.layer(x)).exp() + h, (g := m.layer(x * 2)).sin() + g))
+    assert bodies(blocks) == [["linear"], ["exp", "add"], ["mul", "linear"], ["sin", "add"]]
+
+
+def test_a_pinned_value_does_not_hold_its_range_together():
+    graph = simplified(program(lambda m, x: (h := m.layer(x)).exp().tanh().sin().cos() * h), rows())
+    blocks = cut(graph, graph.nodes[:1])
+    assert bodies(blocks) == [["linear"], ["exp"], ["tanh"], ["sin"], ["cos"], ["mul"]]
+    assert blocks[-1].inputs == ["cos_0", "linear_0"]
+    assert blocks[0].outputs == ["linear_0"]
 
 
 def test_what_depends_on_a_detached_value_stays_on_the_chain():
@@ -181,6 +201,23 @@ def test_blocks_run_one_after_another_give_the_output_of_the_graph(name):
         for output in graph.output_names:
             owner_is_leaf = graph.owner(output) in graph.leaves
             assert owner_is_leaf or bitwise_equal(passed[output], expected[output]), output
+
+
+def test_an_input_is_shared_where_its_gradient_exists_before_the_block_s_backward():
+    """A later block, or the loss, has begun it; the last one to read it begins it itself."""
+    module = program(lambda m, x, k: ((h := m.layer(x)).exp() * k.exp(), h.sin() * k.exp(), (g := h.cos()), g.tanh()))
+    blocks = cut(simplified(module, (rows(), rows())))
+    shared = {block.nodes[-1].name: block.shared_inputs for block in blocks}
+    assert shared == {"linear_0": [], "mul_0": ["linear_0"], "mul_1": ["linear_0"], "cos_0": [], "tanh_0": ["cos_0"]}
+
+
+def test_what_only_a_guard_reads_is_no_output():
+    graph = with_guard(program(lambda m, x: m.layer(x).exp().tanh().sin()), rows(), "exp_0")
+    blocks = cut(graph)
+    assert [op.call.op_name for op in graph.effects] == ["guard"]
+    assert all("guard" not in body for body in bodies(blocks))
+    assert all(not op.is_guard for block in blocks for op in block.ops)
+    assert [block.outputs for block in blocks] == [["linear_0"], ["exp_0"], ["tanh_0"], ["sin_0"]]
 
 
 # ---- real models ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb import cut, equivalent_classes, make_sample
+from rkgb import DNode, cut, equivalent_classes, make_sample
 from rkgb.equivalence import canonical_form
 from rockmate import zoo
 from tests.graph.cases import Square, program
@@ -90,10 +90,76 @@ def test_residual_blocks_of_one_kind_are_equal():
         (residual(lambda m, x: torch.relu(x * 1)), residual(lambda m, x: torch.relu_(x * 1))),
         (residual(lambda m, x: x.clone()), residual(lambda m, x: x.contiguous())),
         (residual(lambda m, x: x * torch.tensor([1.0])), residual(lambda m, x: x * torch.tensor([2.0]))),
+        (residual(lambda m, x: m.l(x), l=linear()), residual(lambda m, x: m.l(x.detach()), l=linear())),
     ],
 )  # fmt: skip
 def test_blocks_are_different_when_anything_differs_that_matters(first, second):
     assert not branches(first, second)
+
+
+def constant(last, dtype=torch.float32, device="cpu"):
+    """A thousand elements of which the last one is given."""
+    return torch.cat([torch.zeros(999), torch.tensor([last])]).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_constants_are_compared_to_their_last_element(device, dtype):
+    def digest(last):
+        kept = constant(last, dtype, device)
+        module = Program(lambda m, x: (x * m.w * kept).abs(), w=nn.Parameter(torch.randn(1000, device=device)))
+        graph = simplified(module, torch.randn(1000, device=device))
+        return [canonical_form(graph.dgraph, block).digest for block in cut(graph)]
+
+    assert digest(1.0) == digest(1.0)
+    assert digest(1.0) != digest(0.0)
+
+
+def test_a_constant_counts_by_its_elements_not_by_its_layout_in_memory():
+    def digest(kept):
+        graph = simplified(Program(lambda m, x: x * m.w + kept.sum(), w=scale()), rows())
+        return [canonical_form(graph.dgraph, block).digest for block in cut(graph)]
+
+    matrix = rows(3, 5)
+    assert digest(matrix) == digest(matrix.clone())
+    assert digest(matrix) != digest(matrix.t())
+    assert digest(matrix[0].expand(2, 5)) != digest(matrix[1].expand(2, 5))
+
+
+def other(value):
+    """Another value of the same type, for facts of operations."""
+    return [*value, "linear_0"] if isinstance(value, list) else not value
+
+
+FACTS = [fact.name for fact in dataclasses.fields(DNode) if fact.init]
+
+
+@pytest.mark.parametrize("fact", [fact for fact in FACTS if fact not in ("name", "source", "call", "outputs")])
+def test_every_fact_of_an_operation_counts_whatever_modes_there_will_be(fact):
+    """Grad mode and autocast decide what is saved; a mode that comes later will, too."""
+    graph = simplified(program(lambda m, x: m.layer(x)), rows())
+    (block,) = cut(graph)
+    changed = [dataclasses.replace(op, **{fact: other(getattr(op, fact))}) for op in block.ops]
+    different = dataclasses.replace(block, ops=changed)
+    assert canonical_form(graph.dgraph, block).digest != canonical_form(graph.dgraph, different).digest
+
+
+def test_regions_without_gradient_differ_from_those_with():
+    def without(m, x):
+        with torch.no_grad():
+            return m.l(x)
+
+    assert not branches(residual(lambda m, x: m.l(x), l=linear()), residual(without, l=linear()))
+    assert branches(residual(without, l=linear()), residual(without, l=linear()))
+
+
+def test_a_block_whose_input_others_read_too_differs_from_one_that_has_it_alone():
+    """The backward of the first adds to a gradient that is there; that of the other makes it."""
+    graph = simplified(program(lambda m, x: ((h := m.layer(x)).exp().sum(), h.exp().sum())), rows())
+    first = cut(graph)[1]
+    assert first.shared_inputs == ["linear_0"]
+    alone = dataclasses.replace(first, shared_inputs=[])
+    assert canonical_form(graph.dgraph, first).digest != canonical_form(graph.dgraph, alone).digest
 
 
 def test_a_block_that_reads_a_view_of_its_input_differs_from_one_that_reads_a_fresh_value():

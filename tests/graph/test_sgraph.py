@@ -5,11 +5,33 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb import GraphError, make_sample
+from rkgb import BNode, GraphError, b_to_d, d_to_s, make_sample, trace
+from rkgb.call import Call, Ref
+from rkgb.sgraph import STEPS, join_storages, merge_cycles, one_node_per_operation, sort_nodes
 from tests.graph.cases import CASES, Square, program
 from tests.graph.examined import examined
 from tests.graph.oracles import not_filled_again
-from tests.graph.programs import Program, linear, rows, scale, simplified
+from tests.graph.programs import Program, linear, rows, scale, simplified, traced
+
+
+class Guard:
+    """Stands for a check of a value that Python read."""
+
+    is_guard = True
+    __name__ = "guard"
+
+    def __call__(self, *values):
+        """Nothing to check."""
+
+
+def with_guard(module, sample, value):
+    """The S graph of `module` with a guard on `value` right after it."""
+    made = make_sample(module, sample)
+    basic = trace(module, made)
+    place = next(place for place, node in enumerate(basic) if value in node.output_names)
+    basic.nodes.insert(place + 1, BNode("guard_0", Call(Guard(), (Ref(value),)), None))
+    return d_to_s(b_to_d(basic, module, made))
+
 
 RUNS_ONCE_CASES = (
     ("layers-custom_function", "apply", "custom function"),
@@ -94,6 +116,74 @@ def test_a_node_waits_for_the_operands_of_its_writes():
     """The storage filled first is completed last: its node comes after what it reads."""
     graph = simplified(program(lambda m, x: m.layer(x).add_(x.exp().sum()) * 2), rows())
     assert [node.name for node in graph] == ["exp_0", "sum_0", "linear_0", "mul_0"]
+
+
+def test_guards_are_effects_though_nothing_reads_them():
+    graph = with_guard(program(lambda m, x: m.layer(x).exp()), rows(), "linear_0")
+    assert [op.name for op in graph.effects] == ["guard_0"]
+    assert [op.name for op in graph.dgraph] == ["linear_0", "guard_0", "exp_0"]
+    assert bodies(graph) == [["linear"], ["exp"]]
+
+
+# ---- step by step --------------------------------------------------------------------------------------
+
+
+def test_the_graph_begins_with_a_node_for_each_operation():
+    graph = one_node_per_operation(traced(program(lambda m, x: m.layer(x).view(2, 6).relu_()), rows()))
+    assert bodies(graph) == [["linear"], ["view"], ["relu_"]]
+    assert [node.data for node in graph] == [["linear_0"], [], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_steps_lead_to_the_s_graph_and_leave_their_arguments_alone(name):
+    dgraph = examined(name).graphs.D_graph
+    graph = one_node_per_operation(dgraph)
+    for step in STEPS:
+        before = str(graph)
+        following = step(graph)
+        assert str(graph) == before
+        assert operations(following) == operations(graph)
+        graph = following
+    assert str(graph) == str(d_to_s(dgraph)) == str(examined(name).graphs.S_graph)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("name", CASES)
+def test_each_step_can_be_applied_alone_and_a_second_time_changes_nothing(name, step):
+    graph = one_node_per_operation(examined(name).graphs.D_graph)
+    once = step(graph)
+    assert operations(once) == operations(graph)
+    assert str(step(once)) == str(once)
+
+
+def operations(graph):
+    """Names of all operations, wherever they are."""
+    return sorted([op.name for node in graph for op in node.ops] + [op.name for op in graph.leaf_views + graph.effects])
+
+
+def test_nodes_that_need_each_other_are_refused_by_sorting_and_merged_before_it():
+    """x.add_(f(x)): f needs what fills x, and the write to x needs f."""
+    dgraph = traced(program(lambda m, x: (h := m.layer(x)).add_(h.exp()).tanh()), rows())
+    graph = join_storages(one_node_per_operation(dgraph))
+    assert bodies(graph) == [["linear", "add_"], ["exp"], ["tanh"]]
+    with pytest.raises(GraphError, match="S node linear_0 needs what needs itself"):
+        sort_nodes(graph)
+    assert bodies(sort_nodes(merge_cycles(graph))) == [["linear", "exp", "add_"], ["tanh"]]
+
+
+def test_a_printed_graph_tells_what_each_node_runs_reads_and_fills():
+    module = program(lambda m, x: (m.layer(x) * m.w.view(4)).view(2, 6), w=nn.Parameter(rows(4, 1)))
+    graph = simplified(module, rows())
+    assert str(graph).splitlines() == [
+        "S graph: 2 nodes",
+        "  %linear_0 = linear; reads nothing; fills linear_0",
+        "  %mul_0 = mul view; reads linear_0; fills mul_0",
+        "views of leaves:",
+        "  %view_0 = view",
+    ]
+
+
+# ---- the finished graph ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
