@@ -2,7 +2,7 @@
 
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
 from rkgb.check import summary, test_rkgb
-from rkgb.cut import Block, cut
+from rkgb.cut import Block, Chain, chain, cut
 from rkgb.dgraph import DGraph, DNode, b_to_d
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import (
@@ -17,6 +17,7 @@ from rkgb.errors import (
 )
 from rkgb.kgraph import KComp, KData, KGraph, s_to_k
 from rkgb.networkx_form import to_networkx
+from rkgb.partition import SubGraph, partition
 from rkgb.pipeline import AllGraphs, make_all_graphs
 from rkgb.render import RenderError
 from rkgb.sample import Sample, make_sample
@@ -32,6 +33,7 @@ __all__ = [
     "BNode",
     "B_to_D",
     "Block",
+    "Chain",
     "DGraph",
     "DNode",
     "D_to_S",
@@ -52,10 +54,12 @@ __all__ = [
     "S_to_K",
     "Sample",
     "SampleError",
+    "SubGraph",
     "TraceError",
     "TraceWarning",
     "ValueInfo",
     "b_to_d",
+    "chain",
     "cut",
     "d_to_s",
     "describe",
@@ -63,6 +67,7 @@ __all__ = [
     "make_B",
     "make_all_graphs",
     "make_sample",
+    "partition",
     "print_all_graphs",
     "print_graph",
     "print_graph_list",

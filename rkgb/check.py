@@ -46,9 +46,9 @@ def summary(graphs: AllGraphs, name: str, compared: int = 0) -> str:
     lines = [f"{name}, traced by {graphs.B_graph.tracer}"]
     for letter, what in _sizes(graphs).items():
         lines.append(f"  {letter}  {what}")
-    lines.append(f"  {len(graphs.blocks)} blocks, {len(graphs.equivalent_classes)} distinct:")
+    lines.append(f"  {len(graphs.blocks)} blocks, {len(graphs.equivalent_classes)} distinct (forward + backward):")
     for members in graphs.equivalent_classes:
-        lines.append(f"    {_named(members):<24} {_block(graphs, members[0])}")
+        lines.append(f"    {_named(members):<28} {_block(graphs, members[0])}")
     once = Counter(node.keep_reason for node in graphs.S_graph if node.keep_reason)
     if once:
         lines.append("  computed once, never again:")
@@ -74,7 +74,7 @@ def _sizes(graphs: AllGraphs) -> dict[str, str]:
         "S": f"{len(graphs.S_graph.nodes)} nodes that fill a storage",
         "K": (
             f"{len(graphs.K_graph.forward)} forward and {len(graphs.K_graph.backward)} backward computations, "
-            f"{len(phantoms)} phantoms of {_megabytes(phantom_bytes)}"
+            f"{len(phantoms)} phantoms of {_readable(phantom_bytes)}"
         ),
     }
 
@@ -86,13 +86,16 @@ def _block(graphs: AllGraphs, index: int) -> str:
     size_bytes = sum(allocated_bytes(info.storage_bytes, info.device) for info in filled)
     forward_ms = sum(comp.time_ms for comp in k_graph.forward)
     backward_ms = sum(comp.time_ms for comp in k_graph.backward)
-    return f"{len(block.nodes):>3} nodes, {_megabytes(size_bytes)}, {forward_ms:.2f} + {backward_ms:.2f} ms"
+    return f"{len(block.nodes):>3} nodes, {_readable(size_bytes):>10}, {forward_ms:7.2f} + {backward_ms:.2f} ms"
 
 
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.2f} MiB"
+def _readable(size_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.2f} {unit}"
+    return f"{size_bytes} B"
 
 
 def _named(members: list[int]) -> str:
-    shown = ", ".join(str(index) for index in members[:5])
-    return f"block {shown}" + (f", … ({len(members)} in all)" if len(members) > 5 else "")
+    shown = ", ".join(str(index) for index in members[:4])
+    return f"block {shown}" + (f", … ({len(members)})" if len(members) > 4 else "")

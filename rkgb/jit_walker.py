@@ -70,6 +70,7 @@ class JitWalker:
         self._leaf_of_tensor: dict[int, Ref] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._namer = Namer()
+        self._buffers = {id(buffer) for buffer in module.buffers()}
 
     def walk(self, graph: Any) -> None:
         """Fill `nodes`, `leaves` and `output_refs`."""
@@ -155,7 +156,7 @@ class JitWalker:
         known = self._leaf_of_tensor.get(id(tensor))  # tied weights are one leaf
         if known is not None:
             return known
-        registered = any(tensor is buffer for buffer in self.module.buffers())
+        registered = id(tensor) in self._buffers
         if isinstance(tensor, torch.nn.Parameter) or registered:
             name = self._namer.plain(path.replace(".", "_"))
             kind = LeafKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else LeafKind.BUFFER

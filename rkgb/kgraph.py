@@ -142,18 +142,22 @@ def _differentiable(graph: SGraph, names: list[str]) -> list[str]:
 def _bytes_outside(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> list[int]:
     """Gradients that are alive during a block's backward but were not seen when it ran alone.
 
-    They are the parameters' of the blocks after it, and those that the loss gave to outputs of
-    blocks before it.
+    They are the parameters' of the blocks after it, those that the loss gave to outputs of blocks
+    before it, and those that blocks after it gave to values of blocks before it.
     """
     outputs = set(_differentiable_outputs(graph))
     owned = [{owner for node in block.nodes for owner in node.data} & outputs for block in blocks]
     sizes = graph.dgraph.values
+    waiting = {owner: sizes[owner].storage_bytes for owners in owned for owner in owners}
     outside = []
     seen: set[str] = set()
     parameters = 0
     for index in range(len(blocks) - 1, -1, -1):
-        waiting = sum(sizes[owner].storage_bytes for earlier in owned[:index] for owner in earlier)
-        outside.append(parameters + waiting)
+        # What the block hands on, and what it is handed, was seen when it ran.
+        for name in (*owned[index], *blocks[index].outputs, *blocks[index].inputs):
+            waiting.pop(name, None)
+        outside.append(parameters + sum(waiting.values()))
+        waiting.update(profiles[index].input_gradient_bytes)
         for name, size_bytes in profiles[index].parameter_gradient_bytes.items():
             # A parameter used in several blocks has one gradient: the first to come makes it.
             parameters += 0 if name in seen else size_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ def measure_blocks(
     forms = [canonical_form(graph.dgraph, block) for block in blocks]
     measured: dict[str, tuple[tuple[str, ...], BlockProfile]] = {}
     profiles: list[BlockProfile] = []
+    last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
     with borrowed(module, {tensor.device for tensor in (*module.parameters(), *sample.tensors)}):
         values: dict[str, Any] = dict(leaf_tensors(graph.dgraph.leaves, module, sample.tensors))
         for index, (block, form) in enumerate(zip(blocks, forms, strict=True)):
@@ -56,16 +57,12 @@ def measure_blocks(
                 measured[form.digest] = (form.names, _measure(graph, block, values))
             names, profile = measured[form.digest]
             profiles.append(profile.renamed(dict(zip(names, form.names, strict=True))))
-            later = [name for other in blocks[index + 1 :] for name in other.inputs]
             with torch.no_grad():
-                run_nodes(block.ops, values, later)
-            _drop(values, keep={*graph.dgraph.leaves, *later})
+                run_nodes(block.ops, values, [name for name in block.outputs if last_reader.get(name, -1) > index])
+            for name in block.inputs:
+                if last_reader[name] == index:
+                    del values[name]
     return profiles
-
-
-def _drop(values: dict[str, Any], keep: set[str]) -> None:
-    for name in [name for name in values if name not in keep]:
-        del values[name]
 
 
 def _measure(graph: SGraph, block: Block, values: dict[str, Any]) -> BlockProfile:
@@ -107,6 +104,21 @@ class FreshGradients(torch.autograd.Function):
         return tuple(gradients)
 
 
+class _Entrance(torch.autograd.Function):
+    """Stands for the blocks before: their values pass, and their gradients gather until the block is done."""
+
+    @staticmethod
+    def forward(ctx: Any, observer: _Observer, *values: torch.Tensor) -> Any:
+        ctx.observer = observer
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.observer.gathered(gradients)
+        return (None,) * (len(gradients) + 1)
+
+
 class _Observer:
     """Told of each operation and of each autograd node that a run of a block goes through."""
 
@@ -118,17 +130,23 @@ class _Observer:
 
     def before_node(self, op: DNode) -> None: ...
 
+    def gathered(self, gradients: Sequence[torch.Tensor | None]) -> None: ...
+
     def finished(self) -> None: ...
 
 
-def _run_block(graph: DGraph, block: Block, given: dict[str, Any], observer: _Observer) -> dict[str, torch.Tensor]:
-    """Forward and backward of `block` on detached copies; returns the leaves, gradients in their ``.grad``."""
-    leaves = {name: _stand_in(graph, block, name, given[name]) for name in (*block.leaves, *block.inputs)}
+def _run_block(graph: DGraph, block: Block, leaves: dict[str, torch.Tensor], observer: _Observer) -> None:
+    """Forward and backward of `block` on `leaves`, which `_stand_ins` gives; gradients are in their ``.grad``."""
     observer.given(leaves)
     values: dict[str, Any] = dict(leaves)
+    entering = [name for name in block.inputs if leaves[name].requires_grad]
+    if entering:
+        given_in = _Entrance.apply(observer, *(leaves[name] for name in entering))  # type: ignore[no-untyped-call]
+        values.update(zip(entering, given_in, strict=True))
+        del given_in
     nodes = _NodeFinder(observer)
     with torch.enable_grad():
-        for op, dropped in zip(block.ops, last_uses(block.ops, block.outputs), strict=True):
+        for op, dropped in zip(block.ops, last_uses(block.ops, [*block.outputs, *block.inputs]), strict=True):
             observer.before_op(op)
             with torch.set_grad_enabled(op.grad_enabled):
                 bind(op.outputs, op.call.evaluate(values), values)
@@ -136,14 +154,19 @@ def _run_block(graph: DGraph, block: Block, given: dict[str, Any], observer: _Ob
             nodes.attribute(op, [values[name] for name in op.output_names])
             for name in dropped:
                 values.pop(name, None)
-        outputs = [values[name] for name in block.outputs if values[name].requires_grad]
+        # The gradients of shared inputs are there before the block's backward adds to them.
+        outputs = [values[name] for name in (*block.outputs, *block.shared_inputs) if values[name].requires_grad]
         total = FreshGradients.apply(*outputs) if outputs else None  # type: ignore[no-untyped-call]
     values.clear()
     del outputs
     if total is not None:
         total.backward()
     observer.finished()
-    return leaves
+
+
+def _stand_ins(graph: DGraph, block: Block, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the block reads, by name: leaves of an autograd graph of its own."""
+    return {name: _stand_in(graph, block, name, given[name]) for name in (*block.leaves, *block.inputs)}
 
 
 def _stand_in(graph: DGraph, block: Block, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -169,7 +192,7 @@ class _NodeFinder:
         while pending:
             node = pending.pop()
             # Accumulation of parameter gradients belongs to the node that feeds it.
-            if node is None or node in self._known or node.name().endswith("AccumulateGrad"):
+            if node is None or node in self._known or node.name().endswith(("AccumulateGrad", "_EntranceBackward")):
                 continue
             self._known.add(node)
             node.register_prehook(lambda _, op=op: observer.before_node(op))
@@ -205,6 +228,7 @@ class _MemoryObserver(_Observer):
         self._packed: list[_Packed] = []
         self._sources: dict[int, tuple[StorageWeakRef, str, SavedKind]] = {}
         self.parameter_gradient_bytes: dict[str, int] = {}
+        self.input_gradient_bytes: dict[str, int] = {}
 
     def mark(self) -> int:
         self.log.mark()
@@ -247,6 +271,13 @@ class _MemoryObserver(_Observer):
 
     def before_node(self, op: DNode) -> None:
         self.windows.append(StageWindow(op.name, self.mark()))
+
+    def gathered(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        names = [name for name in self.block.inputs if self.graph.values[name].requires_grad]
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                self.input_gradient_bytes[name] = gradient.untyped_storage().nbytes()
+        self.mark()
 
     def finished(self) -> None:
         self.mark()
@@ -293,14 +324,16 @@ class _MemoryObserver(_Observer):
             ops,
             tuple(StageProfile(w.op, w.time_ms, tuple(w.needs), w.resident_bytes, w.peak_bytes) for w in stages),
             self.parameter_gradient_bytes,
+            self.input_gradient_bytes,
         )
 
 
 def _observe_memory(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> _MemoryObserver:
+    leaves = _stand_ins(graph, block, values)  # outside of the log: copies of buffers are not the block's bytes
     with AllocationLog(device) as log:
         observer = _MemoryObserver(graph, block, log)
         with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):
-            leaves = _run_block(graph, block, values, observer)
+            _run_block(graph, block, leaves, observer)
         observer.parameter_gradient_bytes = {
             name: leaf.grad.untyped_storage().nbytes()
             for name, leaf in leaves.items()
@@ -360,5 +393,5 @@ class _Timing(_Observer):
 
 def _take_times(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> _Timing:
     timing = _Timing(device)
-    _run_block(graph, block, values, timing)
+    _run_block(graph, block, _stand_ins(graph, block, values), timing)
     return timing

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.bgraph import BGraph, LeafKind
-from rkgb.cut import Block, cut
+from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
@@ -87,7 +87,7 @@ def make_all_graphs(
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
         simplified = d_to_s(dataflow)
-        blocks = cut(simplified)
+        blocks = cut(simplified, chain(simplified).pins)
         profiles = measure_blocks(simplified, blocks, model, arguments, tell)
         tell("measure", len(blocks), len(blocks))
         backward = s_to_k(simplified, blocks, profiles)

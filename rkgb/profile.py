@@ -67,6 +67,7 @@ class BlockProfile:
     ops: Mapping[str, OpProfile]
     stages: tuple[StageProfile, ...]  # in the order in which autograd runs them
     parameter_gradient_bytes: Mapping[str, int]  # by leaf name: gradients that stay after the block
+    input_gradient_bytes: Mapping[str, int]  # by name: storages of the gradients that it hands to blocks before it
 
     def renamed(self, names: Mapping[str, str]) -> BlockProfile:
         """The profile of an equivalent block, given how its names correspond."""
@@ -90,4 +91,5 @@ class BlockProfile:
             parameter_gradient_bytes={
                 rename(name): size_bytes for name, size_bytes in self.parameter_gradient_bytes.items()
             },
+            input_gradient_bytes={rename(name): size for name, size in self.input_gradient_bytes.items()},
         )

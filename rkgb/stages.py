@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rkgb.bgraph import BGraph
-from rkgb.cut import Block, cut
+from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
@@ -44,7 +44,7 @@ def D_to_S(graph: DGraph) -> SGraph:
 
 def S_to_K(graph: SGraph, model: torch.nn.Module, sample: Any, model_kwargs: dict[str, Any] | None = None) -> KGraph:
     """Forward and backward computations with times and bytes measured on `sample`."""
-    blocks = cut(graph)
+    blocks = cut(graph, chain(graph).pins)
     with training_mode(model):
         profiles = measure_blocks(graph, blocks, model, make_sample(model, sample, model_kwargs))
     return s_to_k(graph, blocks, profiles)

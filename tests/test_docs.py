@@ -169,8 +169,8 @@ def committed_results() -> list[Path]:
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    return [ROOT / name for name in listed.split("\0") if name.endswith(".json")]
+        return sorted((ROOT / "benchmarks" / "results").glob("step-*.json"))
+    return [path for path in (ROOT / name for name in listed.split("\0")) if path.match("step-*.json")]
 
 
 def test_tables_are_those_of_the_committed_results():

@@ -28,8 +28,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         (lambda: zoo.resnet50(), 25_557_032),
         (lambda: zoo.resnet101(), 44_549_160),
         (lambda: zoo.Mixer(zoo.MixerConfig()), 59_880_472),
+        (lambda: zoo.RegNet(zoo.RegNetConfig()), 15_296_552),
     ],
-    ids=["gpt2-small", "resnet18", "resnet50", "resnet101", "mixer-b16"],
+    ids=["gpt2-small", "resnet18", "resnet50", "resnet101", "mixer-b16", "regnet-x-3.2gf"],
 )
 def test_parameter_counts_are_those_of_the_literature(build, count):
     with torch.device("meta"):

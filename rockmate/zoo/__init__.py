@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rockmate.zoo.entry import Inputs, Task, ZooEntry, build_entry
 from rockmate.zoo.gpt2 import GPT2, GPT2Config, next_token_loss
 from rockmate.zoo.mixer import Mixer, MixerConfig
+from rockmate.zoo.regnet import RegNet, RegNetConfig
 from rockmate.zoo.resnet import ResNet, resnet18, resnet50, resnet101
 from rockmate.zoo.transformer import TransformerConfig, TranslationTransformer
 from rockmate.zoo.unet import UNet, UNetConfig
@@ -22,6 +23,8 @@ __all__ = [
     "GPT2Config",
     "Mixer",
     "MixerConfig",
+    "RegNet",
+    "RegNetConfig",
     "ResNet",
     "TransformerConfig",
     "TranslationTransformer",
@@ -85,9 +88,12 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Task]] = {
     "gpt2-tiny": (lambda: GPT2(GPT2Config.tiny()), language_task(8, 16, 64)),
     "gpt2-tiny-sdpa": (lambda: GPT2(GPT2Config.tiny("sdpa")), language_task(8, 16, 64)),
     "mixer-tiny": (lambda: Mixer(MixerConfig.tiny()), classification_task(8, 16, 10)),
+    "regnet-demo": (lambda: RegNet(RegNetConfig()), classification_task(8, 224, 1000)),
+    "regnet-tiny": (lambda: RegNet(RegNetConfig.tiny()), classification_task(8, 64, 10)),
     "resnet50-demo": (resnet50, classification_task(8, 224, 1000)),
     "resnet101-demo": (resnet101, classification_task(8, 224, 1000)),
     "resnet18-tiny": (lambda: resnet18(classes=10, width=8), classification_task(8, 64, 10)),
+    "resnet101-tiny": (lambda: resnet101(classes=10, width=8), classification_task(8, 64, 10)),
     "resnet50-tiny": (lambda: resnet50(classes=10, width=8), classification_task(8, 64, 10)),
     "transformer-tiny": (
         lambda: TranslationTransformer(TransformerConfig.tiny()),

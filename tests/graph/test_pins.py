@@ -1,0 +1,55 @@
+"""Blocks that share an input, pinned or not, are measured as the whole is: gradients that wait are counted once."""
+
+import pytest
+import torch
+from torch import nn
+
+from rk_solvers import peak_and_time
+from rkgb import AllGraphs, cut, make_sample, s_to_k
+from rkgb.cut import chain
+from rkgb.measure import measure_blocks
+from rockmate.costs import build_problem, measure_loss
+from rockmate.memory import PeakMemory
+from tests.graph.programs import Program, simplified, timed_once
+
+
+def measured(module, sample, pinned):
+    """The K graph, cut with as many pins as there can be, or with none."""
+    graph = simplified(module, sample)
+    blocks = cut(graph, chain(graph, max_nodes=2).pins if pinned else ())
+    with timed_once():
+        profiles = measure_blocks(graph, blocks, module, make_sample(module, sample))
+    return graph, blocks, s_to_k(graph, blocks, profiles)
+
+
+def heads(m, x):
+    h = m.layer(x).exp()
+    return [layer(h).tanh().sin().sum() for layer in m.heads]
+
+
+def skip(m, x):
+    h = m.layer(x)
+    return torch.cat([h.exp().tanh().sin().cos(), h], 1)
+
+
+MODULES = {
+    "heads": lambda: Program(heads, layer=nn.Linear(64, 512), heads=nn.ModuleList(nn.Linear(512, 512) for _ in "four")),
+    "skip": lambda: Program(skip, layer=nn.Linear(64, 512)),
+}
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["as it is", "pinned"])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_peak_of_eager_is_predicted(name, pinned):
+    module, sample = MODULES[name](), 0.1 * torch.randn(256, 64)
+
+    def loss(output):
+        return sum(output) if isinstance(output, list) else output.square().sum()
+
+    graph, blocks, kgraph = measured(module, sample, pinned)
+    graphs = AllGraphs(None, graph.dgraph, graph, blocks, [], kgraph, [])
+    problem, _ = build_problem(graphs, measure_loss(loss, module(sample)))
+    predicted, _ = peak_and_time(problem, problem.no_recompute)
+    with PeakMemory(torch.device("cpu")) as memory:
+        loss(module(sample)).backward()
+    assert predicted == pytest.approx(memory.peak_bytes, rel=0.01)
