@@ -69,6 +69,7 @@ class BGraph:
     output: Any  # the module's output, with a Ref in place of each tensor
     warnings: list[str] = field(default_factory=list)  # torch's own, of Python values that it took for fixed
     tracer: str = ""  # the front end that made it
+    varying: frozenset[str] = frozenset()  # values that had another shape on other data
     side_effects: list[str] = field(default_factory=list)  # what forward does that no run of the graph repeats
 
     def __iter__(self) -> Iterator[BNode]:

@@ -47,6 +47,7 @@ class DGraph:
     leaves: dict[str, Leaf]
     output: Any
     values: dict[str, ValueInfo]  # of every leaf and every node's output
+    varying: frozenset[str] = frozenset()  # values whose shape depends on data: `values` has the sample's
 
     def __iter__(self) -> Iterator[DNode]:
         return iter(self.nodes)
@@ -136,6 +137,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         leaves={name: leaf for name, leaf in graph.leaves.items() if name in used or leaf.kind is LeafKind.INPUT},
         output=graph.output,
         values=inspector.values,
+        varying=graph.varying,
     )
     result.verify()
     return result

@@ -19,9 +19,6 @@ import torch
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
 
-# Run without gradients, as recomputation is, they leave out the workspace that their backward reads.
-_DEPEND_ON_GRADIENT_MODE = frozenset({"aten::mkldnn_rnn_layer"})
-
 
 @dataclass(eq=False, slots=True)
 class SNode:
@@ -210,8 +207,8 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
         for op in node.ops:
             if not isinstance(op.call.function, torch._ops.OpOverload):
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
-            elif op.call.function._schema.name in _DEPEND_ON_GRADIENT_MODE:
-                node.keep_reason = f"{op.name} gives nothing to its backward where it is repeated without gradients"
+            elif not dgraph.varying.isdisjoint((*op.output_names, *op.inputs)):
+                node.keep_reason = f"{op.name} handles a value whose shape depends on data"
             elif not repeats_without_statistics(op) and any(dgraph.owner(n) in dgraph.leaves for n in op.written):
                 node.keep_reason = f"{op.name} writes into the module's state"
             elif rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):

@@ -26,35 +26,51 @@ def without_varying_guards(
     made something of a number that it read, so that each has a guard at first. Where another value comes up
     and the replay check, which follows, still finds the trace exact, nothing depends on it.
     """
-    varying = _varying_guards(basic, module, sample)
-    if not varying:
+    dropped, varying = _what_varies(basic, dataflow, module, sample)
+    if not dropped and not varying:
         return basic, dataflow
-    nodes = [node for node in basic.nodes if node.name not in varying]
-    kept = replace(basic, nodes=nodes)
+    nodes = [node for node in basic.nodes if node.name not in dropped]
+    told = list(basic.side_effects)
+    if varying:
+        first = next(node for node in nodes if not varying.isdisjoint(node.output_names))
+        told.append(
+            f"{len(varying)} values, first %{first.name} at {first.source}, have a shape that depends on data: bytes "
+            "and times are those of the sample. Give a sample that takes as much as any batch."
+        )
+    kept = replace(basic, nodes=nodes, varying=frozenset(varying), side_effects=told)
     kept.verify()
     return kept, b_to_d(kept, module, sample.copy())
 
 
-def _varying_guards(graph: BGraph, module: torch.nn.Module, sample: Sample) -> set[str]:
-    nodes: list[Any] = []
+def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample) -> tuple[set[str], set[str]]:
+    """Names of guards that read another value on fresh data, and of values that have another shape."""
+    guards: set[str] = set()
     varying: set[str] = set()
+    nodes: list[Any] = []
     for node in graph.nodes:
         guard = node.call.function
         if isinstance(guard, Guard) and guard.may_vary:
-            node = replace(node, call=replace(node.call, function=_Noting(guard, node.name, varying)))
+            node = replace(node, call=replace(node.call, function=_Noting(guard, node.name, guards)))
         nodes.append(node)
-    if len(nodes) == 0 or not any(isinstance(node.call.function, _Noting) for node in nodes):
-        return set()
+    if not any(isinstance(node.call.function, _Noting) for node in nodes):
+        return set(), set()
+
+    def observe(node: Any, values: dict[str, Any]) -> None:
+        for name in node.output_names:
+            if name in dataflow.values and tuple(values[name].shape) != dataflow.values[name].shape:
+                varying.add(name)
+
     with borrowed(module), torch.no_grad():
         for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
             torch.manual_seed(0)
             fresh = fresh_sample(sample, permuted=permuted)
             values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
             with contextlib.suppress(Exception):
-                run_nodes(nodes, values, [])
-                return varying
+                run_nodes(nodes, values, [], observe)
+                return guards, varying
+            guards.clear()
             varying.clear()
-    return set()
+    return set(), set()
 
 
 class _Noting:

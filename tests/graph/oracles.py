@@ -64,13 +64,16 @@ def saved_of(graphs: AllGraphs) -> dict[str, list[Saved]]:
 def not_filled_again(graphs: AllGraphs, module: nn.Module, sample: Sample) -> list[str]:
     """Values of recomputable nodes that are not the same when their node is repeated after the forward.
 
-    Each node starts from the values as the whole forward left them, with the random stream as it was.
+    Each node starts from the values as the whole forward left them, with the random stream as it was. Gradients are
+    on, as they are where the runtime repeats an operation of several outputs: an LSTM leaves some of them out
+    otherwise. What no operation reads is left out: parts of such a workspace hold what was there before.
     """
     graph = graphs.S_graph
     different: list[str] = []
+    read = {name for op in graph.dgraph for name in op.call.inputs} | set(graph.dgraph.output_names)
     values = dict(leaf_tensors(graph.dgraph.leaves, module, sample.copy().tensors))
     streams = [torch.get_rng_state()]
-    with borrowed(module), torch.no_grad():
+    with borrowed(module), torch.enable_grad():
         results = [value for op in graph.dgraph for value in op.output_names]
         run_nodes(graph.dgraph.nodes, values, results, lambda *_: streams.append(torch.get_rng_state()))
         stream_before = dict(zip(graph.dgraph, streams, strict=False))
@@ -78,8 +81,9 @@ def not_filled_again(graphs: AllGraphs, module: nn.Module, sample: Sample) -> li
             again = dict(values)
             for op in node.ops:
                 torch.set_rng_state(stream_before[op])
-                bind(op.outputs, op.call.evaluate(again), again)
-            names = [value for op in node.ops for value in op.output_names]
+                with torch.set_grad_enabled(op.grad_enabled):
+                    bind(op.outputs, op.call.evaluate(again), again)
+            names = [value for op in node.ops for value in op.output_names if value in read]
             different += [value for value in names if not bitwise_equal(again[value], values[value])]
     return different
 

@@ -38,7 +38,6 @@ RUNS_ONCE_CASES = (
     ("in_place-buffer_as_a_cache", "linear", "reads module state that the forward rewrites"),
     ("in_place-buffer_as_a_counter", "mul", "reads module state that the forward rewrites"),
     ("normalisation-spectral_norm", "clone", "reads module state that the forward rewrites"),
-    ("layers-lstm", "mkldnn_rnn_layer", "without gradients"),
 )
 
 
