@@ -15,6 +15,7 @@ from rkgb.errors import (
     TraceError,
     TraceWarning,
 )
+from rkgb.json_form import GraphFormatError
 from rkgb.kgraph import KComp, KData, KGraph, s_to_k
 from rkgb.networkx_form import to_networkx
 from rkgb.partition import SubGraph, partition
@@ -38,6 +39,7 @@ __all__ = [
     "DNode",
     "D_to_S",
     "GraphError",
+    "GraphFormatError",
     "GuardError",
     "KComp",
     "KData",

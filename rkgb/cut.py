@@ -27,6 +27,7 @@ class Block:
     inputs: list[str]  # values of earlier blocks read, in order of first use
     outputs: list[str]  # values that later blocks or the model's output read
     shared_inputs: list[str] = field(default_factory=list)  # of `inputs`: their gradients exist before its backward
+    dead_outputs: list[str] = field(default_factory=list)  # of `outputs`: differentiable, but no gradient comes to them
 
 
 @dataclass(eq=False, slots=True)
@@ -179,6 +180,7 @@ class BlockMaker:
         for place, node in enumerate(graph):
             self._last_reader.update((name, place) for op in node.ops for name in op.inputs)
         self._kept = set(graph.dgraph.output_names)
+        self._reached = graph.dgraph.storages_with_gradient()
 
     def block(self, nodes: list[SNode]) -> Block:
         """The block of these nodes, which must be in an order in which they can run."""
@@ -193,15 +195,15 @@ class BlockMaker:
                 inside[name] = inside.get(name, 0) + 1
         own = {name for op in node_ops for name in op.output_names}
         last = max((self._node_place[node] for node in nodes), default=-1)
+        outputs = [name for op in ops for name in op.output_names if name in own and self._leaves_block(name, inside)]
         return Block(
             nodes=nodes,
             ops=ops,
             leaves=[name for name in read if name in self._leaves],
             inputs=inputs,
-            outputs=[
-                name for op in ops for name in op.output_names if name in own and self._leaves_block(name, inside)
-            ],
+            outputs=outputs,
             shared_inputs=[name for name in inputs if self._has_gradient_after(name, last)],
+            dead_outputs=[name for name in outputs if self._is_dead(name)],
         )
 
     def _leaves_block(self, name: str, inside: dict[str, int]) -> bool:
@@ -209,9 +211,14 @@ class BlockMaker:
 
     def _has_gradient_after(self, name: str, place: int) -> bool:
         """Whether the backward of what comes after node `place` begins the gradient of `name`."""
-        if not self._graph.dgraph.values[name].requires_grad:
+        info = self._graph.dgraph.values[name]
+        if not info.requires_grad or info.owner not in self._reached:
             return False
         return name in self._kept or self._last_reader.get(name, -1) > place
+
+    def _is_dead(self, name: str) -> bool:
+        info = self._graph.dgraph.values[name]
+        return info.requires_grad and info.owner not in self._reached
 
     def _needed_on_leaves(self, ops: Iterable[DNode]) -> dict[DNode, None]:
         """The views of leaves and the in-place writes to them whose results `ops` use, directly or through others."""

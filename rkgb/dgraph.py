@@ -61,6 +61,19 @@ class DGraph:
         """Name of the value that first held the storage of `name`."""
         return self.values[name].owner
 
+    def storages_with_gradient(self) -> set[str]:
+        """Owners of the storages that the backward of the outputs reaches.
+
+        What requires a gradient but leads to no output has none.
+        """
+        values = self.values
+        reached = {values[name].owner for name in self.output_names if values[name].requires_grad}
+        for node in reversed(self.nodes):
+            made = {values[name].owner for name in (*node.output_names, *node.written)}
+            if node.grad_enabled and not made.isdisjoint(reached):
+                reached.update(values[name].owner for name in node.inputs if values[name].requires_grad)
+        return reached
+
     def verify(self) -> None:
         """Check order and that every value was inspected; raise `GraphError` otherwise."""
         verify_order(self.nodes, self.leaves, self.output_names)

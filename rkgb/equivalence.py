@@ -35,7 +35,8 @@ def canonical_form(graph: DGraph, block: Block) -> CanonicalForm:
     digest = hashlib.sha256()
     for op in block.ops:
         digest.update(f"{writer.operation(op)}\n".encode())
-    digest.update(f"outputs {writer.numbers_of(block.outputs)} {writer.numbers_of(block.shared_inputs)}".encode())
+    for names in (block.outputs, block.shared_inputs, block.dead_outputs):
+        digest.update(f"{writer.numbers_of(names)};".encode())
     return CanonicalForm(digest.hexdigest(), tuple(writer.numbers))
 
 

@@ -155,7 +155,8 @@ def _run_block(graph: DGraph, block: Block, leaves: dict[str, torch.Tensor], obs
             for name in dropped:
                 values.pop(name, None)
         # The gradients of shared inputs are there before the block's backward adds to them.
-        outputs = [values[name] for name in (*block.outputs, *block.shared_inputs) if values[name].requires_grad]
+        alive = [name for name in (*block.outputs, *block.shared_inputs) if name not in block.dead_outputs]
+        outputs = [values[name] for name in alive if values[name].requires_grad]
         total = FreshGradients.apply(*outputs) if outputs else None  # type: ignore[no-untyped-call]
     values.clear()
     del outputs

@@ -317,15 +317,15 @@ class UnderAutocast:
     """A custom function that was called in an autocast region, to be called in one again."""
 
     def __init__(self, apply: Callable[..., Any], kind: str, dtype: torch.dtype) -> None:
-        self._apply = apply
-        self._kind = kind
-        self._dtype = dtype
+        self.apply = apply
+        self.kind = kind
+        self.dtype = dtype
         self.__name__ = _stem(apply)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it as it was called."""
-        with torch.autocast(self._kind, dtype=self._dtype):
-            return self._apply(*args, **kwargs)
+        with torch.autocast(self.kind, dtype=self.dtype):
+            return self.apply(*args, **kwargs)
 
 
 def _as_called_now(cls: Any) -> Callable[..., Any]:
