@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from rkgb import cut, d_to_s, equivalent_classes, make_sample
+from rkgb import chain, cut, d_to_s, equivalent_classes, make_sample
 from rkgb.pipeline import exact_trace
 from rockmate import zoo
 

@@ -21,6 +21,7 @@ from rkgb.expand import expand_composites
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measure import measure_blocks
 from rkgb.memory import free_bytes
+from rkgb.partition import SubGraph, partition
 from rkgb.profile import BlockProfile
 from rkgb.replay import replay_check
 from rkgb.sample import Sample, make_sample
@@ -49,6 +50,11 @@ class AllGraphs:
     def K_graph_list(self) -> list[KGraph]:  # noqa: N802, as all graphs are called
         """The K graph of each block by itself."""
         return s_list_to_k_list(self.S_graph, self.S_graph_list, self.profiles)
+
+    @functools.cached_property
+    def sub_graphs(self) -> list[SubGraph]:
+        """Each block as a tree: one that is too large to be solved at once has parts, and these have parts."""
+        return [partition(self.S_graph, block) for block in self.S_graph_list]
 
     @property
     def blocks(self) -> list[Block]:

@@ -47,3 +47,10 @@ def test_step_benchmark_writes_its_results(tmp_path):
         if contender["budget_bytes"] is not None:
             assert contender["measured_peak_bytes"] <= contender["budget_bytes"]
     assert [bar["limit"] for bar in result["bars"]] == [1.02, 1.15, 1.25]
+
+
+@pytest.mark.slow
+def test_graph_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/graphs.py", "--quick", "--repeats", "1", "--output", str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text(encoding="utf-8"))

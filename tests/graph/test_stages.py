@@ -60,6 +60,17 @@ def test_k_graphs_of_blocks_are_the_parts_of_the_whole(name):
         assert {d.name for d in part.data.values() if d.kind == "data" and not d.producers} <= given
 
 
+def test_every_block_is_a_tree_of_parts_of_at_most_forty_nodes():
+    entry = zoo.get("transformer-tiny")
+    graphs = make_all_graphs(entry.model, entry.sample)
+    assert [tree.block.nodes for tree in graphs.sub_graphs] == [block.nodes for block in graphs.blocks]
+
+    def parts(tree):
+        return [tree] if not tree.children else [part for child in tree.children for part in parts(child)]
+
+    assert all(len(part.block.nodes) <= 40 for tree in graphs.sub_graphs for part in parts(tree))
+
+
 def test_gradients_flow_from_the_outputs_to_the_leaves_without_a_gap():
     for name in ("gpt2-tiny", "resnet18-tiny", "unet-tiny", "transformer-tiny", "mixer-tiny"):
         entry = zoo.get(name)
