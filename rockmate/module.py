@@ -80,7 +80,11 @@ class Rockmate(torch.nn.Module):
         return self._compiled.code.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Raises `InputMismatch` for arguments unlike the sample's."""
+        """The model's forward.
+
+        Raises `InputMismatch` for arguments unlike the sample's, `PlanMismatch` for a model unlike the one that was
+        planned, and `GuardError` where the data would take another branch of the model than the sample took.
+        """
         if not self.original.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         return self._runner(*args, **kwargs)
