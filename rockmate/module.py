@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rk_solvers import Solver
+from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
 from rockmate.errors import PickleError
@@ -32,7 +33,9 @@ class Rockmate(torch.nn.Module):
         loss: called on the model's output, returns the scalar of which training takes the backward. It
             is run once to measure what the loss itself allocates; without it, a cross-entropy's
             needs are assumed.
-        solver: a solver of `rk_solvers`; the default takes the best of several.
+        solver: "auto" for the best of several, the name of one ("greedy", "rotor", "chen", "keep-all",
+            "keep-none"), or an instance of `rk_solvers.Solver`.
+        time_limit: seconds that one search for a plan may take.
         progress: True to show a progress display, or a callable told (stage, done, total).
 
     Raises:
@@ -52,11 +55,12 @@ class Rockmate(torch.nn.Module):
         budget: Budget = None,
         *,
         loss: LossFunction | None = None,
-        solver: Solver | None = None,
+        solver: Solver | str = "auto",
+        time_limit: float = DEFAULT_TIME_LIMIT_S,
         progress: bool | Progress = False,
     ) -> None:
         with progress_display(progress) as tell:
-            measured, planned = plan_model(model, sample, PlanRequest(budget, loss, solver, tell))
+            measured, planned = plan_model(model, sample, PlanRequest(budget, loss, solver, tell, time_limit))
         self._adopt(model, measured, planned)
 
     def _adopt(self, model: torch.nn.Module, measured: Measured, planned: Planned) -> None:

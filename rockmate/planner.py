@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Auto, Chain, KeepAll, Problem, Solution, Solver, check
+from rk_solvers import SOLVERS, Chain, Effort, KeepAll, Problem, Solution, Solver, check, solver_named
+from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
 from rkgb.measure import FreshGradients
 from rkgb.memory import AllocationLog
@@ -29,7 +30,6 @@ from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
-_SOLVE_S = 15.0  # the default solver improves its plan no longer than this
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 Progress = Callable[[str, int, int], None]
@@ -46,8 +46,9 @@ class PlanRequest:
 
     budget: Budget
     loss: LossFunction | None = None
-    solver: Solver | None = None
+    solver: Solver | str = "auto"
     progress: Progress = _no_progress
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # for one search; a plan may take a few, and measuring takes its own
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +149,9 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
         keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
         if keep_all.status.fits:
             return keep_all
-    solver = request.solver or Auto(chain=measured.chain, time_limit_s=_SOLVE_S)
+    solver = request.solver
+    if isinstance(solver, str):
+        solver = solver_named(solver, Effort(measured.chain, request.time_limit_s))
     return solver.solve(measured.problem, budget_bytes)
 
 
@@ -280,10 +283,13 @@ def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> tup
 
 def _check_request(request: PlanRequest) -> None:
     """Refuse what could only fail after minutes of measuring."""
-    if request.solver is not None and not isinstance(request.solver, Solver):
+    known = request.solver in SOLVERS if isinstance(request.solver, str) else isinstance(request.solver, Solver)
+    if not known:
         raise SolverError(
-            f"solver must be an instance of rk_solvers.Solver, such as Greedy(), but is {request.solver!r}. "
-            "Leave it out to have the best of several."
+            f"solver must be one of {', '.join(sorted(SOLVERS))}, or an instance of rk_solvers.Solver such as "
+            f'Greedy(), but is {request.solver!r}. Leave it out, or say "auto", to have the best of several.'
         )
+    if not request.time_limit_s >= 0:
+        raise SolverError(f"time_limit is {request.time_limit_s!r}; give the seconds that a search may take.")
     if request.loss is not None and not callable(request.loss):
         raise LossError(f"loss must be a function of the model's output, but is {request.loss!r}.")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkgb.bgraph import BGraph
-from rkgb.cut import Block, cut
+from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import GraphError
@@ -58,7 +58,7 @@ def cut_of(graph: Graph) -> Cut:
                 simplified.verify()
             except GraphError:
                 return Cut()  # an S graph between two steps of its making has no chain yet
-            blocks = cut(simplified)
+            blocks = cut(simplified, chain(simplified).pins)
             return Cut(blocks, equivalent_classes(simplified.dgraph, blocks))
         case BGraph() | _:
             return Cut()

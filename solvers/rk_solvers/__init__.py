@@ -7,12 +7,14 @@ from .evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_ti
 from .greedy import Greedy, improve_plan
 from .oracle import Oracle
 from .problem import BackwardOp, Chain, Data, ForwardOp, Problem, Recompute
+from .registry import SOLVERS, Effort, solver_named
 from .rotor import Rotor, RotorTable
 from .schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError, schedule_of
 from .smallest import SmallestBudget, smallest_budget
 from .solver import Solution, Solver, Status
 
 __all__ = [
+    "SOLVERS",
     "Auto",
     "Backward",
     "BackwardOp",
@@ -21,6 +23,7 @@ __all__ = [
     "Chen",
     "Compute",
     "Data",
+    "Effort",
     "Evaluation",
     "Forget",
     "ForwardOp",
@@ -47,4 +50,5 @@ __all__ = [
     "peak_and_time",
     "schedule_of",
     "smallest_budget",
+    "solver_named",
 ]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb import SGraph, cut, make_sample
+from rkgb import SGraph, chain, cut, make_sample
 from rkgb.dgraph import leaf_tensors, run_nodes
 from rkgb.replay import bitwise_equal
 from rkgb.state import borrowed
@@ -118,9 +118,19 @@ def test_a_module_without_operations_has_no_block():
 def test_one_differentiable_value_at_most_passes_from_block_to_block(name):
     graphs = zoo_graphs(name)
     place = 0
-    for block in graphs.blocks[:-1]:
+    for block in cut(graphs.S_graph)[:-1]:
         place += len(block.nodes)
         assert len(crossing(graphs.S_graph, place)) <= 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_besides_pinned_values_one_at_most_passes_from_block_to_block(name):
+    graphs = zoo_graphs(name)
+    pinned = {node.name for node in chain(graphs.S_graph).pins}
+    place = 0
+    for block in graphs.blocks[:-1]:
+        place += len(block.nodes)
+        assert len(crossing(graphs.S_graph, place) - pinned) <= 1
 
 
 # ---- what a block is -----------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def collector_off():
 
 def living_tensors():
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):
+        if issubclass(type(thing), Tensor) and thing.layout is torch.strided:
             yield thing
             if thing.is_leaf and thing.grad is not None:
                 yield thing.grad

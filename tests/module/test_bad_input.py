@@ -294,14 +294,14 @@ def test_a_loss_that_gives_no_scalar_is_refused_and_leaves_everything_as_it_was(
     before.assert_unchanged()
 
 
-@pytest.mark.parametrize("solver", ["rotor", type("Mine", (), {})()])
+@pytest.mark.parametrize("solver", ["rotary", None, type("Mine", (), {})()], ids=["name", "none", "object"])
 def test_what_is_no_solver_is_refused_before_anything_is_measured(trained, solver):
     model, sample = trained
 
     def progress(*told):
         raise AssertionError
 
-    with pytest.raises(SolverError, match="solver must be an instance of rk_solvers.Solver"):
+    with pytest.raises(SolverError, match=r"solver must be one of auto, chen, .* or an instance of rk_solvers\.Solver"):
         Rockmate(model, sample, 0.5, solver=solver, progress=progress)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rk_solvers import Greedy, Schedule
-from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate
+from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate, SolverError
 from rockmate.budget import resolve_budget
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_trains_exactly, recomputing, squares
@@ -298,3 +298,18 @@ def test_without_a_loss_a_cross_entropy_fits(network):
     except BudgetTooSmall as error:
         pytest.fail(f"0.7 of the eager peak is far above the least: {error}")
     assert_trains_exactly(model, [rows(1)], lambda output: nn.functional.cross_entropy(output, target))
+
+
+@pytest.mark.parametrize("solver", ["auto", "chen", "greedy", "keep-none", "rotor"])
+def test_a_solver_may_be_named(solver):
+    network = built(Layers)
+    model = Rockmate(network, rows(), 0.85, loss=squares, solver=solver, time_limit=2.0)
+    assert model.plan.recomputations > 0
+    assert model.plan.solver == solver or solver == "auto"
+    assert_trains_exactly(model, [rows(1)])
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_time_limit_that_is_none_is_refused(limit):
+    with pytest.raises(SolverError, match="time_limit is"):
+        Rockmate(built(Layers), rows(), 0.85, time_limit=limit)

@@ -1,0 +1,47 @@
+"""Solvers by name: what a user may write instead of making one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .auto import Auto
+from .baselines import Chen, KeepAll, KeepNone
+from .greedy import Greedy
+from .problem import Chain
+from .rotor import Rotor
+from .solver import Solver
+
+DEFAULT_TIME_LIMIT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a solver may take, and what it may know of the problem."""
+
+    chain: Chain | None = None
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    seed: int = 0
+
+
+def _rotor(effort: Effort) -> Solver:
+    if effort.chain is None:
+        raise ValueError("the solver 'rotor' works along a chain of blocks, and none is given")
+    return Rotor(effort.chain)
+
+
+SOLVERS: dict[str, Callable[[Effort], Solver]] = {
+    "auto": lambda effort: Auto(effort.chain, effort.seed, time_limit_s=effort.time_limit_s),
+    "chen": lambda effort: Chen(effort.chain),
+    "greedy": lambda effort: Greedy(effort.seed, time_limit_s=effort.time_limit_s),
+    "keep-all": lambda effort: KeepAll(),
+    "keep-none": lambda effort: KeepNone(),
+    "rotor": _rotor,
+}
+
+
+def solver_named(name: str, effort: Effort | None = None) -> Solver:
+    """The solver of that name, as `effort` sets it up. Raises `ValueError` naming those there are."""
+    if name not in SOLVERS:
+        raise ValueError(f"there is no solver {name!r}; there are {', '.join(sorted(SOLVERS))}")
+    return SOLVERS[name](effort or Effort())
