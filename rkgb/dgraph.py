@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind, Source, verify_order
 from rkgb.call import Call, bind, ref_names
 from rkgb.sample import Sample
-from rkgb.state import borrowed, random_states
+from rkgb.state import borrowed, random_states, without_autocast
 from rkgb.values import ValueInfo, info_of
 
 
@@ -119,14 +119,15 @@ def run_nodes(
     `observe` is called after each node, before anything is dropped.
     """
     given = set(values)
-    for node, dropped in zip(nodes, last_uses(nodes, kept), strict=True):
-        with torch.set_grad_enabled(node.grad_enabled and torch.is_grad_enabled()):
-            bind(node.outputs, node.call.evaluate(values), values)
-        if observe is not None:
-            observe(node, values)
-        for name in dropped:
-            if name not in given:
-                values.pop(name, None)
+    with without_autocast():
+        for node, dropped in zip(nodes, last_uses(nodes, kept), strict=True):
+            with torch.set_grad_enabled(node.grad_enabled and torch.is_grad_enabled()):
+                bind(node.outputs, node.call.evaluate(values), values)
+            if observe is not None:
+                observe(node, values)
+            for name in dropped:
+                if name not in given:
+                    values.pop(name, None)
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:

@@ -83,12 +83,6 @@ def make_all_graphs(
     """
     tell = on_stage or (_say if verbose else _say_nothing)
     arguments = make_sample(model, sample, model_kwargs)
-    kind = autocast_in_force({tensor.device for tensor in (*model.parameters(), *arguments.tensors)})
-    if kind is not None:
-        raise TraceError(
-            f"autocast is on for {kind}: graphs of a module under autocast are not supported yet. Leave the autocast "
-            "region, or convert the module to the lower precision."
-        )
     with training_mode(model):
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
@@ -120,9 +114,16 @@ def exact_trace(
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
 
     Raises `TraceError` or `ReplayMismatch` with what the last one failed at; warns (`TraceWarning`) of side
-    effects of forward that no run of the graph repeats.
+    effects of forward that no run of the graph repeats. Where autocast is on, its casts are operations of the
+    graph, which is run without it.
     """
     tell = on_stage or _say_nothing
+    cast = autocast_in_force({tensor.device for tensor in (*model.parameters(), *sample.tensors)})
+    if cast and tracer == "jit":
+        raise TraceError(
+            f'autocast is on for {cast[0][0]}, whose casts torch.jit.trace does not record. Use tracer="record".'
+        )
+    tracer = "record" if cast else tracer
     try:
         basic, dataflow = _front_end(model, sample, "jit" if tracer == "auto" else tracer, low_memory, tell)
     except TraceError as first:

@@ -135,6 +135,7 @@ def record_step(
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
         with torch.enable_grad(), _set_aside(module, sample, record):
             _move_on(module, sample, seed + 1)
+        torch.clear_autocast_cache()
         torch.manual_seed(seed)
         with torch.enable_grad(), _set_aside(module, sample, record):
             outputs = leaves(forward(sample))

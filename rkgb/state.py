@@ -22,10 +22,20 @@ def module_devices(module: torch.nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
 
 
-def autocast_in_force(devices: set[torch.device]) -> str | None:
-    """The device type for which autocast is on now, of those among `devices`; None where it is off."""
-    kinds = {device.type for device in devices}
-    return next((kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)), None)
+def autocast_in_force(devices: set[torch.device]) -> tuple[tuple[str, torch.dtype], ...]:
+    """Device types, of those among `devices`, for which autocast is on now, and what it casts to."""
+    kinds = sorted({device.type for device in devices})
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run operations below autocast, whose casts were recorded as operations of their own."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextlib.contextmanager
@@ -34,7 +44,9 @@ def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) 
 
     Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None.
     """
+    torch.clear_autocast_cache()  # of weights cast in runs that are not this one's
     with contextlib.ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)
         stack.enter_context(other_random_states_kept())
         stack.enter_context(attributes_kept(module))
         stack.enter_context(_tensors_kept(module, devices))

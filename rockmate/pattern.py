@@ -17,11 +17,12 @@ class CallPattern:
 
     skeleton: Any
     traits: tuple[_Traits, ...]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # in force while planning: device types, and what it casts to
 
     @classmethod
-    def of(cls, sample: Sample) -> CallPattern:
+    def of(cls, sample: Sample, autocast: tuple[tuple[str, torch.dtype], ...] = ()) -> CallPattern:
         """The pattern of every call that is like `sample`."""
-        return cls(sample.skeleton(), tuple(_Traits.of(tensor) for tensor in sample.tensors))
+        return cls(sample.skeleton(), tuple(_Traits.of(tensor) for tensor in sample.tensors), autocast)
 
     @property
     def devices(self) -> set[torch.device]:

@@ -16,7 +16,7 @@ from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
 from rkgb.measure import FreshGradients
 from rkgb.memory import AllocationLog
 from rkgb.replay import run_graph
-from rkgb.state import borrowed, training_mode
+from rkgb.state import autocast_in_force, borrowed, training_mode
 from rkgb.tree import leaves
 from rockmate.budget import Budget, check_budget, resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
@@ -106,7 +106,8 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
         request.progress("eager step", 1, 1)
-    pattern = CallPattern.of(arguments)
+    devices = {tensor.device for tensor in (*model.parameters(), *arguments.tensors)}
+    pattern = CallPattern.of(arguments, autocast_in_force(devices))
     return Measured(arguments, pattern, graphs, problem, chain, eager, device, time.perf_counter() - started)
 
 

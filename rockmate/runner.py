@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from rkgb import DGraph, Sample
 from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
-from rkgb.state import autocast_in_force, training_mode
+from rkgb.state import autocast_in_force, training_mode, without_autocast
 from rkgb.tree import map_leaves
 from rockmate.codegen import CompiledProgram
 from rockmate.errors import PlanMismatch
@@ -46,18 +47,19 @@ class Runner:
         bound = self._signature.bind(*args, **kwargs)
         tensors = self._pattern.check(Sample(bound.args, bound.kwargs))
         self._check_module()
-        results = self._compiled.forward(Step(self._compiled.tables), *tensors)
+        with without_autocast() if self._pattern.autocast else contextlib.nullcontext():
+            results = self._compiled.forward(Step(self._compiled.tables), *tensors)
         values = dict(zip(self._output_names, results, strict=True))
         if self._input_outputs:
             values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}
         return map_leaves(lambda ref: values[ref.name], self._graph.output, is_ref)
 
     def _check_module(self) -> None:
-        kind = autocast_in_force(self._devices)
-        if kind is not None:
+        cast = autocast_in_force(self._devices)
+        if cast != self._pattern.autocast:
             raise PlanMismatch(
-                f"autocast is on for {kind}, but was not when the module was planned: planned code does not cast. "
-                "Leave the autocast region for this call."
+                f"autocast is {_autocast_text(cast)}, but was {_autocast_text(self._pattern.autocast)} when the module "
+                "was planned: planned code casts as it did then. Call and plan the module under the same autocast."
             )
         for (name, submodule), mode in zip(self._submodules, self._modes, strict=True):
             if submodule.training is not mode:
@@ -76,3 +78,7 @@ class Runner:
                     f"{name!r} is {parameter.dtype} with strides {parameter.stride()}, but was {layout[0]} with "
                     f"strides {layout[1]} when the module was planned. Put it back, or plan the module again."
                 )
+
+
+def _autocast_text(cast: tuple[tuple[str, torch.dtype], ...]) -> str:
+    return " and ".join(f"on for {kind} ({str(dtype).removeprefix('torch.')})" for kind, dtype in cast) or "off"

@@ -120,6 +120,7 @@ def _train(
 
 
 def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) -> StepRecord:
+    torch.clear_autocast_cache()  # of the weights before the last optimizer step
     with torch.enable_grad():
         output = sample.call(module)
         outputs = leaves(output)

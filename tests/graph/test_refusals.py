@@ -236,9 +236,15 @@ def test_a_forward_that_writes_into_its_input_is_refused_before_it_changes_the_s
     assert bytes_of(sample) == kept
 
 
-def test_autocast_in_force_is_refused():
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TraceError, match="autocast is on for cpu"):
-        make_all_graphs(linear(), rows())
+def test_autocast_in_force_is_recorded_and_jit_refused():
+    module, sample = linear(), rows()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(TraceError, match="autocast is on for cpu, whose casts torch.jit.trace does not record"):
+            make_all_graphs(module, sample, tracer="jit")
+        graph = make_all_graphs(module, sample).D_graph
+        expected = module(sample)
+    assert [node.call.op_name for node in graph].count("_to_copy") == 3
+    assert torch.equal(run_graph(graph, module, make_sample(module, sample)), expected)
 
 
 @pytest.mark.parametrize(

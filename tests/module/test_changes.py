@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rockmate import PlanMismatch, Rockmate
+from rockmate import PlanMismatch, Rockmate, zoo
 from tests.module.models import WIDTH, Layers, Smooth, built, rows, tokens
 from tests.module.steps import assert_same, assert_trains_exactly, recomputing, seen, squares
 
@@ -157,7 +157,7 @@ def test_autocast_around_the_forward_is_refused():
     model = recomputing(built(Smooth), rows())
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(PlanMismatch, match=r"autocast is on for cpu, but was not .* Leave the autocast region"),
+        pytest.raises(PlanMismatch, match=r"autocast is on for cpu \(bfloat16\), but was off when"),
     ):
         model(rows(1))
 
@@ -178,3 +178,36 @@ def test_a_batch_may_be_reused_as_long_as_nobody_writes_into_it():
     embedding = recomputing(nn.Sequential(nn.Embedding(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), tokens())
     batch = tokens(4)
     assert_trains_exactly(embedding, [batch, batch, batch])
+
+
+def test_a_module_planned_under_autocast_wants_it_in_every_call():
+    with torch.autocast("cpu", torch.bfloat16):
+        model = Rockmate(built(Layers), rows(), 0.9, loss=squares)
+        squares(model(rows(1))).backward()
+    with pytest.raises(PlanMismatch, match=r"autocast is off, but was on for cpu \(bfloat16\) when"):
+        model(rows(1))
+    with torch.autocast("cpu", torch.float16), pytest.raises(PlanMismatch, match=r"autocast is on for cpu \(float16\)"):
+        model(rows(1))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward-inside", "backward-outside"])
+@pytest.mark.parametrize("budget", [1.0, 0.75])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny", "unet-tiny", "transformer-tiny"])
+def test_a_step_under_autocast_is_that_of_eager(name, budget, inside):
+    entry = zoo.get(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        model = Rockmate(copy.deepcopy(entry.model), entry.sample, budget, loss=entry.loss)
+    gradients = []
+    for module in (entry.model, model):
+        torch.manual_seed(0)
+        torch.clear_autocast_cache()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = entry.loss(module(*entry.sample))
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    assert_same(*gradients)
+    if budget < 1:
+        assert model.plan.recomputations > 0
