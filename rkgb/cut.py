@@ -27,7 +27,7 @@ class Block:
     inputs: list[str]  # values of earlier blocks read, in order of first use
     outputs: list[str]  # values that later blocks or the model's output read
     shared_inputs: list[str] = field(default_factory=list)  # of `inputs`: their gradients exist before its backward
-    dead_outputs: list[str] = field(default_factory=list)  # of `outputs`: differentiable, but no gradient comes to them
+    dead_outputs: list[str] = field(default_factory=list)  # of `outputs`: no gradient comes to them from outside
 
 
 @dataclass(eq=False, slots=True)
@@ -172,15 +172,20 @@ class BlockMaker:
         self._place = {op: index for index, op in enumerate(graph.dgraph)}
         self._on_leaves = {name: op for op in (*graph.leaf_views, *graph.effects) for name in op.output_names}
         self._readers: dict[str, int] = {}  # how many operations read a value
-        self._last_reader: dict[str, int] = {}  # place of the last node that reads a value
         for op in graph.dgraph:
             for name in op.inputs if not op.is_guard else ():
                 self._readers[name] = self._readers.get(name, 0) + 1
         self._node_place = {node: place for place, node in enumerate(graph)}
-        for place, node in enumerate(graph):
-            self._last_reader.update((name, place) for op in node.ops for name in op.inputs)
         self._kept = set(graph.dgraph.output_names)
-        self._reached = graph.dgraph.storages_with_gradient()
+        self._trained = set(graph.dgraph.gradient_outputs)
+        self._passing: dict[str, list[int]] = {}  # places of the nodes that hand a value a gradient, in order
+        reached, values = graph.dgraph.storages_with_gradient(), graph.dgraph.values
+        for place, node in enumerate(graph):
+            for op in node.ops:
+                made = {values[name].owner for name in (*op.output_names, *op.written)}
+                if op.grad_enabled and not made.isdisjoint(reached):
+                    for name in op.inputs:
+                        self._passing.setdefault(name, []).append(place)
 
     def block(self, nodes: list[SNode]) -> Block:
         """The block of these nodes, which must be in an order in which they can run."""
@@ -194,7 +199,8 @@ class BlockMaker:
             for name in op.inputs:
                 inside[name] = inside.get(name, 0) + 1
         own = {name for op in node_ops for name in op.output_names}
-        last = max((self._node_place[node] for node in nodes), default=-1)
+        places = {self._node_place[node] for node in nodes}
+        last = max(places, default=-1)
         outputs = [name for op in ops for name in op.output_names if name in own and self._leaves_block(name, inside)]
         return Block(
             nodes=nodes,
@@ -203,7 +209,7 @@ class BlockMaker:
             inputs=inputs,
             outputs=outputs,
             shared_inputs=[name for name in inputs if self._has_gradient_after(name, last)],
-            dead_outputs=[name for name in outputs if self._is_dead(name)],
+            dead_outputs=[name for name in outputs if self._is_dead(name, places)],
         )
 
     def _leaves_block(self, name: str, inside: dict[str, int]) -> bool:
@@ -211,14 +217,15 @@ class BlockMaker:
 
     def _has_gradient_after(self, name: str, place: int) -> bool:
         """Whether the backward of what comes after node `place` begins the gradient of `name`."""
-        info = self._graph.dgraph.values[name]
-        if not info.requires_grad or info.owner not in self._reached:
+        if not self._graph.dgraph.values[name].requires_grad:
             return False
-        return name in self._kept or self._last_reader.get(name, -1) > place
+        return name in self._trained or self._passing.get(name, [-1])[-1] > place
 
-    def _is_dead(self, name: str) -> bool:
-        info = self._graph.dgraph.values[name]
-        return info.requires_grad and info.owner not in self._reached
+    def _is_dead(self, name: str, places: set[int]) -> bool:
+        """Whether neither the loss nor another block hands `name` a gradient, though it takes one."""
+        if not self._graph.dgraph.values[name].requires_grad or name in self._trained:
+            return False
+        return places.issuperset(self._passing.get(name, ()))
 
     def _needed_on_leaves(self, ops: Iterable[DNode]) -> dict[DNode, None]:
         """The views of leaves and the in-place writes to them whose results `ops` use, directly or through others."""

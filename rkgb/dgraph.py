@@ -48,6 +48,7 @@ class DGraph:
     output: Any
     values: dict[str, ValueInfo]  # of every leaf and every node's output
     varying: frozenset[str] = frozenset()  # values whose shape depends on data: `values` has the sample's
+    trained: frozenset[str] | None = None  # outputs that the loss hands a gradient to; None: all that take one
 
     def __iter__(self) -> Iterator[DNode]:
         return iter(self.nodes)
@@ -56,6 +57,12 @@ class DGraph:
     def output_names(self) -> list[str]:
         """Names of the tensors in the output, each once."""
         return ref_names(self.output)
+
+    @property
+    def gradient_outputs(self) -> list[str]:
+        """Names of the outputs at which the backward starts."""
+        taking = [name for name in self.output_names if self.values[name].requires_grad]
+        return taking if self.trained is None else [name for name in taking if name in self.trained]
 
     def owner(self, name: str) -> str:
         """Name of the value that first held the storage of `name`."""
@@ -67,7 +74,7 @@ class DGraph:
         What requires a gradient but leads to no output has none.
         """
         values = self.values
-        reached = {values[name].owner for name in self.output_names if values[name].requires_grad}
+        reached = {values[name].owner for name in self.gradient_outputs}
         for node in reversed(self.nodes):
             made = {values[name].owner for name in (*node.output_names, *node.written)}
             if node.grad_enabled and not made.isdisjoint(reached):

@@ -130,7 +130,7 @@ def _staged(graph: SGraph, profiles: list[BlockProfile]) -> set[SNode]:
 
 
 def _differentiable_outputs(graph: SGraph) -> list[str]:
-    return _differentiable(graph, graph.dgraph.output_names)
+    return _differentiable(graph, graph.dgraph.gradient_outputs)
 
 
 def _differentiable(graph: SGraph, names: list[str]) -> list[str]:

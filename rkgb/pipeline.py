@@ -7,7 +7,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,15 +23,20 @@ from rkgb.measure import measure_blocks
 from rkgb.memory import free_bytes
 from rkgb.partition import SubGraph, partition
 from rkgb.profile import BlockProfile
-from rkgb.replay import replay_check
+from rkgb.replay import replay_check, run_graph
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import autocast_in_force, training_mode
+from rkgb.state import autocast_in_force, borrowed, training_mode
 from rkgb.trace import Tracer, trace
+from rkgb.tree import leaves, map_leaves
 from rkgb.varying import without_varying_guards
 
 Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
+
+
+Backward = Callable[[Any], object]
+"""Called with an output like the model's: runs a backward into its tensors, as a loss does."""
 
 
 @dataclass(eq=False)
@@ -70,6 +75,7 @@ def make_all_graphs(
     *,
     tracer: Tracer = "auto",
     low_memory: bool | None = None,
+    backward: Backward | None = None,
     on_stage: Stage | None = None,
 ) -> AllGraphs:
     """Trace, inspect, simplify, cut and measure `model` in training mode on `sample`.
@@ -78,21 +84,47 @@ def make_all_graphs(
     standard error stream what is being done, `on_stage` is told of it. `tracer` is
     ``"jit"``, ``"record"`` or ``"auto"``: the first of the two whose trace proves exact. `low_memory`
     checks the trace with autograd's saved tensors on disk; None does so where a whole training step might
-    not fit. The model is left as it was: modes, buffers, gradients, random streams. Raises `SampleError`
-    for a sample that does not fit, `TraceError` for a module that cannot be traced exactly.
+    not fit. `backward`, called once with an output like the model's, does what the loss does: what it hands no
+    gradient to has none in the K graph; without it, every differentiable output has one. The model is left as it
+    was: modes, buffers, gradients, random streams. Raises `SampleError` for a sample that does not fit, `TraceError`
+    for a module that cannot be traced exactly.
     """
     tell = on_stage or (_say if verbose else _say_nothing)
     arguments = make_sample(model, sample, model_kwargs)
     with training_mode(model):
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
+        if backward is not None:
+            dataflow = _with_trained_outputs(dataflow, model, arguments, backward)
         simplified = d_to_s(dataflow)
         blocks = cut(simplified, chain(simplified).pins)
         profiles = measure_blocks(simplified, blocks, model, arguments, tell)
         tell("measure", len(blocks), len(blocks))
-        backward = s_to_k(simplified, blocks, profiles)
+        whole = s_to_k(simplified, blocks, profiles)
     classes = equivalent_classes(dataflow, blocks)
-    return AllGraphs(basic, dataflow, simplified, blocks, classes, backward, profiles)
+    return AllGraphs(basic, dataflow, simplified, blocks, classes, whole, profiles)
+
+
+def _with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
+    """Run the loss on an output of the graph, to see which tensors of it get a gradient."""
+    with borrowed(model):
+        values: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            output = run_graph(graph, model, sample.copy())
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            name = names[id(tensor)]
+            values[name] = tensor.detach().requires_grad_(graph.values[name].requires_grad)
+            return values[name]
+
+        names = {id(t): name for name, t in zip(graph.output_names, _distinct(leaves(output)), strict=True)}
+        with torch.enable_grad():
+            backward(map_leaves(leaf, output))
+    return replace(graph, trained=frozenset(name for name, tensor in values.items() if tensor.grad is not None))
+
+
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _say_nothing(name: str, done: int, total: int) -> None:

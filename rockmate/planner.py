@@ -90,7 +90,9 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
             f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
             "training step to plan. Unfreeze a parameter, or use the module as it is."
         )
-    graphs = make_all_graphs(model, arguments, on_stage=request.progress)
+    loss = request.loss
+    backward = None if loss is None else lambda output: evaluate_loss(loss, output).backward()
+    graphs = make_all_graphs(model, arguments, backward=backward, on_stage=request.progress)
     if not graphs.K_graph.backward:
         raise NothingToTrain(
             f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb import GraphError, LeafKind
+from rkgb import GraphError, LeafKind, make_all_graphs
 from rkgb.profile import SavedKind
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
-from tests.graph.programs import TINY, Program, graphs_of, linear, rows, scale, zoo_graphs
+from tests.graph.programs import TINY, Program, graphs_of, linear, rows, scale, state_of, zoo_graphs
 
 LOSS_BYTES = 4 + 4  # a loss of float32 and its gradient
 ALL = [*(f"zoo {name}" for name in TINY), *CASES]
@@ -232,3 +232,43 @@ def test_broken_graphs_are_refused(spoil, message):
     spoil(kgraph)
     with pytest.raises(GraphError, match=message):
         kgraph.verify()
+
+
+# ---- outputs that the loss leaves alone --------------------------------------------------------------------
+
+
+def two_outputs(m, x):
+    """As models with labels return: the loss, and the predictions that it is made of."""
+    predictions = m.layer(x).exp()
+    return predictions.square().mean(), predictions
+
+
+def test_outputs_that_the_loss_leaves_alone_have_no_gradient_of_their_own():
+    module, sample = Program(two_outputs, layer=nn.Linear(4, 512)), rows(64, 4)
+    both = make_all_graphs(module, sample).K_graph
+    first = make_all_graphs(module, sample, backward=lambda output: output[0].backward()).K_graph
+    assert first.sgraph.dgraph.gradient_outputs == first.sgraph.dgraph.output_names[:1]
+    assert first.gradient_bytes == both.gradient_bytes - 64 * 512 * 4
+    assert max(c.peak_bytes for c in first.backward) < max(c.peak_bytes for c in both.backward)
+    assert [comp.name for comp in first.backward] == [comp.name for comp in both.backward]
+
+
+def test_what_only_an_output_without_gradient_needs_has_no_backward():
+    module, sample = Program(lambda m, x: (m.layer(x).sum(), m.layer(x).tanh()), layer=linear()), rows()
+    graph = make_all_graphs(module, sample, backward=lambda output: output[0].backward()).K_graph
+    assert not [comp.name for comp in graph.backward if comp.name.startswith(("tanh", "linear_1"))]
+
+
+def test_a_backward_that_fails_leaves_everything_as_it_was():
+    module, sample = Program(two_outputs, layer=nn.Linear(4, 8)), rows()
+    before, stream = state_of(module), torch.get_rng_state()
+
+    def backward(output):
+        torch.rand(3)
+        output[0].backward()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        make_all_graphs(module, sample, backward=backward)
+    assert state_of(module) == before
+    assert torch.equal(torch.get_rng_state(), stream)
