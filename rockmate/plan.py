@@ -22,6 +22,14 @@ class Plan:
     schedule: Schedule
     recompute: Recompute
     measured_peak_bytes: int | None = None  # of one real step on the sample
+    lower_bound_ms: float | None = None  # no plan for this budget is predicted to take less; None where unknown
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the step's time a better plan could save at most: 0.02 is 2 %. None where no bound is known."""
+        if self.lower_bound_ms is None or self.time_ms <= 0:
+            return None
+        return max(0.0, 1 - self.lower_bound_ms / self.time_ms)
 
     @property
     def overhead(self) -> float:
@@ -37,6 +45,9 @@ class Plan:
         return (
             f"Plan(budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)}"
             f" of {format_bytes(self.baseline_peak_bytes)} eager, time {format_ms(self.time_ms)}"
-            f" ({self.overhead:+.1%}), {self.recomputations} recomputations, {self.solver},"
+            f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations, {self.solver},"
             f" planned in {self.planning_s:.1f} s)"
         )
+
+    def _gap_text(self) -> str:
+        return "" if self.gap is None or not self.recomputations else f", gap {self.gap:.1%}"

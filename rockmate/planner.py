@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rk_solvers import SOLVERS, Chain, Effort, KeepAll, Problem, Solution, Solver, check, solver_named
+from rk_solvers.bound import lower_bound_ms
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
 from rkgb.measure import FreshGradients
@@ -30,6 +31,7 @@ from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
+_BOUND_S = 6.0  # most seconds for the lower bound; it is there after one or three for most models
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 Progress = Callable[[str, int, int], None]
@@ -141,9 +143,22 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     else:
         raise _too_small(measured, solution, budget_bytes, lowest_bytes)
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
+    request.progress("bound", 0, 1)
+    bound_ms = _lower_bound_ms(measured, planned.plan, request)
+    request.progress("bound", 1, 1)
     planning_s = measured.measuring_s + time.perf_counter() - started
-    planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes)
+    planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes, lower_bound_ms=bound_ms)
     return planned
+
+
+def _lower_bound_ms(measured: Measured, plan: Plan, request: PlanRequest) -> float:
+    """What every plan takes at least that is predicted to fit the budget, or as much as this one takes."""
+    if plan.recomputations == 0:
+        return plan.time_ms
+    bytes_allowed = max(plan.budget_bytes, plan.peak_bytes)  # a plan is believed by its measured peak
+    limit_s = min(_BOUND_S, request.time_limit_s)
+    bound = lower_bound_ms(measured.problem, bytes_allowed, measured.chain, time_limit_s=limit_s)
+    return min(bound.time_ms, plan.time_ms)
 
 
 def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: bool) -> Solution:

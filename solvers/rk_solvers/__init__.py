@@ -2,9 +2,12 @@
 
 from .auto import Auto
 from .baselines import Chen, KeepAll, KeepNone
+from .bound import Bound, lower_bound_ms
 from .checker import CheckedSchedule, check
+from .checkmate import Checkmate
 from .evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_time
 from .greedy import Greedy, improve_plan
+from .milp import BackendUnavailable
 from .oracle import Oracle
 from .problem import BackwardOp, Chain, Data, ForwardOp, Problem, Recompute
 from .registry import SOLVERS, Effort, solver_named
@@ -16,10 +19,13 @@ from .solver import Solution, Solver, Status
 __all__ = [
     "SOLVERS",
     "Auto",
+    "BackendUnavailable",
     "Backward",
     "BackwardOp",
+    "Bound",
     "Chain",
     "CheckedSchedule",
+    "Checkmate",
     "Chen",
     "Compute",
     "Data",
@@ -45,6 +51,7 @@ __all__ = [
     "check",
     "evaluate",
     "improve_plan",
+    "lower_bound_ms",
     "memory_curve",
     "normalise",
     "peak_and_time",

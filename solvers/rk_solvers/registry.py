@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .auto import Auto
 from .baselines import Chen, KeepAll, KeepNone
+from .checkmate import Checkmate
 from .greedy import Greedy
 from .problem import Chain
 from .rotor import Rotor
@@ -32,6 +33,7 @@ def _rotor(effort: Effort) -> Solver:
 
 SOLVERS: dict[str, Callable[[Effort], Solver]] = {
     "auto": lambda effort: Auto(effort.chain, effort.seed, time_limit_s=effort.time_limit_s),
+    "checkmate": lambda effort: Checkmate(time_limit_s=effort.time_limit_s),
     "chen": lambda effort: Chen(effort.chain),
     "greedy": lambda effort: Greedy(effort.seed, time_limit_s=effort.time_limit_s),
     "keep-all": lambda effort: KeepAll(),

@@ -228,6 +228,7 @@ def test_progress_is_told_the_stages_in_order(network):
         "eager step",
         "solve",
         "check",
+        "bound",
     ]
     assert all(0 <= done <= total for _, done, total in told)
     for stage in ("trace", "measure", "eager step", "check"):
@@ -313,3 +314,13 @@ def test_a_solver_may_be_named(solver):
 def test_a_time_limit_that_is_none_is_refused(limit):
     with pytest.raises(SolverError, match="time_limit is"):
         Rockmate(built(Layers), rows(), 0.85, time_limit=limit)
+
+
+def test_a_plan_tells_how_far_from_the_best_it_may_be():
+    model = Rockmate(built(Layers), rows(), 0.85, loss=squares)
+    plan = model.plan
+    assert plan.baseline_time_ms <= plan.lower_bound_ms <= plan.time_ms
+    assert plan.gap == 1 - plan.lower_bound_ms / plan.time_ms
+    assert f"gap {plan.gap:.1%}" in str(plan)
+    easy = Rockmate(built(Layers), rows(), 1.0, loss=squares).plan
+    assert (easy.lower_bound_ms, easy.gap) == (easy.time_ms, 0.0)
