@@ -33,8 +33,8 @@ class Rockmate(torch.nn.Module):
         loss: called on the model's output, returns the scalar of which training takes the backward. It
             is run once to measure what the loss itself allocates; without it, a cross-entropy's
             needs are assumed.
-        solver: "auto" for the best of several, the name of one ("greedy", "rotor", "checkmate", "chen",
-            "keep-all", "keep-none"), or an instance of `rk_solvers.Solver`.
+        solver: "auto" for the best of several, the name of one ("greedy", "rotor", "knapsack", "chen",
+            "checkmate", "intervals", "keep-all", "keep-none"), or an instance of `rk_solvers.Solver`.
         time_limit: seconds that one search for a plan may take.
         progress: True to show a progress display, or a callable told (stage, done, total).
 

@@ -1,12 +1,16 @@
 """Recomputation schedules of training steps, on plain numbers: problems, schedules, solvers and a checker."""
 
 from .auto import Auto
-from .baselines import Chen, KeepAll, KeepNone
 from .bound import Bound, lower_bound_ms
 from .checker import CheckedSchedule, check
 from .checkmate import Checkmate
+from .chen import Chen
 from .evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_time
 from .greedy import Greedy, improve_plan
+from .intervals import Bounded, Intervals
+from .keep_all import KeepAll
+from .keep_none import KeepNone
+from .knapsack import Knapsack
 from .milp import BackendUnavailable
 from .oracle import Oracle
 from .problem import BackwardOp, Chain, Data, ForwardOp, Problem, Recompute
@@ -23,6 +27,7 @@ __all__ = [
     "Backward",
     "BackwardOp",
     "Bound",
+    "Bounded",
     "Chain",
     "CheckedSchedule",
     "Checkmate",
@@ -34,8 +39,10 @@ __all__ = [
     "Forget",
     "ForwardOp",
     "Greedy",
+    "Intervals",
     "KeepAll",
     "KeepNone",
+    "Knapsack",
     "Op",
     "Oracle",
     "Problem",

@@ -29,7 +29,19 @@ class Option:
     saved_bytes: int  # kept after its forward until its backward, its output to the next block included
     forward_bytes: int  # peak of the forward
     backward_bytes: int  # peak of the backward, gradients resident before it left out
+    again_ms: float  # forward and recomputation, where the forward runs again for nothing but its own backward
+    again_bytes: int  # and the peak then, backward included, gradients resident before it left out
     recompute: Recompute  # per backward operation of the block, indices within the block
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Data that blocks beyond the next one read."""
+
+    size_bytes: int
+    first_reader: int  # blocks; its own where its own backward needs it: it may have to be kept for that
+    last_reader: int
+    late: bool  # a backward operation needs it: it may be alive after the forward of its last reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +52,8 @@ class Block:
     stages: tuple[int, ...]  # its backward operations in the problem, in execution order
     forward_ms: float
     backward_ms: float
-    input_bytes: int  # data of the block before that this one, or a later one, uses
-    jump_bytes: int  # data of blocks farther back that are used here or later: resident
+    input_bytes: int  # data of the block before that this one uses, and no later one
+    pins: tuple[Pin, ...]  # those that it makes
     resident_bytes: int  # gradients alive at its backward, at least
     forget_bytes: int  # peak of a forward that keeps nothing but the output
     options: tuple[Option, ...]
@@ -60,14 +72,17 @@ def blocks_of(problem: Problem, chain: Chain, grid: int = 4, rounds: int = 10) -
     """All blocks with their options; blocks of equal numbers are solved once."""
     chain.check(problem)
     block_of = [index for index, block in enumerate(chain.blocks) for _ in block]
-    home = [block_of[item.producer] for item in problem.data]
-    last = [*home]
-    for index, op in enumerate(problem.forward):
-        for item in op.inputs:
-            last[item] = max(last[item], block_of[index])
-    for stage, needs in enumerate(problem.backward):
-        for item in needs.needs:
-            last[item] = max(last[item], chain.backward_block[stage])
+    forward, backward = _readers(problem, chain)
+    last = [block_of[item.producer] for item in problem.data]
+    input_bytes = [0] * (len(chain.blocks) + 1)
+    pins: list[list[Pin]] = [[] for _ in input_bytes]
+    for number, item in enumerate(problem.data):
+        home = last[number]
+        last[number] = max({home} | forward[number] | backward[number])
+        if number not in problem.held and last[number] == home + 1:
+            input_bytes[home + 1] += item.size_bytes
+        elif number not in problem.held and last[number] > home:
+            pins[home].append(_pin(item.size_bytes, home, forward[number], backward[number]))
     solved: dict[Problem, tuple[int, tuple[Option, ...]]] = {}
     blocks: list[Block] = []
     for index in range(len(chain.blocks) + 1):
@@ -76,21 +91,41 @@ def blocks_of(problem: Problem, chain: Chain, grid: int = 4, rounds: int = 10) -
         if key not in solved:
             solved[key] = (_forget_bytes(key), _options(key, grid, rounds))
         forget, options = solved[key]
-        free = [item for item in range(len(problem.data)) if item not in problem.held and last[item] >= index]
         blocks.append(
             Block(
                 chain.blocks[index] if index < len(chain.blocks) else range(0),
                 part.stages,
                 sum(op.time_ms for op in part.problem.forward),
                 sum(op.time_ms for op in part.problem.backward),
-                sum(problem.data[item].size_bytes for item in free if home[item] == index - 1),
-                sum(problem.data[item].size_bytes for item in free if home[item] < index - 1),
+                input_bytes[index],
+                tuple(pins[index]),
                 part.resident_bytes,
                 forget,
                 options,
             )
         )
     return tuple(blocks)
+
+
+def _readers(problem: Problem, chain: Chain) -> tuple[list[set[int]], list[set[int]]]:
+    """For each data, the blocks of which a forward operation reads it, and those of which a backward one does."""
+    forward: list[set[int]] = [set() for _ in problem.data]
+    backward: list[set[int]] = [set() for _ in problem.data]
+    for index, block in enumerate(chain.blocks):
+        for op in block:
+            for item in problem.forward[op].inputs:
+                forward[item].add(index)
+    for stage, index in enumerate(chain.backward_block):
+        for item in problem.backward[stage].needs:
+            backward[item].add(index)
+    return forward, backward
+
+
+def _pin(size_bytes: int, home: int, forward: set[int], backward: set[int]) -> Pin:
+    """The pin of which these blocks read, made by block `home`."""
+    beyond = (forward | backward) - {home}
+    first = home if home in backward else min(beyond)
+    return Pin(size_bytes, first, max(beyond), late=bool(backward))
 
 
 def _part(problem: Problem, chain: Chain, index: int, last: list[int]) -> _Part:
@@ -200,20 +235,35 @@ def _option(part: Problem, plan: Recompute) -> Option:
     alive = sum(
         part.data[item.data].size_bytes for item in instances_of(part, plan) if item.first <= count <= item.last
     )
+    again_ms, again_bytes = _again(part, plan)
     return Option(
         recompute_time_ms(part, plan),
         alive,
         int(curve[:count].max(initial=0)),
         int(curve[count + 1 :].max(initial=0)),
+        again_ms,
+        again_bytes,
         plan[1:],
     )
 
 
-def _pareto(options: list[Option]) -> tuple[Option, ...]:
-    """Options that no other one beats in time, saved bytes and both peaks."""
+def _again(part: Problem, plan: Recompute) -> tuple[float, int]:
+    """Time and peak of a forward after the pause, of which nothing runs that only later blocks would read."""
+    if len(plan) == 1:
+        return 0.0, 0
+    pause = BackwardOp(part.backward[0].name, 0.0, (), 0, 0)
+    alone = Problem(part.data, part.forward, (pause, *part.backward[1:]), part.held)
+    everything = {index for index, op in enumerate(part.forward) if op.recomputable}
+    again = normalise(alone, ((), tuple(sorted(everything | set(plan[1]))), *plan[2:]))
+    return recompute_time_ms(alone, again), int(memory_curve(alone, again)[len(part.forward) + 1 :].max(initial=0))
 
-    def costs(option: Option) -> tuple[float, int, int, int]:
-        return option.extra_ms, option.saved_bytes, option.backward_bytes, option.forward_bytes
+
+def _pareto(options: list[Option]) -> tuple[Option, ...]:
+    """Options that no other one beats in times, saved bytes and peaks."""
+
+    def costs(option: Option) -> tuple[float, ...]:
+        memory = (option.saved_bytes, option.backward_bytes, option.forward_bytes, option.again_bytes)
+        return option.extra_ms, option.again_ms, *memory
 
     kept: list[Option] = []
     for option in sorted(options, key=costs):

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .auto import Auto
-from .baselines import Chen, KeepAll, KeepNone
 from .checkmate import Checkmate
+from .chen import Chen
 from .greedy import Greedy
+from .intervals import Intervals
+from .keep_all import KeepAll
+from .keep_none import KeepNone
+from .knapsack import Knapsack
 from .problem import Chain
 from .rotor import Rotor
 from .solver import Solver
@@ -36,8 +40,10 @@ SOLVERS: dict[str, Callable[[Effort], Solver]] = {
     "checkmate": lambda effort: Checkmate(time_limit_s=effort.time_limit_s),
     "chen": lambda effort: Chen(effort.chain),
     "greedy": lambda effort: Greedy(effort.seed, time_limit_s=effort.time_limit_s),
+    "intervals": lambda effort: Intervals(time_limit_s=effort.time_limit_s, seed=effort.seed, chain=effort.chain),
     "keep-all": lambda effort: KeepAll(),
     "keep-none": lambda effort: KeepNone(),
+    "knapsack": lambda effort: Knapsack(),
     "rotor": _rotor,
 }
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import Chain, Oracle, Rotor, check, evaluate, peak_and_time
-from rk_solvers.blocks import blocks_of
+from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, Rotor, check, evaluate, peak_and_time
+from rk_solvers import rotor_tables as tables
+from rk_solvers.blocks import Block, Option, Pin, blocks_of
 from rk_solvers.sequence import format_sequence
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 
@@ -89,3 +93,162 @@ def test_a_hundred_blocks_are_quick():
     budget = int(0.6 * evaluate(problem, problem.no_recompute).peak_bytes)
     solution = Rotor(chain, rounds=0).solve(problem, budget)
     check(problem, solution.schedule, budget)
+
+
+FILLERS = {"numpy": lambda: tables.fill_by_numpy, "numba": tables.numba_filler}
+
+
+def random_blocks(seed: int) -> tuple[Block, ...]:
+    """A chain of the dynamic program, sizes in slots; some values are read by blocks beyond the next one."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 8)
+
+    def option() -> Option:
+        return Option(
+            rng.random(),
+            rng.randint(5, 12),
+            rng.randint(1, 12),
+            rng.randint(1, 15),
+            rng.random(),
+            rng.randint(1, 15),
+            (),
+        )
+
+    def pins(home: int) -> tuple[Pin, ...]:
+        if home + 2 >= count or rng.random() < 0.5:
+            return ()
+        first, last = rng.randint(home, count - 1), rng.randint(home + 2, count - 1)
+        return (Pin(rng.randint(1, 4), min(first, last), last, rng.random() < 0.5),)
+
+    return tuple(
+        Block(
+            range(index, index + 1), (), rng.random(), rng.random(), rng.randint(0, 3), pins(index),
+            rng.randint(0, 3), rng.randint(1, 6), tuple(option() for _ in range(rng.randint(1, 4))),
+        )
+        for index in range(count)
+    )  # fmt: skip
+
+
+def least_time(blocks: tuple[Block, ...], slots: int) -> np.ndarray:
+    """The recursion as it is told, one cell after the other, and no cell beyond what is asked for."""
+    loss = len(blocks) - 1
+
+    def pinned(first: int, last: int) -> int:
+        made = [(home, pin) for home, block in enumerate(blocks[:first]) for pin in block.pins]
+        return sum(
+            pin.size_bytes for _, pin in made if pin.first_reader <= last and (pin.late or pin.last_reader >= first)
+        )
+
+    def resident(last: int) -> int:
+        return blocks[last].resident_bytes if last < loss else 0
+
+    @functools.cache
+    def best(first: int, last: int, memory: int) -> float:
+        block, jump = blocks[first], pinned(first, last)
+        found = [math.inf]
+        for option in block.options:
+            saved = option.saved_bytes - sum(pin.size_bytes for pin in block.pins)
+            runs = option.forward_bytes + jump + resident(last) <= memory
+            own = block.forward_ms + block.backward_ms + option.extra_ms
+            if first == last < loss:
+                if option.again_bytes + block.resident_bytes + jump <= memory:
+                    found.append(option.again_ms + block.backward_ms)
+            elif not runs or option.backward_bytes + block.resident_bytes + jump > memory:
+                continue
+            elif first == last:
+                found.append(own)
+            elif saved <= memory:
+                found.append(own + best(first + 1, last, memory - saved))
+        for after in range(first + 1, last + 1):
+            passed = range(first, after)
+            needed = [
+                blocks[k].forget_bytes + pinned(k, last) + resident(last) + (blocks[k].input_bytes if k > first else 0)
+                for k in passed
+            ]
+            left = memory - blocks[after].input_bytes
+            if max(needed) <= memory and left >= 0:
+                passing = math.fsum(blocks[k].forward_ms for k in passed)
+                found.append(passing + best(after, last, left) + best(first, after - 1, memory))
+        return min(found)
+
+    count = len(blocks)
+    cells = [[[best(i, j, m) if i <= j else 0.0 for m in range(slots + 1)] for j in range(count)] for i in range(count)]
+    return np.array(cells)
+
+
+@pytest.mark.parametrize("filler", FILLERS)
+@given(seed=st.integers(0, 10**6), slots=st.integers(1, 30))
+@settings(max_examples=25, deadline=None)
+def test_the_table_is_that_of_the_recursion(filler, seed, slots):
+    fill = FILLERS[filler]()
+    if fill is None:
+        pytest.skip("numba is not installed")
+    blocks = random_blocks(seed)
+    times = np.zeros((len(blocks), len(blocks), slots + 1))
+    fill(tables.ChainNumbers.of(blocks, 1, slots), times)
+    np.testing.assert_allclose(times, least_time(blocks, slots), rtol=1e-12)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40))
+@settings(max_examples=25, deadline=None)
+def test_numba_and_numpy_agree_to_the_last_bit(seed, slots):
+    compiled = tables.numba_filler()
+    if compiled is None:
+        pytest.skip("numba is not installed")
+    numbers = tables.ChainNumbers.of(random_blocks(seed), 1, slots)
+    one, other = np.zeros((2, numbers.count, numbers.count, slots + 1))
+    compiled(numbers, one)
+    tables.fill_by_numpy(numbers, other)
+    assert np.array_equal(one, other)
+
+
+def test_without_numba_the_solutions_are_the_same(monkeypatch):
+    problem, chain = gpt2(layers=12)
+    budget = int(0.5 * evaluate(problem, problem.no_recompute).peak_bytes)
+    monkeypatch.setattr(tables, "_WORTH_AN_IMPORT", 0)
+    found = Rotor(chain, rounds=0).solve(problem, budget)
+    monkeypatch.setattr(tables, "numba_filler", lambda: None)
+    monkeypatch.setattr(tables, "_use_numba", lambda numbers: True)
+    assert Rotor(chain, rounds=0).solve(problem, budget) == found
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 28))
+@settings(max_examples=40, deadline=None)
+def test_chains_of_equal_sizes_and_any_times_are_solved_as_by_the_oracle(times, budget):
+    equal = chain_of(len(times))
+    forward = tuple(
+        ForwardOp(op.name, float(time), op.inputs, op.outputs) for op, time in zip(equal.forward, times, strict=True)
+    )
+    problem = Problem(equal.data, forward, equal.backward)
+    found, best = Rotor(unit_chain(len(times))).solve(problem, budget), Oracle().solve(problem, budget)
+    assert found.status.fits == best.status.fits
+    assert not best.status.fits or found.time_ms == pytest.approx(best.time_ms)
+
+
+def chain_with_skips(seed: int) -> tuple[Problem, Chain]:
+    """Blocks of one operation that read the one before, and others farther back; backwards need what they read."""
+    rng = random.Random(seed)
+    count = rng.randint(3, 8)
+    reads = [tuple(h for h in range(i) if h == i - 1 or rng.random() < 0.2) for i in range(count)]
+    data = tuple(Data(f"y{i}", rng.randint(1, 6), i) for i in range(count))
+    forward = tuple(ForwardOp(f"f{i}", float(rng.randint(1, 5)), reads[i], (i,)) for i in range(count))
+    backward = [BackwardOp("loss", 1.0, (count - 1,), 0, 2)]
+    for index in reversed(range(count)):
+        resident = rng.randint(0, 3)
+        backward.append(BackwardOp(f"b{index}", 1.0, reads[index], resident, resident + rng.randint(0, 5)))
+    blocks = tuple(range(i, i + 1) for i in range(count))
+    return Problem(data, forward, tuple(backward)), Chain(blocks, tuple(range(count, -1, -1)))
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_values_that_several_blocks_read_are_counted_once(seed):
+    problem, chain = chain_with_skips(seed)
+    peak, time_ms = peak_and_time(problem, problem.no_recompute)
+    table = Rotor(chain).prepare(problem, peak)
+    assert table.slot_bytes == 1
+    reached = table.table.times[0, -1]
+    assert reached[peak] == pytest.approx(time_ms)
+    assert reached[peak - 1] > time_ms + 0.5  # at one byte less, keep-all would be promised wrongly
+    for memory in np.flatnonzero(np.isfinite(reached)):
+        assert peak_and_time(problem, table.plan(int(memory)))[0] <= memory
