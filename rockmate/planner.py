@@ -31,6 +31,7 @@ from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
+_SPARE = 1.02  # on the smallest budget named: measured anew, times differ, and with them the plan that is found
 _BOUND_S = 6.0  # most seconds for the lower bound; it is there after one or three for most models
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
@@ -201,7 +202,7 @@ def _planned(measured: Measured, solution: Solution, budget_bytes: int, module: 
 def _too_small(measured: Measured, solution: Solution, budget_bytes: int, lowest_bytes: int) -> BudgetTooSmall:
     """`lowest_bytes` was measured: a step of the plan of lowest peak really takes that much."""
     op = solution.binding_op or simulate(measured.problem, solution.schedule).peak_op
-    smallest = max(lowest_bytes, budget_bytes + 1)
+    smallest = max(round(lowest_bytes * _SPARE), budget_bytes + 1)
     return BudgetTooSmall(
         f"budget {format_bytes(budget_bytes)} < {format_bytes(smallest)}, the smallest for which a schedule was found "
         f"(bound at {op}{_where(measured, op)}). Raise the budget to at least {smallest} bytes, reduce the batch, or "
