@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 # On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
@@ -28,11 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import transformers
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
 from rkgb import chain, cut, d_to_s, equivalent_classes, make_sample
 from rkgb.pipeline import exact_trace
 from rockmate import zoo
@@ -42,7 +38,6 @@ MOST_SECONDS = 10.0
 MOST_SECONDS_DEEP = 60.0  # for DEEP_NODES
 DEEP_NODES = 2_500
 STAGES = ("trace", "simplify", "cut")
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -184,15 +179,9 @@ def judge(compared: list[Timing], growth: list[Timing]) -> list[dict[str, Any]]:
     return bars
 
 
-def bar(label: str, reached: float, limit: float) -> dict[str, Any]:
-    """A promise: `reached` is at most `limit`."""
-    return {"label": label, "reached": round(reached, 3), "limit": round(limit, 3), "met": reached <= limit}
-
-
 def table_of(timings: list[Timing], title: str) -> Table:
     """One line per model."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("", no_wrap=True)
+    table = new_table(title)
     compared = any(timing.export_s for timing in timings)
     for heading in ("S nodes", "blocks", *STAGES, "build", *(("export", "ratio") if compared else ())):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -217,11 +206,8 @@ def result_of(timing: Timing) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__, "shallow models, whose times mean nothing")
     parser.add_argument("--repeats", type=int, default=5, help="rounds after the first (default 5)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument("--quick", action="store_true", help="shallow models, whose times mean nothing")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
     return parser.parse_args()
 
 
@@ -238,28 +224,15 @@ def main() -> None:
     bars = judge(compared, growth)
     console.print(table_of(compared, f"building graphs, median of {options.repeats}"))
     console.print(table_of(growth, "growth with depth"))
-    for verdict in bars:
-        mark = "[green]met[/green]" if verdict["met"] else "[red]not met[/red]"
-        console.print(f"{mark}: {verdict['label']}: {verdict['reached']} ≤ {verdict['limit']}", highlight=False)
+    print_bars(bars)
+    own = {"transformers": transformers.__version__, "repeats": options.repeats}
     report = {
-        "circumstances": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": options.threads,
-            "repeats": options.repeats,
-            "quick": options.quick,
-        },
+        "circumstances": circumstances(options) | own,
         "models": [result_of(timing) for timing in compared],
         "growth": [result_of(timing) for timing in growth],
         "bars": bars,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "graphs-cpu.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(f"wrote {path}")
+    write_report(options.output, "graphs-cpu.json", report)
 
 
 if __name__ == "__main__":

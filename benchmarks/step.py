@@ -11,33 +11,28 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.metadata
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 # On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.reporting import circumstances, console, new_table, option_parser, print_verdict, write_report
 from rockmate import PeakMemory, Rockmate, zoo
 from rockmate.errors import BudgetTooSmall
 from rockmate.units import format_bytes, format_ms
 
 BUDGETS = (1.0, 0.7, 0.5, 0.35)
 EAGER, CHECKPOINT, AT_CHECKPOINT_PEAK = "eager", "checkpoint", "rockmate, same peak"
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -187,8 +182,7 @@ def judge(contenders: list[Contender], bars: Sequence[Bar]) -> list[dict[str, An
 
 def table_of(contenders: list[Contender], title: str) -> Table:
     """One line per contender."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("")
+    table = new_table(title)
     for heading in (
         "median\nstep",
         "time\n/ eager",
@@ -211,24 +205,18 @@ def table_of(contenders: list[Contender], title: str) -> Table:
     return table
 
 
-def circumstances(options: argparse.Namespace) -> dict[str, Any]:
+def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     try:
         version = importlib.metadata.version("rockmate-rk")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
     on_cuda = options.device.startswith("cuda")
-    return {
+    return circumstances(options) | {
         "rockmate": version,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name(options.device) if on_cuda else None,
         "device": options.device,
-        "threads": options.threads,
         "repeats": options.repeats,
-        "quick": options.quick,
     }
 
 
@@ -242,20 +230,14 @@ def run(name: str, options: argparse.Namespace) -> None:
     console.print(table_of(contenders, f"{entry.name}, median of {options.repeats} steps"))
     for verdict in verdicts:
         reached = "was not run" if verdict["ratio"] is None else f"{verdict['ratio']:.3f}×"
-        mark = "[green]met[/green]" if verdict["met"] else "[red]not met[/red]"
-        console.print(
-            f"{mark}: {verdict['label']} ≤ {verdict['limit']} × {verdict['base']}: {reached}", highlight=False
-        )
+        print_verdict(verdict["met"], f"{verdict['label']} ≤ {verdict['limit']} × {verdict['base']}: {reached}")
     report = {
         "entry": entry.name,
-        "circumstances": circumstances(options),
+        "circumstances": circumstances_of(options),
         "contenders": [result_of(contender, contenders[0]) for contender in contenders],
         "bars": verdicts,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"step-{entry.name}-{torch.device(options.device).type}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(f"wrote {path}")
+    write_report(options.output, f"step-{entry.name}-{torch.device(options.device).type}.json", report)
 
 
 def result_of(contender: Contender, reference: Contender) -> dict[str, Any]:
@@ -270,13 +252,10 @@ def result_of(contender: Contender, reference: Contender) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__, "tiny models, whose times mean nothing")
     parser.add_argument("--models", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     parser.add_argument("--repeats", type=int, default=11, help="timed steps of each contender (default 11)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument("--quick", action="store_true", help="tiny models, whose times mean nothing")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
     return parser.parse_args()
 
 

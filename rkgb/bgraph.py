@@ -39,6 +39,7 @@ class Source:
 
     module_path: str = ""
     location: str = ""  # "file.py:12"
+    modules: tuple[str, ...] = ()  # paths of the submodules being called, outermost first, each once
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.module_path or "(root)", self.location) if part)

@@ -10,6 +10,7 @@ import torch
 from rkgb.guard import Guard
 from rkgb.memory import allocated_bytes
 from rkgb.pipeline import AllGraphs, make_all_graphs
+from rkgb.render.style import format_bytes
 from rkgb.replay import record_step, run_graph
 from rkgb.sample import make_sample
 from rkgb.state import training_mode
@@ -74,7 +75,7 @@ def _sizes(graphs: AllGraphs) -> dict[str, str]:
         "S": f"{len(graphs.S_graph.nodes)} nodes that fill a storage",
         "K": (
             f"{len(graphs.K_graph.forward)} forward and {len(graphs.K_graph.backward)} backward computations, "
-            f"{len(phantoms)} phantoms of {_readable(phantom_bytes)}"
+            f"{len(phantoms)} phantoms of {format_bytes(phantom_bytes)}"
         ),
     }
 
@@ -86,14 +87,7 @@ def _block(graphs: AllGraphs, index: int) -> str:
     size_bytes = sum(allocated_bytes(info.storage_bytes, info.device) for info in filled)
     forward_ms = sum(comp.time_ms for comp in k_graph.forward)
     backward_ms = sum(comp.time_ms for comp in k_graph.backward)
-    return f"{len(block.nodes):>3} nodes, {_readable(size_bytes):>10}, {forward_ms:7.2f} + {backward_ms:.2f} ms"
-
-
-def _readable(size_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.2f} {unit}"
-    return f"{size_bytes} B"
+    return f"{len(block.nodes):>3} nodes, {format_bytes(size_bytes):>10}, {forward_ms:7.2f} + {backward_ms:.2f} ms"
 
 
 def _named(members: list[int]) -> str:

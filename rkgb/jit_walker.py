@@ -349,8 +349,9 @@ def _plain(value: Any, argument: Any) -> Any:
 
 
 def _source(node: Any) -> Source:
-    scope = node.scopeName().rsplit("/", maxsplit=1)[-1].removeprefix("__module.")
-    path = "" if scope in ("wrapped", "") else scope.removeprefix("wrapped.")
+    # Scopes are the calls that an operation ran in, whatever module holds the one that is called.
+    scopes = [scope.removeprefix("__module.") for scope in node.scopeName().split("/")]
+    paths = ["" if scope == "wrapped" else scope.removeprefix("wrapped.") for scope in scopes]
     location = ""
     with contextlib.suppress(RuntimeError):
         frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
@@ -358,4 +359,4 @@ def _source(node: Any) -> Source:
         if outside or frames:
             file, line = (outside or frames)[0]
             location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"
-    return Source(path, location)
+    return Source(paths[-1], location, tuple(dict.fromkeys(filter(None, paths))))

@@ -27,7 +27,7 @@ from rkgb.replay import replay_check, run_graph
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import autocast_in_force, borrowed, training_mode
-from rkgb.trace import Tracer, trace
+from rkgb.trace import FrontEnd, Tracer, trace
 from rkgb.tree import leaves, map_leaves
 from rkgb.varying import without_varying_guards
 
@@ -95,18 +95,28 @@ def make_all_graphs(
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
         if backward is not None:
-            dataflow = _with_trained_outputs(dataflow, model, arguments, backward)
-        simplified = d_to_s(dataflow)
-        blocks = cut(simplified, chain(simplified).pins)
-        profiles = measure_blocks(simplified, blocks, model, arguments, tell)
-        tell("measure", len(blocks), len(blocks))
-        whole = s_to_k(simplified, blocks, profiles)
-    classes = equivalent_classes(dataflow, blocks)
-    return AllGraphs(basic, dataflow, simplified, blocks, classes, whole, profiles)
+            dataflow = with_trained_outputs(dataflow, model, arguments, backward)
+        return measured_graphs(basic, d_to_s(dataflow), model, arguments, tell)
 
 
-def _with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
-    """Run the loss on an output of the graph, to see which tensors of it get a gradient."""
+def measured_graphs(
+    basic: BGraph, simplified: SGraph, model: torch.nn.Module, sample: Sample, on_stage: Stage | None = None
+) -> AllGraphs:
+    """All graphs of a trace and its S graph: blocks, their times and bytes measured on `sample`, and what they join to.
+
+    `model` is to be in the mode in which it was traced.
+    """
+    tell = on_stage or _say_nothing
+    blocks = cut(simplified, chain(simplified).pins)
+    profiles = measure_blocks(simplified, blocks, model, sample, tell)
+    tell("measure", len(blocks), len(blocks))
+    whole = s_to_k(simplified, blocks, profiles)
+    classes = equivalent_classes(simplified.dgraph, blocks)
+    return AllGraphs(basic, simplified.dgraph, simplified, blocks, classes, whole, profiles)
+
+
+def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
+    """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient."""
     with borrowed(model):
         values: dict[str, torch.Tensor] = {}
         with torch.no_grad():
@@ -172,7 +182,7 @@ def exact_trace(
 
 
 def _front_end(
-    model: torch.nn.Module, sample: Sample, tracer: Tracer, low_memory: bool | None, tell: Stage
+    model: torch.nn.Module, sample: Sample, tracer: FrontEnd, low_memory: bool | None, tell: Stage
 ) -> tuple[BGraph, DGraph]:
     """The finest trace of one front end that the replay check accepts."""
     # On copies: a forward that writes into its input would change the user's data at each run.

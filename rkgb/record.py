@@ -29,7 +29,13 @@ from rkgb.errors import TraceError
 from rkgb.guard import Guard, shape_guard, snapshot
 from rkgb.naming import Namer
 from rkgb.sample import Sample
-from rkgb.side_effects import refuse_attribute, refuse_function, refuse_storage
+from rkgb.side_effects import (
+    refuse_attribute,
+    refuse_collective,
+    refuse_function,
+    refuse_storage,
+    refuse_wrappers,
+)
 from rkgb.source import caller_is_torch, python_location
 from rkgb.tree import is_tensor, leaves, map_leaves
 
@@ -82,6 +88,8 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result
+        if func.namespace == "c10d":
+            refuse_collective(func, str(self.source()))
         tensors = leaves((args, kwargs))
         depends = self._depends_on_data(func, tensors)
         if leaves(result) or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
@@ -114,6 +122,7 @@ class Recorder(TorchDispatchMode):
         stem = function._schema.name.split("::")[-1].strip("_") if hasattr(function, "_schema") else _stem(function)
         name = self._namer.numbered(stem)
         produced = leaves(result)
+        refuse_wrappers(produced, self.source)
         refs: dict[int, Ref] = {}
         for place, tensor in enumerate(produced):
             own = name if len(produced) == 1 else self._namer.plain(f"{name}_{place}")
@@ -186,8 +195,9 @@ class Recorder(TorchDispatchMode):
     # ---- where it runs -------------------------------------------------------------------------------------
 
     def source(self) -> Source:
-        """The module that runs now, and the innermost line of the user's code."""
-        return Source(self._running[-1] if self._running else "", python_location())
+        """The modules that run now, and the innermost line of the user's code."""
+        called = tuple(dict.fromkeys(filter(None, self._running)))
+        return Source(self._running[-1] if self._running else "", python_location(), called)
 
     def entered(self, submodule: torch.nn.Module, *_: Any) -> None:
         """Hook before every module's forward."""

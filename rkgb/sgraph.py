@@ -10,7 +10,7 @@ S graph and returns another, and can be applied alone: print the graph between t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -18,6 +18,7 @@ import torch
 
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
+from rkgb.repetition import reason_against_repetition
 
 
 @dataclass(eq=False, slots=True)
@@ -213,6 +214,20 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
                 node.keep_reason = f"{op.name} writes into the module's state"
             elif rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                 node.keep_reason = f"{op.name} reads module state that the forward rewrites"
+            elif reason := reason_against_repetition(op, dgraph.values):
+                node.keep_reason = reason
+    return result
+
+
+def run_once(graph: SGraph, reasons: Mapping[str, str]) -> SGraph:
+    """Besides what must run once anyway, the nodes that hold one of these operations, given with the reason why.
+
+    Views of leaves belong to no node: they compute nothing, and whoever uses them repeats them.
+    """
+    result = _regrouped(graph, [[node] for node in graph])
+    for node in result:
+        given = (reasons[op.name] for op in node.ops if op.name in reasons)
+        node.keep_reason = node.keep_reason or next(given, "")
     return result
 
 

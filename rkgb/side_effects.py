@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from rkgb.errors import TraceError
 from rkgb.source import caller_is_torch, python_location
@@ -213,6 +213,28 @@ def refuse_attribute(getter: Any, args: Any) -> None:
             raise TraceError(
                 f"at {python_location()} forward takes the grad_fn of a tensor: what it does to that node would not "
                 "happen when the graph runs. Use a torch.autograd.Function."
+            )
+
+
+def refuse_collective(function: Any, place: str) -> None:
+    """Raise the error for a collective whose end Python waits for, unseen by the dispatcher."""
+    raise TraceError(
+        f"at {place} forward calls {function}, a collective: nobody would wait for its end when the graph runs. "
+        "Call it in a torch.autograd.Function of your own: such functions run whole, and once."
+    )
+
+
+def refuse_wrappers(tensors: list[Any], source: Callable[[], object]) -> None:
+    """Raise the error for tensors that hold others and no bytes of their own, as functional collectives return them.
+
+    `source` tells the place; it is asked only for the error.
+    """
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            raise TraceError(
+                f"at {source()} forward makes a tensor of class {type(tensor).__name__}, which holds no bytes of its "
+                "own: the graph could not tell when they are there. Use plain tensors; call a functional collective, "
+                "and wait for it, in a torch.autograd.Function of your own."
             )
 
 

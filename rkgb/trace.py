@@ -26,7 +26,8 @@ from rkgb.side_effects import SideEffects
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
 
-Tracer = Literal["auto", "jit", "record"]
+FrontEnd = Literal["jit", "record"]
+Tracer = Literal["auto"] | FrontEnd
 
 
 class _Flat(torch.nn.Module):
@@ -43,7 +44,7 @@ class _Flat(torch.nn.Module):
         return tuple(leaves(self.output))
 
 
-def trace(module: torch.nn.Module, sample: Sample, tracer: Tracer = "jit") -> BGraph:
+def trace(module: torch.nn.Module, sample: Sample, tracer: FrontEnd = "jit") -> BGraph:
     """What `module` runs on `sample`, as seen by one of the two front ends. The module is left as it was.
 
     ``"jit"``: composite operations, by ``torch.jit.trace``; refused where forward reads numbers out of its
@@ -61,7 +62,7 @@ def trace(module: torch.nn.Module, sample: Sample, tracer: Tracer = "jit") -> BG
         graph, output = front_end(module, sample, False)
     if not leaves(output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
-    graph.tracer = "jit" if tracer == "jit" else "record"
+    graph.tracer = tracer
     graph.verify()
     return graph
 

@@ -60,7 +60,7 @@ def structure(tree: Any) -> Any:
     if isinstance(tree, dict):
         return (type(tree).__name__, *((key, structure(item)) for key, item in tree.items()))
     if _has_leaf(tree, is_tensor):
-        return (type(tree).__name__, *((name, structure(item)) for name, item in _attributes(tree).items()))
+        return (type(tree).__name__, *((name, structure(item)) for name, item in attributes_of(tree).items()))
     return tree
 
 
@@ -90,7 +90,7 @@ class _Mapper:
             return self._copies[id(tree)]
         if _has_leaf(tree, self._is_leaf):
             twin = self._copies[id(tree)] = copy.copy(tree)
-            for name, item in _attributes(tree).items():
+            for name, item in attributes_of(tree).items():
                 object.__setattr__(twin, name, self.map(item))
             return twin
         return tree
@@ -106,7 +106,7 @@ def _walk(tree: Any, is_leaf: Callable[[object], bool], seen: set[int]) -> Itera
         for item in tree.values():
             yield from _walk(item, is_leaf, seen)
     elif id(tree) not in seen:
-        attributes = _attributes(tree)
+        attributes = attributes_of(tree)
         if attributes:
             seen.add(id(tree))
             for item in attributes.values():
@@ -117,7 +117,7 @@ def _has_leaf(tree: Any, is_leaf: Callable[[object], bool]) -> bool:
     return next(_walk(tree, is_leaf, set()), None) is not None
 
 
-def _attributes(thing: Any) -> dict[str, Any]:
+def attributes_of(thing: Any) -> dict[str, Any]:
     """What an object holds, by name; nothing for numbers, text, functions, modules."""
     if thing is None or isinstance(thing, _OPAQUE):
         return {}

@@ -16,6 +16,7 @@ from rockmate.errors import (
     InputMismatch,
     LossError,
     NothingToTrain,
+    PinError,
     PlanMismatch,
     SolverError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "ModelError",
     "NothingToTrain",
     "PeakMemory",
+    "PinError",
     "Plan",
     "PlanMismatch",
     "ReplayMismatch",

@@ -162,11 +162,14 @@ class _Writer:
                 self._line(1, f"step.keep({name!r}, {name})")
         outputs = self.graph.output_names
         dropped = dropped_after(self.graph.nodes, outputs, self.graph.leaves)
+        reasons = {node.ops[0]: node.keep_reason for node in self.program.graph.sgraph if node.keep_reason}
         source = None
         for op, names in zip(self.graph.nodes, dropped, strict=True):
             if op.source.module_path != source:
                 source = op.source.module_path
                 self._line(1, f"# {op.source}")
+            if op in reasons:
+                self._line(1, f"# never repeated: {reasons[op]}")
             if op.name in self.program.random_marks:
                 self._line(1, f"step.mark_random({op.name!r}, {str(_device_of(self.program, op))!r})")
             indent = 1

@@ -30,6 +30,10 @@ class SolverError(RockmateError, TypeError):
     """What was given as the solver is none."""
 
 
+class PinError(RockmateError, ValueError):
+    """What was to be pinned is nothing that the model runs."""
+
+
 class InputMismatch(RockmateError):
     """A call does not look like the sample with which the module was planned."""
 

@@ -10,10 +10,8 @@ import doctest
 import importlib.util
 import io
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +20,10 @@ from typing import Any
 
 import pytest
 
+from tests.scripts import run_script
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")])
 SOURCE_FOLDERS = ("rkgb", "rockmate", "solvers", "tests", "docs", "examples", "benchmarks")
 BLOCK = re.compile(
     r"^(?:```(?P<language>\w*)|<!-- (?P<setup>setup))\n(?P<text>.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL
@@ -121,19 +121,19 @@ def test_links_lead_somewhere(page):
     assert not broken, f"{name_of(page)}: {', '.join(broken)}"
 
 
-@pytest.mark.parametrize("name", ["vocabulary.md", "contributing.md", "how_it_works.md", "memory.md"])
-def test_words_of_the_page_are_words_of_the_code(name):
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_words_of_the_page_are_words_of_the_code(page):
     """Every dotted part of a name in backquotes is a word, or the suffix of a word, of the code or of a path."""
     files = [file for folder in SOURCE_FOLDERS for file in (ROOT / folder).rglob("*.py") if file != Path(__file__)]
     files += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".gitignore"]
     known = set(re.findall(r"\w+", "\n".join(file.read_text("utf-8") for file in files)))
     known |= {part for file in files for part in re.findall(r"\w+", name_of(file))}
-    text = (ROOT / "docs" / name).read_text("utf-8")
+    text = page.read_text("utf-8")
     named = {part for word in WORD.findall(BLOCK.sub("", text)) for part in word.split(".")}
     unknown = {
         part for part in named - known if not (part.startswith("_") and any(word.endswith(part) for word in known))
     }
-    assert not unknown, f"docs/{name} names what is not in the code: {', '.join(sorted(unknown))}"
+    assert not unknown, f"{name_of(page)} names what is not in the code: {', '.join(sorted(unknown))}"
 
 
 # ---- scripts -----------------------------------------------------------------------------------------
@@ -146,21 +146,6 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def run_script(*arguments: str) -> str:
-    """Standard output of a script of the repository, run as from its root."""
-    search_path = os.pathsep.join([str(ROOT), str(ROOT / "solvers")])
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": search_path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def committed_results() -> list[Path]:

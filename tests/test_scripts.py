@@ -1,29 +1,13 @@
 """The scripts that people run first do run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_script
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def run_script(*arguments: str) -> str:
-    """Standard output of a script of the repository, run as from its root."""
-    search_path = os.pathsep.join([str(ROOT), str(ROOT / "solvers")])
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": search_path},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from rkgb.call import Ref, is_ref
 from rkgb.json_form import names
 from rkgb.json_form.containers import LeftOut, NamedDict, NamedNamespace
 from rkgb.json_form.errors import Place, shortly
-from rkgb.tree import leaves
+from rkgb.tree import attributes_of, leaves
 
 MOST = 2**64  # numbers are less: tensors hold no others
 _ARRAY_KINDS = "biufc"
@@ -104,7 +104,7 @@ class TreeWriter:
             return {"left_out": _class_name(value)}
         self._objects[id(value)] = (len(self._objects), value)
         name = value.class_name if isinstance(value, NamedNamespace) else _class_name(value)
-        return {"object": name, "attributes": self._items(map(list, _attributes(value).items()), strict)}
+        return {"object": name, "attributes": self._items(map(list, _held(value).items()), strict)}
 
 
 def _class_name(value: object) -> str:
@@ -112,18 +112,12 @@ def _class_name(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _held(value: Any) -> dict[str, Any]:
     if hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
-    held = dict(vars(value)) if hasattr(value, "__dict__") else {}
-    if isinstance(value, NamedNamespace):
-        return held
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                held[name] = getattr(value, name)
-    return held
+    if isinstance(value, NamedNamespace):  # its slot is the name of its class, which is no attribute of the original
+        return dict(vars(value))
+    return attributes_of(value)
 
 
 class TreeReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rkgb.measure
-from rkgb import AllGraphs, DGraph, SGraph, b_to_d, d_to_s, make_all_graphs, make_sample, trace
+from rkgb import AllGraphs, BNode, DGraph, DNode, SGraph, b_to_d, d_to_s, make_all_graphs, make_sample, trace
 from rkgb.profile import BlockProfile
 from rockmate import zoo
 
@@ -39,6 +39,11 @@ class Program(nn.Module):
 
 def linear(inputs: int = 4, outputs: int = 4) -> nn.Linear:
     return nn.Linear(inputs, outputs)
+
+
+def op_names(graph: Iterable[BNode] | Iterable[DNode]) -> list[str]:
+    """The operations of a B or D graph, in order."""
+    return [node.call.op_name for node in graph]
 
 
 def rows(*shape: int, requires_grad: bool = False) -> Tensor:

@@ -14,13 +14,9 @@ from rkgb.call import Call, Ref
 from rkgb.dgraph import last_uses, leaf_tensors, run_nodes
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
-from tests.graph.programs import Program, linear, rows, scale, traced
+from tests.graph.programs import Program, linear, op_names, rows, scale, traced
 
 aten = torch.ops.aten
-
-
-def names(graph):
-    return [node.call.op_name for node in graph]
 
 
 def node_of(graph, op_name):
@@ -36,7 +32,7 @@ def owners(graph, op_name):
 
 def test_what_reaches_no_output_is_removed():
     graph = traced(program(lambda m, x: ((m.layer(x).exp() * 2).sum(), x.tanh())[1]), rows())
-    assert names(graph) == ["tanh"]
+    assert op_names(graph) == ["tanh"]
 
 
 def test_leaves_that_nothing_reads_are_removed_but_inputs_stay():
@@ -46,17 +42,17 @@ def test_leaves_that_nothing_reads_are_removed_but_inputs_stay():
 
 def test_a_write_into_what_an_output_reads_is_kept():
     graph = traced(program(lambda m, x: ((h := m.layer(x) * 1)[0].add_(1), h)[1]), rows())
-    assert names(graph) == ["linear", "mul", "select", "add_"]
+    assert op_names(graph) == ["linear", "mul", "select", "add_"]
 
 
 def test_a_write_into_what_nothing_reads_is_removed():
     graph = traced(program(lambda m, x: ((x * 1).add_(1), m.layer(x))[1]), rows())
-    assert names(graph) == ["linear"]
+    assert op_names(graph) == ["linear"]
 
 
 def test_a_write_into_a_buffer_is_kept():
     graph = traced(program(lambda m, x: (m.count.add_(1), m.layer(x))[1], count=torch.zeros(())), rows())
-    assert names(graph) == ["add_", "linear"]
+    assert op_names(graph) == ["add_", "linear"]
 
 
 def test_random_operations_are_kept_though_nothing_reads_them():
@@ -64,7 +60,7 @@ def test_random_operations_are_kept_though_nothing_reads_them():
     basic = trace(module, sample)
     basic.nodes.append(BNode("unused", Call(aten.rand.default, ([2],)), Ref("unused")))
     basic.nodes.append(BNode("zeros", Call(aten.zeros.default, ([2],)), Ref("zeros")))
-    assert names(b_to_d(basic, module, sample)) == ["linear", "rand"]
+    assert op_names(b_to_d(basic, module, sample)) == ["linear", "rand"]
 
 
 # ---- owners ------------------------------------------------------------------------------------------

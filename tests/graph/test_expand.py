@@ -10,6 +10,7 @@ from rkgb.expand import expand_composites
 from rkgb.replay import replay_check
 from rkgb.sample import make_sample
 from rkgb.trace import trace
+from tests.graph.programs import op_names
 
 
 class Attention(nn.Module):
@@ -33,13 +34,9 @@ def expanded(module, *inputs):
     return composite, expand_composites(composite, module, sample), sample
 
 
-def names(graph):
-    return [node.call.op_name for node in graph]
-
-
 def test_a_dropout_becomes_its_mask_and_its_product():
     _, fine, _ = expanded(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4))
-    assert names(fine) == ["linear", "empty_strided", "bernoulli_", "div_", "mul"]
+    assert op_names(fine) == ["linear", "empty_strided", "bernoulli_", "div_", "mul"]
 
 
 def test_a_mask_does_not_need_the_values_that_it_will_drop():
@@ -51,7 +48,7 @@ def test_a_mask_does_not_need_the_values_that_it_will_drop():
 def test_operations_that_hide_nothing_stay_whole():
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
     composite, fine, _ = expanded(module, torch.randn(3, 5, 4))
-    assert names(fine) == names(composite) == ["linear", "layer_norm", "gelu", "linear"]
+    assert op_names(fine) == op_names(composite) == ["linear", "layer_norm", "gelu", "linear"]
 
 
 @pytest.mark.parametrize("fused", [True, False])

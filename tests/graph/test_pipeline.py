@@ -8,11 +8,7 @@ import rkgb.pipeline
 from rkgb import AllGraphs, ReplayMismatch, make_all_graphs
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
-from tests.graph.programs import graphs_of, linear, rows, timed_once
-
-
-def op_names(graph):
-    return [node.call.op_name for node in graph]
+from tests.graph.programs import graphs_of, linear, op_names, rows, timed_once
 
 
 def test_all_graphs_are_of_one_trace():

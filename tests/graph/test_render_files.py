@@ -27,11 +27,7 @@ from rkgb.show import print_all_graphs, print_graph, print_graph_list
 from tests.graph.pictured import KINDS, graph, hostile, pdf_pages, pictured, taken
 from tests.graph.programs import linear, rows, simplified, zoo_graphs
 
-
-@pytest.fixture(autouse=True)
-def without_graphviz(monkeypatch, tmp_path):
-    """An empty PATH: each test that wants a program brings its own."""
-    monkeypatch.setenv("PATH", str(tmp_path / "no programs"))
+pytestmark = pytest.mark.usefixtures("without_graphviz")
 
 
 # ---- the page --------------------------------------------------------------------------------------------

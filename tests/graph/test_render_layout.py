@@ -18,11 +18,7 @@ from rkgb.render.style import LOOKS
 from tests.graph.pictured import KINDS, VARIED, graph, hostile, pictured, taken
 from tests.graph.programs import zoo_graphs
 
-
-@pytest.fixture(autouse=True)
-def without_graphviz(monkeypatch, tmp_path):
-    """An empty PATH: each test that wants a program brings its own."""
-    monkeypatch.setenv("PATH", str(tmp_path / "no programs"))
+pytestmark = pytest.mark.usefixtures("without_graphviz")
 
 
 # ---- layout ----------------------------------------------------------------------------------------------

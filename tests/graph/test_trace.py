@@ -13,7 +13,7 @@ from rkgb.dgraph import leaf_tensors, run_nodes
 from rkgb.replay import replay_check
 from tests.graph.cases import CASES, Answer, Pair, Square
 from tests.graph.examined import examined
-from tests.graph.programs import Program, linear, rows, scale, state_of, traced
+from tests.graph.programs import Program, linear, op_names, rows, scale, state_of, traced
 
 ALL_CASES = pytest.mark.parametrize("name", CASES)
 
@@ -54,24 +54,20 @@ def test_every_value_is_as_it_was_described(name):
         assert same_storage.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), value_name
 
 
-def names(graph):
-    return [node.call.op_name for node in graph]
-
-
 def leaf_kinds(graph):
     return [(leaf.kind, leaf.path) for leaf in graph.leaves.values()]
 
 
 def test_operations_stay_composite():
     graph = examined("layers-encoder_layer").graph
-    assert names(graph).count("layer_norm") == 2
-    assert names(graph).count("scaled_dot_product_attention") == 1
-    assert "native_dropout" not in names(graph)
+    assert op_names(graph).count("layer_norm") == 2
+    assert op_names(graph).count("scaled_dot_product_attention") == 1
+    assert "native_dropout" not in op_names(graph)
 
 
 def test_shape_arithmetic_leaves_no_operations():
     graph = examined("shapes-half_of_the_columns").graph
-    assert set(names(graph)) == {"linear", "flatten", "slice", "div"}
+    assert set(op_names(graph)) == {"linear", "flatten", "slice", "div"}
     (division,) = [node for node in graph if node.call.op_name == "div"]
     assert division.call.args[1] == pytest.approx(2.0)
 
@@ -139,7 +135,7 @@ def test_regions_without_gradient_are_marked():
 
 def test_custom_functions_are_one_operation():
     graph = examined("layers-custom_function").graph
-    assert names(graph) == ["linear", "apply", "linear"]
+    assert op_names(graph) == ["linear", "apply", "linear"]
     assert graph.nodes[1].call.function.__self__ is Square
 
 

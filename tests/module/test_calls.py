@@ -45,11 +45,6 @@ def assert_like_eager(model: Rockmate, scenario: Scenario) -> None:
     )
 
 
-@pytest.fixture
-def layers() -> Rockmate:
-    return recomputing(built(Layers), rows())
-
-
 # ---- several forwards, several backwards -------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from rkgb.memory import AllocationLog
-from rockmate import Rockmate
 from rockmate.runtime import Step
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.steps import CPU, assert_trains_exactly, recomputing, squares
@@ -16,11 +15,6 @@ from tests.module.steps import CPU, assert_trains_exactly, recomputing, squares
 
 class Interruption(Exception):
     """Raised by these tests."""
-
-
-@pytest.fixture
-def layers() -> Rockmate:
-    return recomputing(built(Layers), rows())
 
 
 def test_a_failure_in_the_forward_leaves_the_module_usable(layers):

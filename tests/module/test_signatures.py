@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rockmate import InputMismatch, PlanMismatch, Rockmate
+from rockmate import InputMismatch, PlanMismatch
 from tests.module.models import (
     WIDTH,
     Layers,
@@ -20,11 +20,6 @@ from tests.module.models import (
     tokens,
 )
 from tests.module.steps import assert_trains_exactly, recomputing
-
-
-@pytest.fixture
-def layers() -> Rockmate:
-    return recomputing(built(Layers), rows())
 
 
 def test_tied_weights_get_one_gradient():

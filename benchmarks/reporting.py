@@ -1,0 +1,70 @@
+"""What the benchmarks share: options of the command line, circumstances, bars, and the files of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+
+
+def option_parser(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark has; `quick` is the help of --quick."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
+    return parser
+
+
+def circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers of every benchmark depend on besides the code. `options` are those of `option_parser`."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": options.threads,
+        "quick": options.quick,
+    }
+
+
+def bar(label: str, reached: float, limit: float) -> dict[str, Any]:
+    """A promise, that `reached` is at most `limit`, and whether it is met."""
+    return {"label": label, "reached": round(reached, 3), "limit": round(limit, 3), "met": reached <= limit}
+
+
+def print_verdict(met: bool, text: str) -> None:
+    """Print a bar in words, after whether it is met."""
+    mark = "[green]met[/green]" if met else "[red]not met[/red]"
+    console.print(f"{mark}: {text}", highlight=False)
+
+
+def print_bars(bars: list[dict[str, Any]]) -> None:
+    """Print what `bar` made, one on each line."""
+    for made in bars:
+        print_verdict(made["met"], f"{made['label']}: {made['reached']} ≤ {made['limit']}")
+
+
+def new_table(title: str) -> Table:
+    """A table without rows, whose first column has no heading."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    return table
+
+
+def write_report(folder: Path, name: str, report: dict[str, Any]) -> None:
+    """Write `report` as JSON into `folder`, which is made if need be, and print where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    console.print(f"wrote {path}")
