@@ -1,18 +1,17 @@
-"""Every solver of `rk_solvers` on the same problems and budgets: time of the plan, peak, and seconds of planning.
+"""Every solver of `rk_solvers` on the same problems and budgets: time of the plan, gap, and seconds of planning.
 
     python benchmarks/solvers.py --cache folder                   # measures the models once; writes into results/
-    python benchmarks/solvers.py --cache folder --problems g1 gpt2-demo --solvers rotor knapsack
-    python benchmarks/solvers.py --quick --cache folder --output folder   # tiny models, to see that it runs
+    python benchmarks/solvers.py --cache folder --problems g1 gpt2-demo --solvers auto rotor
+    python benchmarks/solvers.py --quick --cache folder --output folder   # small problems, to see that it runs
 
-Greedy is what all others are compared with. README.md says more.
+The lower bound of a problem and budget is the best that any solver has proven, and holds for all. README.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import platform
 import random
 import statistics
 import time
@@ -23,29 +22,41 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.random_dags import SIZES, random_problem
-from rk_solvers import SOLVERS, Chain, Effort, Problem, check, peak_and_time, smallest_budget
-from rk_solvers.blocks import Block, Option
-from rk_solvers.knapsack import Knapsack
+from benchmarks.problems import MODELS, problem_named
+from benchmarks.random_dags import SIZES
+from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
+from rk_solvers import (
+    SOLVERS,
+    Chain,
+    Checkmate,
+    Effort,
+    Problem,
+    Solver,
+    Status,
+    check,
+    peak_and_time,
+    smallest_budget,
+    solve_sweep,
+    solver_named,
+)
+from rk_solvers.blocks import Block, Option, parts_of
 from rk_solvers.rotor_tables import ChainNumbers, fill
+from rk_solvers.smallest import least_bytes
 from rockmate.units import format_bytes, format_ms
 
-GREEDY = "greedy"
-ALL_SOLVERS = {**SOLVERS, "knapsack": lambda effort: Knapsack()}
-MODELS = (
-    "gpt2-tiny", "transformer-tiny", "unet-tiny", "mixer-tiny", "regnet-tiny", "resnet50-tiny",
-    "gpt2-demo", "resnet50-demo",
-)  # fmt: skip
+AUTO, GREEDY = "auto", "greedy"
 QUICK = ("gpt2-tiny", "unet-tiny", "g1")
-BUDGETS = (0.7, 0.5, 0.35)
+BUDGETS = (0.7, 0.5, 0.35, 0.25)
+SMALLEST = 0.0  # stands for the smallest budget, where others do not fit
+LIMITS = {"gpt2-demo": {0.7: 0.5, 0.5: 0.5, 0.35: 2.0, 0.25: 3.0}, "gpt2-deep": {0.5: 5.0}}  # gaps in percent
+OTHER_LIMIT, OTHER_BUDGETS = 2.0, (0.7, 0.5, 0.35, SMALLEST)
+DEEP_S = 60.0  # for the deepest model
 TIE = 1.001  # within this factor of the fastest plan, a plan is as good as that
-ROTOR_S = 0.6
+ROTOR_S, BLOCK_S, BLOCK_OPS = 0.6, 1.0, 25
 MOST_KEEP_NONE = 10_000  # forward times backward operations: its plan is as long as their product
-console = Console()
+MOST_EXACT = 60  # forward operations of what the exact solvers are tried on
 
 
 @dataclass(frozen=True)
@@ -53,124 +64,168 @@ class Result:
     """What a solver made of a problem under a budget."""
 
     problem: str
-    budget: float  # part of the peak of keep-all
+    budget: float  # part of the peak of keep-all, or `SMALLEST`
     budget_bytes: int
     solver: str
     fits: bool
     time_ms: float
     overhead: float  # of the plan's time, relative to keep-all
+    bound_ms: float | None  # proven by this solver
     peak_bytes: int
     seconds: float
 
 
-def problem_named(name: str, cache: Path) -> tuple[Problem, Chain | None]:
-    """A random graph, or a model's problem with its chain: measured the first time, then read from `cache`."""
-    if name in SIZES:
-        return random_problem(SIZES[name], seed=0), None
-    path = cache / f"{name}.json"
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measured(name)) + "\n", encoding="utf-8")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    blocks = tuple(range(start, stop) for start, stop in content["blocks"])
-    return Problem.from_json(json.dumps(content["problem"])), Chain(blocks, tuple(content["backward_block"]))
+def solvers_for(problem: Problem, chain: Chain | None, options: argparse.Namespace) -> Iterator[tuple[str, Solver]]:
+    """Those that can be tried."""
+    for name in options.solvers:
+        needs_chain = name in ("rotor", "rockmate") and chain is None
+        too_long = name == "keep-none" and len(problem.forward) * len(problem.backward) > MOST_KEEP_NONE
+        too_large = name in ("checkmate", "intervals") and len(problem.forward) > MOST_EXACT
+        if not (needs_chain or too_long or too_large):
+            gap = options.gap if name == AUTO else 0.0
+            yield name, solver_named(name, Effort(chain, options.time_limit, seed=0, gap=gap))
 
 
-def measured(name: str) -> dict[str, Any]:
-    """The problem and chain of a zoo model, as JSON has it."""
-    from rockmate import zoo  # torch is needed for this only
-    from rockmate.planner import PlanRequest, measure
-
-    entry = zoo.get(name)
-    found = measure(entry.model, entry.sample, PlanRequest(1.0, entry.loss))
-    return {
-        "problem": json.loads(found.problem.to_json()),
-        "blocks": [[block.start, block.stop] for block in found.chain.blocks],
-        "backward_block": list(found.chain.backward_block),
-    }
-
-
-def results(name: str, problem: Problem, chain: Chain | None, options: argparse.Namespace) -> Iterator[Result]:
-    """Each solver under each budget; every schedule is replayed by the checker before it counts."""
+def results(
+    name: str, problem: Problem, chain: Chain | None, smallest_bytes: int, options: argparse.Namespace
+) -> Iterator[Result]:
+    """Each solver under each budget that may fit; every schedule is replayed by the checker before it counts."""
     most, least_ms = peak_and_time(problem, problem.no_recompute)
-    for budget in options.budgets:
-        budget_bytes = int(budget * most)
-        for solver_name in options.solvers:
-            if solver_name == "rotor" and chain is None:
-                continue
-            if solver_name == "keep-none" and len(problem.forward) * len(problem.backward) > MOST_KEEP_NONE:
-                continue
-            solver = ALL_SOLVERS[solver_name](Effort(chain, options.time_limit, seed=0))
+    budgets = {budget: int(budget * most) for budget in options.budgets}
+    if any(budget_bytes < smallest_bytes for budget_bytes in budgets.values()):
+        budgets = {budget: size for budget, size in budgets.items() if size >= smallest_bytes}
+        budgets[SMALLEST] = smallest_bytes
+    for budget, budget_bytes in budgets.items():
+        for solver_name, solver in solvers_for(problem, chain, options):
             start = time.perf_counter()
             solution = solver.solve(problem, budget_bytes)
             seconds = time.perf_counter() - start
             replayed = check(problem, solution.schedule, budget_bytes if solution.status.fits else None)
             yield Result(
                 name, budget, budget_bytes, solver_name, solution.status.fits, replayed.time_ms,
-                replayed.time_ms / least_ms - 1, replayed.peak_bytes, round(seconds, 4),
+                replayed.time_ms / least_ms - 1, solution.lower_bound_ms, replayed.peak_bytes, round(seconds, 3),
             )  # fmt: skip
 
 
-def fastest(found: list[Result]) -> dict[float, float]:
-    """For each budget the least overhead; budgets that no solver fits are left out."""
-    best: dict[float, float] = {}
+def bounds_of(found: list[Result]) -> dict[tuple[str, float], float]:
+    """The best lower bound of each problem and budget."""
+    best: dict[tuple[str, float], float] = {}
     for result in found:
-        if result.fits:
-            best[result.budget] = min(result.overhead, best.get(result.budget, result.overhead))
+        key = result.problem, result.budget
+        best[key] = max(best.get(key, 0.0), result.bound_ms or 0.0)
     return best
 
 
-def is_fastest(result: Result, best: dict[float, float]) -> bool:
+def fastest(found: list[Result]) -> dict[tuple[str, float], float]:
+    """For each problem and budget the least time; those that no solver fits are left out."""
+    best: dict[tuple[str, float], float] = {}
+    for result in found:
+        if result.fits:
+            key = result.problem, result.budget
+            best[key] = min(result.time_ms, best.get(key, result.time_ms))
+    return best
+
+
+def is_fastest(result: Result, best: dict[tuple[str, float], float]) -> bool:
     """Whether no plan for the same problem and budget takes noticeably less time."""
-    return result.fits and 1 + result.overhead <= TIE * (1 + best[result.budget])
+    return result.fits and result.time_ms <= TIE * best[result.problem, result.budget]
+
+
+def budget_text(budget: float) -> str:
+    """A budget in a heading."""
+    return "smallest" if budget == SMALLEST else f"{budget:.2f}"
 
 
 def table_of(found: list[Result], title: str) -> Table:
-    """One line per solver, the overhead (best ones bold) and the seconds of planning under each budget."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("", no_wrap=True)
+    """One line per solver: the overhead (best ones bold), time relative to greedy's, gap, and seconds of planning."""
+    table = new_table(title)
     budgets = list(dict.fromkeys(result.budget for result in found))
     for budget in budgets:
-        for heading in (f"at {budget:.2f}:\noverhead", "time\n/ greedy", "peak\n/ budget", "planned\nin"):
+        for heading in (f"{budget_text(budget)}:\noverhead", "time\n/ greedy", "\ngap", "planned\nin"):
             table.add_column(heading, justify="right", no_wrap=True)
-    best = fastest(found)
+    best, bounds = fastest(found), bounds_of(found)
     by_place = {(result.solver, result.budget): result for result in found}
     for solver in dict.fromkeys(result.solver for result in found):
         cells: list[str] = []
         for budget in budgets:
             result, greedy = by_place[solver, budget], by_place.get((GREEDY, budget))
-            overhead = f"{100 * result.overhead:.2f} %" if result.fits else "does not fit"
+            if not result.fits:
+                cells += ["no", "–", "–", f"{result.seconds:.1f} s"]
+                continue
+            overhead = f"{100 * result.overhead:.2f} %"
             cells.append(f"[bold]{overhead}[/bold]" if is_fastest(result, best) else overhead)
-            comparable = greedy is not None and greedy.fits and result.fits
-            cells.append(f"{result.time_ms / greedy.time_ms:.3f}×" if greedy and comparable else "–")
-            cells += [f"{result.peak_bytes / result.budget_bytes:.2f}", f"{result.seconds:.2f} s"]
+            cells.append(f"{result.time_ms / greedy.time_ms:.3f}×" if greedy is not None and greedy.fits else "–")
+            cells += [f"{gap_percent(result, bounds):.2f} %", f"{result.seconds:.1f} s"]
         table.add_row(solver, *cells)
     return table
 
 
+def gap_percent(result: Result, bounds: dict[tuple[str, float], float]) -> float:
+    """How much of the plan's time a better one could save at most."""
+    return max(0.0, 100 * (1 - bounds[result.problem, result.budget] / result.time_ms))
+
+
 def summary_of(found: list[Result], solvers: list[str]) -> Table:
     """How often each solver has the fastest plan, fits, and how long it takes."""
-    table = Table(title="all together", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
+    table = new_table("all together")
     for heading in ("tried", "fits", "fastest", "alone", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
-    winners: dict[str, list[str]] = {}
-    for name in dict.fromkeys(result.problem for result in found):
-        best = fastest([result for result in found if result.problem == name])
-        for result in found:
-            if result.problem == name and is_fastest(result, best):
-                winners.setdefault(f"{name} {result.budget}", []).append(result.solver)
+    winners: dict[tuple[str, float], list[str]] = {}
+    best = fastest(found)
+    for result in found:
+        if is_fastest(result, best):
+            winners.setdefault((result.problem, result.budget), []).append(result.solver)
     for solver in solvers:
         own = [result for result in found if result.solver == solver]
-        table.add_row(
-            solver,
-            str(len(own)),
-            str(sum(result.fits for result in own)),
-            str(sum(solver in names for names in winners.values())),
-            str(sum(names == [solver] for names in winners.values())),
-            f"{sum(result.seconds for result in own):.1f}",
-        )
+        counts = [
+            len(own),
+            sum(result.fits for result in own),
+            sum(solver in names for names in winners.values()),
+            sum(names == [solver] for names in winners.values()),
+        ]
+        table.add_row(solver, *map(str, counts), f"{sum(result.seconds for result in own):.0f}")
     return table
+
+
+# ---- bars --------------------------------------------------------------------------------------------
+
+
+def gap_bars(found: list[Result]) -> Iterator[dict[str, Any]]:
+    """The gap of the default solver, where a limit is promised."""
+    bounds = bounds_of(found)
+    for result in found:
+        limits = LIMITS.get(result.problem, dict.fromkeys(OTHER_BUDGETS, OTHER_LIMIT))
+        if result.solver == AUTO and result.problem in MODELS and result.budget in limits and result.fits:
+            label = f"{result.problem} at {budget_text(result.budget)}: gap in percent"
+            yield bar(label, gap_percent(result, bounds), limits[result.budget])
+            if result.problem == "gpt2-deep":
+                yield bar(f"{result.problem}: seconds of planning", result.seconds, DEEP_S)
+
+
+def monotone_bar(name: str, problem: Problem, chain: Chain | None, smallest_bytes: int) -> dict[str, Any]:
+    """How often a larger budget has the slower plan, in a sweep of ten budgets."""
+    most = peak_and_time(problem, problem.no_recompute)[0]
+    budgets = [round(smallest_bytes + (most - smallest_bytes) * part / 9) for part in range(10)]
+    solver = solver_named(AUTO, Effort(chain, time_limit_s=3.0))
+    times = [solution.time_ms for solution in solve_sweep(problem, budgets, solver)]
+    slower = sum(second > first for first, second in itertools.pairwise(times))
+    return bar(f"{name}: larger budgets with a slower plan, of ten", slower, 0)
+
+
+def block_bar(problems: list[tuple[Problem, Chain | None]]) -> dict[str, Any]:
+    """The longest that the exact solver takes for a block of the models, at three budgets, until its proof."""
+    blocks = {part.problem for problem, chain in problems if chain for part in parts_of(problem, chain)}
+    seconds = [0.0]
+    for block in sorted(blocks, key=lambda part: (len(part.forward), part.to_json())):
+        if 2 <= len(block.forward) <= BLOCK_OPS and len(block.backward) > 1:
+            low, high = least_bytes(block), peak_and_time(block, block.no_recompute)[0]
+            for share in (0.1, 0.4, 0.7):
+                start = time.perf_counter()
+                solution = Checkmate(time_limit_s=30).solve(block, round(low + share * (high - low)))
+                proven = solution.status is not Status.FEASIBLE
+                seconds.append(time.perf_counter() - start if proven else 30.0)
+    label = f"blocks of at most {BLOCK_OPS} operations ({len(blocks)} kinds), proven optimal: most seconds"
+    return bar(label, max(seconds), BLOCK_S)
 
 
 def rotor_bar(repeats: int) -> dict[str, Any]:
@@ -191,25 +246,26 @@ def rotor_bar(repeats: int) -> dict[str, Any]:
         start = time.perf_counter()
         fill(ChainNumbers.of(blocks, 1, 500))
         seconds.append(time.perf_counter() - start)
-    reached = statistics.median(seconds[1:])
-    return {"label": "rotor's table, 100 blocks x 500 slots x 10 options, seconds", "reached": round(reached, 3),
-            "limit": ROTOR_S, "met": reached <= ROTOR_S}  # fmt: skip
+    label = "rotor's table, 100 blocks x 500 slots x 10 options, seconds"
+    return bar(label, statistics.median(seconds[1:]), ROTOR_S)
+
+
+# ---- the run -----------------------------------------------------------------------------------------
 
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line; with --quick, fewer problems and budgets unless they are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__, "small problems, and too little time for the solvers")
     parser.add_argument("--cache", type=Path, required=True, help="folder of measured problems, filled as needed")
-    parser.add_argument("--problems", nargs="+", help=f"zoo models, or {', '.join(SIZES)}")
-    parser.add_argument("--solvers", nargs="+", choices=sorted(ALL_SOLVERS), default=sorted(ALL_SOLVERS))
-    parser.add_argument("--budgets", nargs="+", type=float, help="parts of the peak of keep-all (default 0.7 0.5 0.35)")
-    parser.add_argument("--time-limit", type=float, help="seconds of one search (default 15; quick 2)")
-    parser.add_argument("--quick", action="store_true", help="small problems, and too little time for the solvers")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--problems", nargs="+", help=f"models, or {', '.join(SIZES)}")
+    parser.add_argument("--solvers", nargs="+", choices=sorted(SOLVERS), default=sorted(SOLVERS))
+    parser.add_argument("--budgets", nargs="+", type=float, help="parts of the peak of keep-all (default: four)")
+    parser.add_argument("--time-limit", type=float, help="seconds of one search (default 30; quick 2)")
+    parser.add_argument("--gap", type=float, default=0.002, help="at which the default solver ends (default 0.002)")
     options = parser.parse_args()
     options.problems = options.problems or list(QUICK if options.quick else (*MODELS, *SIZES))
     options.budgets = options.budgets or list(BUDGETS[1:2] if options.quick else BUDGETS)
-    options.time_limit = options.time_limit or (2.0 if options.quick else 15.0)
+    options.time_limit = options.time_limit or (2.0 if options.quick else 30.0)
     return options
 
 
@@ -217,40 +273,37 @@ def main() -> None:
     """Runs the benchmark."""
     options = parse_options()
     found: list[Result] = []
-    least_bytes: dict[str, int] = {}
+    bars: list[dict[str, Any]] = []
+    least: dict[str, dict[str, int]] = {}
+    problems: list[tuple[Problem, Chain | None]] = []
     for name in options.problems:
         with console.status(f"{name}: measuring"):
             problem, chain = problem_named(name, options.cache)
+        problems.append((problem, chain))
+        smallest_bytes = smallest_budget(problem, chain, options.time_limit).budget_bytes
+        most, time_ms = peak_and_time(problem, problem.no_recompute)
+        least[name] = {"keep_all": most, "smallest": smallest_bytes, "one_operation": least_bytes(problem)}
         own: list[Result] = []
         with console.status(name) as status:
-            for result in results(name, problem, chain, options):
+            for result in results(name, problem, chain, smallest_bytes, options):
                 own.append(result)
                 status.update(f"{name}: {result.solver} at {result.budget} took {result.seconds:.1f} s")
-            least_bytes[name] = smallest_budget(problem, chain, options.time_limit).budget_bytes
-        most, time_ms = peak_and_time(problem, problem.no_recompute)
+            if name in MODELS and name != "gpt2-deep":
+                bars.append(monotone_bar(name, problem, chain, smallest_bytes))
         console.print(table_of(own, f"{name}: keep-all {format_bytes(most)}, {format_ms(time_ms)}"))
-        console.print(f"smallest budget known: {least_bytes[name] / most:.2f} of that peak", highlight=False)
+        text = f"smallest budget known: {smallest_bytes / most:.3f} of that peak; one operation alone takes "
+        console.print(f"{text}{least_bytes(problem) / most:.3f}", highlight=False)
         found += own
     console.print(summary_of(found, options.solvers))
-    bar = rotor_bar(repeats=1 if options.quick else 5)
-    mark = "[green]met[/green]" if bar["met"] else "[red]not met[/red]"
-    console.print(f"{mark}: {bar['label']}: {bar['reached']} ≤ {bar['limit']}", highlight=False)
+    bars = [*gap_bars(found), *bars, block_bar(problems), rotor_bar(repeats=1 if options.quick else 5)]
+    print_bars(bars)
     report = {
-        "circumstances": {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "time_limit_s": options.time_limit,
-            "quick": options.quick,
-        },
-        "smallest_budget_bytes": least_bytes,
-        "bars": [bar],
+        "circumstances": circumstances(options) | {"time_limit_s": options.time_limit, "gap": options.gap},
+        "bytes": least,
+        "bars": bars,
         "results": [asdict(result) for result in found],
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "solvers.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(f"wrote {path}")
+    write_report(options.output, "solvers.json", report)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from rk_solvers import Solver
-from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
 from rockmate.errors import PickleError
+from rockmate.pinned import Pins, as_pins
 from rockmate.plan import Plan
 from rockmate.planner import Measured, Planned, PlanRequest, plan_model
 from rockmate.progress import Progress, progress_display
@@ -35,14 +36,18 @@ class Rockmate(torch.nn.Module):
             needs are assumed.
         solver: "auto" for the best of several, the name of one ("greedy", "rotor", "knapsack", "chen",
             "checkmate", "intervals", "keep-all", "keep-none"), or an instance of `rk_solvers.Solver`.
-        time_limit: seconds that one search for a plan may take.
+        time_limit: seconds that one search for a plan may take. Ctrl-C ends it with the best plan so far.
+        gap: the search ends earlier once no plan is faster by more than this share of the step's time.
         progress: True to show a progress display, or a callable told (stage, done, total).
+        pin: what is always saved and never recomputed, beside what must not be anyway: submodules of `model`
+            (all that runs while they are called), operators such as ``torch.ops.aten.topk``, and operations
+            by their names in the graphs, such as "softmax_3".
 
     Raises:
         BudgetError: the budget cannot be read.
         BudgetTooSmall: no schedule fits; the error names the smallest budget found.
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
-        ModelError, LossError, SolverError: an argument is not what it should be.
+        ModelError, LossError, SolverError, PinError: an argument is not what it should be.
     """
 
     original: torch.nn.Module
@@ -57,10 +62,13 @@ class Rockmate(torch.nn.Module):
         loss: LossFunction | None = None,
         solver: Solver | str = "auto",
         time_limit: float = DEFAULT_TIME_LIMIT_S,
+        gap: float = DEFAULT_GAP,
         progress: bool | Progress = False,
+        pin: Pins = (),
     ) -> None:
         with progress_display(progress) as tell:
-            measured, planned = plan_model(model, sample, PlanRequest(budget, loss, solver, tell, time_limit))
+            request = PlanRequest(budget, loss, solver, tell, time_limit, gap, as_pins(pin))
+            measured, planned = plan_model(model, sample, request)
         self._adopt(model, measured, planned)
 
     def _adopt(self, model: torch.nn.Module, measured: Measured, planned: Planned) -> None:

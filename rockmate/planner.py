@@ -6,17 +6,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from rk_solvers import SOLVERS, Chain, Effort, KeepAll, Problem, Solution, Solver, check, solver_named
 from rk_solvers.bound import lower_bound_ms
-from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
-from rkgb import AllGraphs, Sample, make_all_graphs, make_sample
+from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rkgb import AllGraphs, Sample, d_to_s, make_sample
 from rkgb.measure import FreshGradients
 from rkgb.memory import AllocationLog
+from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.replay import run_graph
+from rkgb.sgraph import run_once
 from rkgb.state import autocast_in_force, borrowed, training_mode
 from rkgb.tree import leaves
 from rockmate.budget import Budget, check_budget, resolve_budget
@@ -24,6 +27,7 @@ from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossCost, LossFunction, assumed_loss_cost, build_problem, evaluate_loss, measure_loss
 from rockmate.errors import BudgetTooSmall, LossError, NothingToTrain, SolverError
 from rockmate.pattern import CallPattern
+from rockmate.pinned import Pin, check_pins, pinned_operations
 from rockmate.plan import Plan
 from rockmate.program import Program, make_program
 from rockmate.runner import Runner
@@ -43,6 +47,11 @@ def _no_progress(stage: str, done: int, total: int) -> None:
     """Nobody asked to be told."""
 
 
+def _tell_news(progress: Progress, news: str) -> None:
+    """How far a search is."""
+    progress(f"solve ({news})", 0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """What the user asked for."""
@@ -52,6 +61,8 @@ class PlanRequest:
     solver: Solver | str = "auto"
     progress: Progress = _no_progress
     time_limit_s: float = DEFAULT_TIME_LIMIT_S  # for one search; a plan may take a few, and measuring takes its own
+    gap: float = DEFAULT_GAP  # the search ends where no plan is faster by more than this share of the step's time
+    pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
 
 
 @dataclass(eq=False, slots=True)
@@ -84,18 +95,17 @@ class Planned:
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measured:
     """Trace and measure `model`; leaves it as it was.
 
-    Raises `SampleError`, `TraceError`, `LossError`, and `NothingToTrain` for a module without any gradient.
+    Raises `SampleError`, `TraceError`, `PinError`, `LossError`, and `NothingToTrain` for a module without any gradient.
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
+    check_pins(model, request.pin)
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *arguments.tensors)):
         raise NothingToTrain(
             f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
             "training step to plan. Unfreeze a parameter, or use the module as it is."
         )
-    loss = request.loss
-    backward = None if loss is None else lambda output: evaluate_loss(loss, output).backward()
-    graphs = make_all_graphs(model, arguments, backward=backward, on_stage=request.progress)
+    graphs = _graphs(model, arguments, request)
     if not graphs.K_graph.backward:
         raise NothingToTrain(
             f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
@@ -114,6 +124,20 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
     devices = {tensor.device for tensor in (*model.parameters(), *arguments.tensors)}
     pattern = CallPattern.of(arguments, autocast_in_force(devices))
     return Measured(arguments, pattern, graphs, problem, chain, eager, device, time.perf_counter() - started)
+
+
+def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> AllGraphs:
+    """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be."""
+    loss = request.loss
+    with training_mode(model):
+        basic, dataflow = exact_trace(model, sample, on_stage=request.progress)
+        pinned = pinned_operations(model, dataflow, request.pin)
+        if loss is not None:
+            dataflow = with_trained_outputs(
+                dataflow, model, sample, lambda output: evaluate_loss(loss, output).backward()
+            )
+        simplified = run_once(d_to_s(dataflow), pinned)
+        return measured_graphs(basic, simplified, model, sample, request.progress)
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
@@ -145,21 +169,26 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         raise _too_small(measured, solution, budget_bytes, lowest_bytes)
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
-    bound_ms = _lower_bound_ms(measured, planned.plan, request)
+    limit_s = min(_BOUND_S, request.time_limit_s)
+    bound_ms = _lower_bound_ms(measured, solution, target_bytes, budget_bytes, limit_s)
     request.progress("bound", 1, 1)
     planning_s = measured.measuring_s + time.perf_counter() - started
     planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes, lower_bound_ms=bound_ms)
     return planned
 
 
-def _lower_bound_ms(measured: Measured, plan: Plan, request: PlanRequest) -> float:
+def _lower_bound_ms(
+    measured: Measured, solution: Solution, found_for_bytes: int, budget_bytes: int, limit_s: float
+) -> float:
     """What every plan takes at least that is predicted to fit the budget, or as much as this one takes."""
-    if plan.recomputations == 0:
-        return plan.time_ms
-    bytes_allowed = max(plan.budget_bytes, plan.peak_bytes)  # a plan is believed by its measured peak
-    limit_s = min(_BOUND_S, request.time_limit_s)
-    bound = lower_bound_ms(measured.problem, bytes_allowed, measured.chain, time_limit_s=limit_s)
-    return min(bound.time_ms, plan.time_ms)
+    allowed_bytes = max(budget_bytes, solution.peak_bytes)  # a plan is believed by its measured peak
+    if not any(solution.recompute):
+        return solution.time_ms
+    if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
+        return min(solution.lower_bound_ms, solution.time_ms)
+    plan = solution.recompute
+    bound_ms = lower_bound_ms(measured.problem, allowed_bytes, measured.chain, limit_s, plan=plan)
+    return min(bound_ms, solution.time_ms)
 
 
 def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: bool) -> Solution:
@@ -170,7 +199,9 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
             return keep_all
     solver = request.solver
     if isinstance(solver, str):
-        solver = solver_named(solver, Effort(measured.chain, request.time_limit_s))
+        tell = partial(_tell_news, request.progress)
+        effort = Effort(measured.chain, request.time_limit_s, gap=request.gap, progress=tell)
+        solver = solver_named(solver, effort)
     return solver.solve(measured.problem, budget_bytes)
 
 
@@ -310,5 +341,10 @@ def _check_request(request: PlanRequest) -> None:
         )
     if not request.time_limit_s >= 0:
         raise SolverError(f"time_limit is {request.time_limit_s!r}; give the seconds that a search may take.")
+    if not 0 <= request.gap < 1:
+        raise SolverError(
+            f"gap is {request.gap!r}; give the share of the step's time that a faster plan may save, such "
+            "as 0.01 for 1 %, and 0 for a proof."
+        )
     if request.loss is not None and not callable(request.loss):
         raise LossError(f"loss must be a function of the model's output, but is {request.loss!r}.")

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Display
 
 Progress = Callable[[str, int, int], None]
-"""Told the stage's name, how many of its parts are done, and how many there are."""
+"""Told the stage's name, how many of its parts are done, and how many there are. A name may have news in brackets."""
 
 
 @contextlib.contextmanager
@@ -23,14 +23,15 @@ def progress_display(wanted: bool | Progress) -> Iterator[Progress]:
     else:
         columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
         with Display(*columns, console=Console(stderr=True)) as display:
-            tasks: dict[str, int] = {}
+            tasks: dict[str, TaskID] = {}
 
-            def tell(stage: str, done: int, total: int) -> None:
+            def tell(stage_and_news: str, done: int, total: int) -> None:
+                stage = stage_and_news.split(" (")[0]
                 for other, task in tasks.items():
                     if other != stage:
-                        display.stop_task(display.tasks[task].id)
+                        display.stop_task(task)
                 if stage not in tasks:
                     tasks[stage] = display.add_task(stage, total=total)
-                display.update(display.tasks[tasks[stage]].id, completed=done, total=total)
+                display.update(tasks[stage], completed=done, total=total, description=stage_and_news)
 
             yield tell

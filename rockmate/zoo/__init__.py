@@ -87,6 +87,7 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Task]] = {
     "gpt2-small": (lambda: GPT2(GPT2Config.small()), language_task(1, 1024, 50_257)),
     "gpt2-tiny": (lambda: GPT2(GPT2Config.tiny()), language_task(8, 16, 64)),
     "gpt2-tiny-sdpa": (lambda: GPT2(GPT2Config.tiny("sdpa")), language_task(8, 16, 64)),
+    "mixer-demo": (lambda: Mixer(MixerConfig.demo()), classification_task(8, 224, 1000)),
     "mixer-tiny": (lambda: Mixer(MixerConfig.tiny()), classification_task(8, 16, 10)),
     "regnet-demo": (lambda: RegNet(RegNetConfig()), classification_task(8, 224, 1000)),
     "regnet-tiny": (lambda: RegNet(RegNetConfig.tiny()), classification_task(8, 64, 10)),
@@ -99,6 +100,7 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Task]] = {
         lambda: TranslationTransformer(TransformerConfig.tiny()),
         translation_task(8, 12, 64),
     ),
+    "unet-demo": (lambda: UNet(UNetConfig.demo()), segmentation_task(4, 128, 4)),
     "unet-tiny": (lambda: UNet(UNetConfig.tiny()), segmentation_task(2, 32, 4)),
 }
 

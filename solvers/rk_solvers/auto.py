@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .baselines import baseline_plans
-from .evaluate import peak_and_time
-from .greedy import Greedy, improve_plan
-from .problem import Chain, Problem, Recompute
-from .rotor import Rotor
-from .smallest import lowest_peak_plan
-from .solver import Solution, Solver, best_solution, solution_of
+from .checkmate import Checkmate
+from .evaluate import peak_and_time, serving
+from .problem import Chain, Problem
+from .search import POOL, Effort, Search
+from .side_process import SideProcess
+from .smallest import least_bytes, lowest_peak_plan
+from .solver import SAME, Solution, Solver, solution_of
+
+EXACT = 400  # binaries of a problem that the exact program solves in about a second
+
+
+def _silent(_: str) -> None:
+    """Nobody asked to be told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Auto(Solver):
-    """Keep-all where it fits, else the best of greedy, the baselines and rotor (on `chain`), improved.
+    """Keep-all where it fits, the exact program where it is small, else a search with a proven gap (see `search`).
 
-    Deterministic as long as the search ends by its rounds and not by its time limit.
+    Anytime: Ctrl-C ends the search with the best plan so far, once there is one that fits. Deterministic as long as the
+    search ends by its gap or its rounds and not by its time limit.
     """
 
     chain: Chain | None = None
     seed: int = 0
     tries: int = 6  # of greedy
-    rounds: int = 120  # of local search, on each of the starting plans
+    rounds: int = 120  # of local search, on each plan
     time_limit_s: float = 30.0
-    progress: Callable[[str], None] | None = None  # called with one line after each part
+    gap: float = 0.01  # enough: no plan is faster by more than this share of the step's time
+    progress: Callable[[str], None] | None = None  # called with a line for each better plan or bound
 
     @property
     def name(self) -> str:
@@ -37,34 +45,50 @@ class Auto(Solver):
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest schedule found within `budget_bytes`, or the one of lowest peak."""
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
-            return solution_of(problem, budget_bytes, problem.no_recompute, "keep-all")
-        start = time.monotonic()
-        deadline = start + self.time_limit_s
-        plans: list[tuple[str, Recompute]] = []
-        greedy = Greedy(self.seed, self.tries, self.rounds)
-        plans += [("greedy", plan) for plan in greedy.plans(problem, budget_bytes, start + self.time_limit_s / 2)]
-        self._report(problem, budget_bytes, plans)
-        if self.chain is not None:
-            table = Rotor(self.chain).prepare(problem, max(budget_bytes, 0))
-            found = table.solve(budget_bytes)
-            plans.append(("rotor", found.recompute))
-            if found.status.fits:
-                plans.append(("rotor", self._improved(problem, budget_bytes, found.recompute, deadline)))
-            self._report(problem, budget_bytes, plans)
-        plans += [("baseline", plan) for plan in baseline_plans(problem, self.chain)]
-        best = best_solution(problem, budget_bytes, plans)
-        if best.status.fits and best.solver == "baseline":
-            plan = self._improved(problem, budget_bytes, best.recompute, deadline)
-            best = solution_of(problem, budget_bytes, plan, best.solver)
-        if not best.status.fits:
-            plan = lowest_peak_plan(problem, [best.recompute], self.chain, deadline)
-            best = solution_of(problem, budget_bytes, plan, best.solver)
-        return best
+            return solution_of(problem, budget_bytes, problem.no_recompute, "keep-all", optimal=True)
+        deadline = time.monotonic() + self.time_limit_s
+        effort = Effort(self.seed, self.tries, self.rounds, self.gap, deadline)
+        with SideProcess() as process:
+            search = Search(problem, budget_bytes, self.chain, effort, self.progress or _silent, process)
+            try:
+                if budget_bytes >= least_bytes(problem):
+                    self._search(search)
+                else:
+                    search.bound_ms = float("inf")
+            except KeyboardInterrupt:
+                if not search.plans:
+                    raise
+                search.say("interrupted: the best plan so far is kept")
+        return self._solution(search)
 
-    def _improved(self, problem: Problem, budget_bytes: int, plan: Recompute, deadline: float) -> Recompute:
-        left_s = max(0.0, deadline - time.monotonic())
-        return improve_plan(problem, budget_bytes, plan, seed=self.seed, rounds=self.rounds, time_limit_s=left_s)
+    def _search(self, search: Search) -> None:
+        if _is_small(search.problem):
+            search.work(2)
+            limit = min(search.effort.deadline, time.monotonic() + 0.3 * self.time_limit_s)
+            exact = Checkmate().least_time(search.problem, search.budget_bytes, limit)
+            if exact.recompute is not None:
+                search.add("checkmate", exact.recompute)
+            if exact.proven:
+                search.prove(search.plans[0].time_ms if search.plans else float("inf"))
+        else:
+            search.process.prepare()
+        if not search.done():
+            search.run()
 
-    def _report(self, problem: Problem, budget_bytes: int, plans: list[tuple[str, Recompute]]) -> None:
-        if self.progress is not None and plans:
-            self.progress(str(best_solution(problem, budget_bytes, plans)))
+    def _solution(self, search: Search) -> Solution:
+        problem, budget_bytes = search.problem, search.budget_bytes
+        if search.plans:
+            best = search.plans[0]
+            optimal = search.gap <= SAME
+            solution = solution_of(problem, budget_bytes, best.recompute, best.solver, optimal=optimal)
+            return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms))
+        lowest = lowest_peak_plan(problem, search.others[:POOL], self.chain, search.effort.deadline)
+        return replace(solution_of(problem, budget_bytes, lowest, self.name), lower_bound_ms=search.bound_ms)
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether the exact program is small enough to be the first choice."""
+    if len(problem.forward) * len(problem.backward) > 10 * EXACT:
+        return False
+    free = {index for index, op in enumerate(problem.forward) if op.recomputable}
+    return sum(len(serving(problem, free, stage)) for stage in range(len(problem.backward))) <= EXACT

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,13 +96,20 @@ class Program:
         return tuple(tuple(sorted(group)) for group in groups)
 
 
-def build(problem: Problem, budget_bytes: int | None, saved_bytes: int | None = None) -> Program:
+def build(
+    problem: Problem,
+    budget_bytes: int | None,
+    saved_bytes: int | None = None,
+    allowed: Sequence[Set[int]] | None = None,
+) -> Program:
     """The program of least time within the budget; of least peak if there is no budget.
 
-    `saved_bytes` limits what is alive between the last forward operation and what follows it.
+    `saved_bytes` limits what is alive between the last forward operation and what follows it; `allowed` says for each
+    backward operation what may be recomputed just before it.
     """
     program = Program(problem)
-    _add_events(program)
+    free = {index for index, op in enumerate(problem.forward) if op.recomputable}
+    _add_events(program, allowed or [free] * len(problem.backward))
     _add_serving(program)
     for item in range(len(problem.data)):
         if item not in problem.held:
@@ -121,14 +128,13 @@ def build(problem: Problem, budget_bytes: int | None, saved_bytes: int | None = 
     return program
 
 
-def _add_events(program: Program) -> None:
+def _add_events(program: Program, allowed: Sequence[Set[int]]) -> None:
     """All events in order, a binary for each that may or may not happen, and the bytes of their own."""
     problem = program.problem
-    free = {index for index, op in enumerate(problem.forward) if op.recomputable}
     program.events = [Step(-1, index) for index in range(len(problem.forward))]
     own = [op.workspace_bytes for op in problem.forward]
     for stage, backward in enumerate(problem.backward):
-        for index in sorted(serving(problem, free, stage)):
+        for index in sorted(serving(problem, allowed[stage], stage)):
             program.recomputation[Step(stage, index)] = program.model.add_variable(integer=True)
             program.events.append(Step(stage, index))
             own.append(backward.resident_bytes)
@@ -322,7 +328,7 @@ class Checkmate(Solver):
         """The plan of least time; `start`, which fits, if none is faster."""
         program = build(problem, budget_bytes, self.saved_bytes)
         if start is not None:
-            _add_faster_than(program, start, self.gap)
+            require_faster(program, start, self.gap)
         while True:
             limits = Limits(deadline - time.monotonic(), self.gap, self.parameters)
             result = solve(program.model, self.backend, limits)
@@ -369,7 +375,7 @@ class Checkmate(Solver):
         return peak_and_time(problem, plan)[0] <= budget_bytes
 
 
-def _add_faster_than(program: Program, plan: Recompute, gap: float) -> None:
+def require_faster(program: Program, plan: Recompute, gap: float) -> None:
     """Only plans that are faster than `plan`, by more than `gap` of the step's time, are of interest."""
     problem = program.problem
     spent_ms = recompute_time_ms(problem, plan)

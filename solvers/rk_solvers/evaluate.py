@@ -9,6 +9,7 @@ computable; plans differ in memory and in time only.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,7 +134,7 @@ def peak_and_time(problem: Problem, recompute: Recompute) -> tuple[int, float]:
     return result.peak_bytes, result.time_ms
 
 
-def serving(problem: Problem, group: set[int], stage: int) -> set[int]:
+def serving(problem: Problem, group: Set[int], stage: int) -> set[int]:
     """The operations of `group` that backward operation `stage` needs, directly or through others of it."""
     found: set[int] = set()
     wanted = set(problem.backward[stage].needs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .baselines import baseline_plans
@@ -50,29 +51,40 @@ class Greedy(Solver):
     def plans(self, problem: Problem, budget_bytes: int, deadline: float) -> list[Recompute]:
         """Candidate plans, the improved one first; they may exceed the budget."""
         tables = Tables(problem)
-        rng = random.Random(self.seed)
-        baseline = best_solution(problem, budget_bytes, [("", plan) for plan in baseline_plans(problem)]).recompute
         best: PlanState | None = None
         failed: list[Recompute] = []
-        for number in range(max(2, self.tries)):
-            if number > 1 and time.monotonic() >= deadline:
-                break
-            state = PlanState(tables, baseline if number == 1 else None)
-            exponent, spread = (1.0, 0.0) if number < 2 else (rng.uniform(0.6, 1.2), rng.choice([0.1, 0.3]))
-            if not repair(state, budget_bytes, weights_for(state, rng, exponent, spread)):
+        for state in attempts(tables, budget_bytes, baseline_plans(problem), self.seed, self.tries, deadline):
+            if state.peak_bytes > budget_bytes:
                 failed.append(state.recompute())
-                continue
-            polish(state, budget_bytes, deadline)
-            if best is None or state.time_ms < best.time_ms:
+            elif best is None or state.time_ms < best.time_ms:
                 best = state
         if best is None:
-            start = lowest_peak_plan(problem, failed, None, deadline)
+            start = lowest_peak_plan(problem, failed, None, deadline, budget_bytes)
             best = PlanState(tables, start)
             if best.peak_bytes > budget_bytes:
                 return [start]
             polish(best, budget_bytes, deadline)
-        improve(best, budget_bytes, self.rounds, deadline, rng)
+        improve(best, budget_bytes, self.rounds, deadline, random.Random(self.seed))
         return [best.recompute()]
+
+
+def attempts(
+    tables: Tables, budget_bytes: int, baselines: list[Recompute], seed: int, tries: int, deadline: float
+) -> Iterator[PlanState]:
+    """At least two plans, which may exceed the budget: from keep-all, from the best baseline, then with random weights.
+
+    The later ones are left out once `deadline` (`time.monotonic`) has passed.
+    """
+    rng = random.Random(seed)
+    best = best_solution(tables.problem, budget_bytes, [("", plan) for plan in baselines]).recompute
+    for number in range(max(2, tries)):
+        if number > 1 and time.monotonic() >= deadline:
+            return
+        state = PlanState(tables, best if number == 1 else None)
+        exponent, spread = (1.0, 0.0) if number < 2 else (rng.uniform(0.6, 1.2), rng.choice([0.1, 0.3]))
+        if repair(state, budget_bytes, weights_for(state, rng, exponent, spread), deadline):
+            polish(state, budget_bytes, deadline)
+        yield state
 
 
 def improve_plan(

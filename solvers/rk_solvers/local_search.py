@@ -7,6 +7,7 @@ perturbed weights, drop what became redundant, keep the result if the step is no
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from bisect import bisect_left, bisect_right
@@ -39,10 +40,12 @@ def take_out(state: PlanState, key: int) -> None:
                 state.add(tables.key(later, producer))
 
 
-def drop_redundant(state: PlanState, budget_bytes: int, keys: list[int]) -> bool:
-    """Take out every recomputation of `keys`, in their order, that the budget can do without."""
+def drop_redundant(state: PlanState, budget_bytes: int, keys: list[int], deadline: float = math.inf) -> bool:
+    """Take out every recomputation of `keys`, in their order, that the budget can do without, until `deadline`."""
     changed = False
     for key in keys:
+        if time.monotonic() >= deadline:
+            break
         if not state.has(*state.tables.split(key)):
             continue
         mark, before_ms = len(state.log), state.time_ms
@@ -62,7 +65,7 @@ def costly_first(state: PlanState) -> list[int]:
 
 def polish(state: PlanState, budget_bytes: int, deadline: float) -> None:
     """Drop redundant recomputations until none is."""
-    while drop_redundant(state, budget_bytes, costly_first(state)) and time.monotonic() < deadline:
+    while drop_redundant(state, budget_bytes, costly_first(state), deadline) and time.monotonic() < deadline:
         continue
 
 
@@ -81,11 +84,11 @@ def improve(state: PlanState, budget_bytes: int, rounds: int, deadline: float, r
             if state.has(*state.tables.split(key)):
                 take_out(state, key)
         weights = weights_for(state, rng, rng.uniform(0.7, 1.3), rng.choice([0.0, 0.2, 0.5, 1.0]))
-        if not repair(state, budget_bytes, weights):
+        if not repair(state, budget_bytes, weights, deadline):
             state.undo()
             continue
         if state.time_ms < 1.15 * before_ms:
-            drop_redundant(state, budget_bytes, costly_first(state))
+            drop_redundant(state, budget_bytes, costly_first(state), deadline)
         if state.time_ms > before_ms + 1e-12:
             state.undo()
         elif state.time_ms < before_ms - 1e-9:

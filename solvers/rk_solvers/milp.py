@@ -90,6 +90,11 @@ class Model:
         self.row_lower.append(lower)
         self.row_upper.append(upper)
 
+    @property
+    def entries(self) -> int:
+        """How many coefficients the rows have."""
+        return len(self._columns)
+
     def matrix(self) -> Any:
         """The rows as a SciPy sparse matrix."""
         shape = (len(self.row_lower), len(self.cost))
@@ -168,6 +173,8 @@ def _solve_scipy(model: Model, limits: Limits) -> Result:
     if answer.x is None:
         return Result(Outcome.LIMIT, None, math.inf, bound)
     outcome = Outcome.OPTIMAL if answer.status == 0 else Outcome.LIMIT
+    if outcome is Outcome.OPTIMAL and bound == -math.inf:  # HiGHS names none where it had nothing to branch on
+        bound = float(answer.fun)
     return Result(outcome, np.asarray(answer.x), float(answer.fun), bound)
 
 

@@ -11,12 +11,14 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, TypeVar
 
 Recompute = tuple[tuple[int, ...], ...]
 """One sorted tuple of forward indices per backward operation: what is recomputed just before it."""
 
 JSON_VERSION = 1
+MOST = 2**53  # numbers of a file are at most this
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,11 @@ class Problem:
 
     @staticmethod
     def from_json(text: str) -> Problem:
-        """Read what `to_json` wrote. Raises `ValueError` on another version or on numbers of no step."""
-        content = json.loads(text)
-        if content.get("version") != JSON_VERSION:
-            raise ValueError(f"problem has version {content.get('version')!r}; this code reads {JSON_VERSION}")
-        return Problem(
-            data=tuple(Data(**item) for item in content["data"]),
-            forward=tuple(
-                ForwardOp(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
-                for op in content["forward"]
-            ),
-            backward=tuple(BackwardOp(**{**op, "needs": tuple(op["needs"])}) for op in content["backward"]),
-            held=frozenset(content["held"]),
-            base_bytes=content["base_bytes"],
-        )
+        """Read what `to_json` wrote, or the problem of a file that has a chain too.
+
+        Raises `ValueError`, naming the field, on anything else and on numbers of no step.
+        """
+        return problem_from_json(text)[0]
 
     def __str__(self) -> str:
         total = sum(item.size_bytes for item in self.data)
@@ -175,6 +168,61 @@ class Chain:
             raise ValueError(
                 f"backward_block has {len(self.backward_block)} entries for {len(problem.backward)} backward operations"
             )
+
+
+def problem_to_json(problem: Problem, chain: Chain | None = None) -> str:
+    """A problem, with its chain if there is one, as the JSON text that `problem_from_json` reads.
+
+    Without a chain it is an object of the fields of `Problem`, `Data`, `ForwardOp` and `BackwardOp`, and a `version`.
+    With one it is an object of a `version`, that `problem`, `blocks` (a pair per block: its first forward index and the
+    one after its last) and `backward_block` (see `Chain`). Raises `ValueError` if `chain` is not one of the problem.
+    """
+    if chain is None:
+        return problem.to_json()
+    chain.check(problem)
+    content = {
+        "version": JSON_VERSION,
+        "problem": json.loads(problem.to_json()),
+        "blocks": [[block.start, block.stop] for block in chain.blocks],
+        "backward_block": list(chain.backward_block),
+    }
+    return json.dumps(content)
+
+
+def problem_from_json(text: str) -> tuple[Problem, Chain | None]:
+    """Read what `problem_to_json` wrote; the chain is None where the text has none.
+
+    Fields that have a default may be left out, and so may the outer of the two versions of a text with a chain. Raises
+    `ValueError`, naming the field, on other text: no JSON, another version, fields that are missing, unknown or of
+    another type, numbers of no step or of no chain.
+    """
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"this is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"the file is {_shown(content)}; it must be an object with a version and a problem")
+    if "problem" not in content:
+        return _read_problem(content), None
+    _check_version("file", content.get("version", JSON_VERSION))
+    unknown = content.keys() - {"version", "problem", "blocks", "backward_block"}
+    if unknown:
+        raise ValueError(f"the file has an unknown field {min(unknown)!r} beside its problem")
+    problem = _read_problem(content["problem"])
+    if "blocks" not in content and "backward_block" not in content:
+        return problem, None
+    for name in ("blocks", "backward_block"):
+        if name not in content:
+            raise ValueError(f"the file has a chain without {name}; give both blocks and backward_block, or neither")
+    blocks = [_read_indices(f"blocks[{i}]", block) for i, block in enumerate(_read_list("blocks", content["blocks"]))]
+    for index, block in enumerate(blocks):
+        if len(block) != 2:
+            raise ValueError(
+                f"blocks[{index}] is {_shown(block)}; it must be a pair, the first index and the one after"
+            )
+    chain = Chain(tuple(range(*block) for block in blocks), _read_indices("backward_block", content["backward_block"]))
+    chain.check(problem)
+    return problem, chain
 
 
 def check_recompute(problem: Problem, recompute: Recompute) -> None:
@@ -249,3 +297,78 @@ def _check_backward(problem: Problem) -> None:
                 f"{op.name} has resident_bytes {op.resident_bytes} and peak_bytes {op.peak_bytes}; "
                 "they must satisfy 0 <= resident_bytes <= peak_bytes"
             )
+
+
+# ---- reading JSON ------------------------------------------------------------------------------------
+
+Record = TypeVar("Record", Data, ForwardOp, BackwardOp)
+
+
+def _shown(content: object) -> str:
+    text = json.dumps(content)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _check_version(what: str, version: object) -> None:
+    if version != JSON_VERSION:
+        raise ValueError(f"the {what} has version {_shown(version)}; this code reads version {JSON_VERSION}")
+
+
+def _read_problem(content: object) -> Problem:
+    if not isinstance(content, dict):
+        raise ValueError(f"problem is {_shown(content)}; it must be an object")
+    _check_version("problem", content.get("version"))
+    known = [field.name for field in fields(Problem)]
+    _check_fields("problem", content.keys() - {"version"}, known, ["data", "forward", "backward"])
+    lists = {name: _read_list(name, content[name]) for name in ("data", "forward", "backward")}
+    return Problem(
+        data=tuple(_read_record(Data, f"data[{i}]", item) for i, item in enumerate(lists["data"])),
+        forward=tuple(_read_record(ForwardOp, f"forward[{i}]", op) for i, op in enumerate(lists["forward"])),
+        backward=tuple(_read_record(BackwardOp, f"backward[{i}]", op) for i, op in enumerate(lists["backward"])),
+        held=frozenset(_read_indices("held", content.get("held", []))),
+        base_bytes=_read_value("int", "base_bytes", content.get("base_bytes", 0)),
+    )
+
+
+def _check_fields(where: str, given: set[str], known: list[str], required: list[str]) -> None:
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]}; it must have {', '.join(required)}")
+    unknown = sorted(given.difference(known))
+    if unknown:
+        raise ValueError(f"{where} has an unknown field {unknown[0]!r}; there are {', '.join(known)}")
+
+
+def _read_list(where: str, content: object) -> list[object]:
+    if not isinstance(content, list):
+        raise ValueError(f"{where} is {_shown(content)}; it must be a list")
+    return content
+
+
+def _read_indices(where: str, content: object) -> tuple[int, ...]:
+    return tuple(_read_value("int", f"{where}[{i}]", item) for i, item in enumerate(_read_list(where, content)))
+
+
+def _read_record(kind: type[Record], where: str, content: object) -> Record:
+    """An object of the fields of `kind`, each of the type that the class says."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is {_shown(content)}; it must be an object")
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    _check_fields(where, set(content), [field.name for field in fields(kind)], required)
+    types = {field.name: str(field.type) for field in fields(kind)}
+    return kind(**{name: _read_value(types[name], f"{where}.{name}", value) for name, value in content.items()})
+
+
+def _read_value(kind: str, where: str, value: object) -> Any:
+    """A value of the type written `kind` in the classes above."""
+    if kind == "tuple[int, ...]":
+        return _read_indices(where, value)
+    beyond = ""
+    if isinstance(value, int | float) and not isinstance(value, bool) and kind in ("int", "float"):
+        if abs(value) <= MOST and (kind == "float" or isinstance(value, int)):
+            return float(value) if kind == "float" else value
+        beyond = f", at most {MOST}, beyond which other readers of JSON round" if abs(value) > MOST else ""
+    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
+        return value
+    wanted = {"int": "a whole number", "float": "a finite number", "str": "a string", "bool": "true or false"}[kind]
+    raise ValueError(f"{where} is {_shown(value)}; it must be {wanted}{beyond}")

@@ -9,15 +9,18 @@ from .auto import Auto
 from .checkmate import Checkmate
 from .chen import Chen
 from .greedy import Greedy
+from .hiremate import Hiremate
 from .intervals import Intervals
 from .keep_all import KeepAll
 from .keep_none import KeepNone
 from .knapsack import Knapsack
 from .problem import Chain
+from .rockmate import RockmateSolver
 from .rotor import Rotor
 from .solver import Solver
 
 DEFAULT_TIME_LIMIT_S = 15.0
+DEFAULT_GAP = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +30,37 @@ class Effort:
     chain: Chain | None = None
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
     seed: int = 0
+    gap: float = DEFAULT_GAP  # enough: no plan is faster by more than this share of the step's time
+    progress: Callable[[str], None] | None = None  # told in a line how far an anytime solver is
 
 
 def _rotor(effort: Effort) -> Solver:
+    return Rotor(_chain(effort, "rotor"))
+
+
+def _rockmate(effort: Effort) -> Solver:
+    return RockmateSolver(_chain(effort, "rockmate"), effort.time_limit_s)
+
+
+def _chain(effort: Effort, name: str) -> Chain:
     if effort.chain is None:
-        raise ValueError("the solver 'rotor' works along a chain of blocks, and none is given")
-    return Rotor(effort.chain)
+        raise ValueError(f"the solver {name!r} works along a chain of blocks, and none is given")
+    return effort.chain
 
 
 SOLVERS: dict[str, Callable[[Effort], Solver]] = {
-    "auto": lambda effort: Auto(effort.chain, effort.seed, time_limit_s=effort.time_limit_s),
+    "auto": lambda effort: Auto(
+        effort.chain, effort.seed, time_limit_s=effort.time_limit_s, gap=effort.gap, progress=effort.progress
+    ),
     "checkmate": lambda effort: Checkmate(time_limit_s=effort.time_limit_s),
     "chen": lambda effort: Chen(effort.chain),
     "greedy": lambda effort: Greedy(effort.seed, time_limit_s=effort.time_limit_s),
+    "hiremate": lambda effort: Hiremate(effort.chain, effort.seed, effort.time_limit_s),
     "intervals": lambda effort: Intervals(time_limit_s=effort.time_limit_s, seed=effort.seed, chain=effort.chain),
     "keep-all": lambda effort: KeepAll(),
     "keep-none": lambda effort: KeepNone(),
     "knapsack": lambda effort: Knapsack(),
+    "rockmate": _rockmate,
     "rotor": _rotor,
 }
 

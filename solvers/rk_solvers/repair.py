@@ -10,6 +10,8 @@ exactly.
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -25,25 +27,28 @@ class Weights:
     least_ms: float  # added to every cost, so that free operations are ranked too
 
 
-def repair(state: PlanState, budget_bytes: int, weights: Weights) -> bool:
-    """Edit `state` until its peak is within `budget_bytes`; False if no single recomputation helps more."""
+def repair(state: PlanState, budget_bytes: int, weights: Weights, deadline: float = math.inf) -> bool:
+    """Edit `state` until its peak is within `budget_bytes`; False if no single recomputation helps more.
+
+    False too, with what has been gained so far, once `time.monotonic` reaches `deadline`.
+    """
     excess = state.excess(budget_bytes)
     while excess > 0:
-        left = _sweep(state, budget_bytes, weights, excess)
-        if left >= excess:
+        left = _sweep(state, budget_bytes, weights, excess, deadline)
+        if left >= excess or (left > 0 and time.monotonic() >= deadline):
             return False
         excess = left
     return True
 
 
-def _sweep(state: PlanState, budget_bytes: int, weights: Weights, excess: int) -> int:
-    """Apply the best candidates of one queue; returns the excess that is left."""
+def _sweep(state: PlanState, budget_bytes: int, weights: Weights, excess: int, deadline: float) -> int:
+    """Apply the best candidates of one queue, until the deadline at most; returns the excess that is left."""
     tables = state.tables
     heap = [(score, -1, key) for key, score in candidates(state, budget_bytes, weights, excess).items()]
     heapq.heapify(heap)
     queued = {key for _, _, key in heap}
     version = 0
-    while heap and excess > 0:
+    while heap and excess > 0 and time.monotonic() < deadline:
         _, seen, key = heapq.heappop(heap)
         stage, index = tables.split(key)
         if state.has(stage, index):

@@ -9,30 +9,38 @@ Notation: `T[i, j, m]` is the least time to run the forwards and backwards of bl
 `i` stored and `m` slots of memory beside it; pins (data that blocks beyond the next one read) are no inputs,
 but counted in every cell where they are alive. Either the forward of `i` runs once, with one of its options
 (`Fe`), and what it saves is stored while blocks `i+1..j` are solved; or blocks `i..k-1` run keeping only the
-inputs of `i` and of `k` (`Fck`, then `Fng`), `k..j` are solved, then `i..k-1` again. The loss is block `L`,
-with no forward. In a cell before it the forward of the last block runs again for its backward alone: what only
-later blocks would read is not computed again.
+inputs of `i` and of `k` (`Fck`, then `Fng`), `k..j` are solved, then `i..k-1` again; or nothing is stored across the
+backward of `j`: `i..j` run for it (none of them where it needs nothing of what is before), then `i..j-1` are
+solved. The loss is block `L`, with no forward. In a cell before it the forward of the last block runs again for its
+backward alone: what only later blocks would read is not computed again.
 
-Complexity: O(L^2 (L + options) M) for L blocks and M slots: 100 blocks, 500 slots and 10 options take a quarter of
-a second once numba is loaded, and about half a second in numpy (`rotor_tables`). Schedules are
-persistent: what is stored stays until the backward that it was stored for. Known gaps: a pin is recomputed only
-with the block that makes it, and counted until the end of the forward even where its readers could be through with
-it before; what a block hands on is computed again with the block even while it is still stored for the next one,
-which costs time where a block's backward reads its output; sizes are rounded up to slots. The expanded plan is
-therefore evaluated exactly, for several internal budgets.
+A second table holds the same times where, besides, what `j` hands on is still stored when the cell starts, and takes
+its part of the `m` slots until the backward of `j`, which may need it: that of a ReLU reads its output. It is the input
+of `k = j + 1`, so after a cell `k..` the cell `i..j` may begin so; it may also forget it, as the first table does. Only
+blocks that have a use for it have such a column.
+
+Schedules are persistent: what is stored across a backward operation stays until the backward of the block that it is
+the input of, and is not computed again before. On chains of one operation a block the table has the least time
+of these schedules. Complexity: O(L^2 (L + options) M) for L blocks and M slots: 100 blocks, 500 slots and 10 options
+take about 0.15 s once numba is loaded and 0.4 s in numpy (`rotor_tables`); twice and three times that where every block
+has a column in the second table. Known gaps: a pin is recomputed only with the block that makes it, and counted until
+the end of the forward even where its readers could be through with it before; the input of a block of several
+operations is stored until its backward even if that does not read it; sizes are rounded up to slots. The expanded plan
+is therefore evaluated exactly, for several internal budgets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .blocks import Block, blocks_of
 from .evaluate import normalise, peak_and_time
 from .problem import Chain, Problem, Recompute
-from .rotor_tables import ChainNumbers, ChainTable, fill, least_to_pass
-from .sequence import Operation, expand
+from .rotor_tables import ChainNumbers, ChainTable, fill, least_to_pass, sweeps
+from .sequence import Operation, Sequence, expand
 from .solver import Solution, Solver, best_solution, solution_of
 
 
@@ -53,12 +61,8 @@ class Rotor(Solver):
 
     def prepare(self, problem: Problem, max_budget_bytes: int) -> RotorTable:
         """The table for every budget up to `max_budget_bytes`; `ValueError` on a chain of another problem."""
-        held = sum(problem.data[item].size_bytes for item in problem.held)
-        room = max(self.slots, round(1.3 * max(0, max_budget_bytes - problem.base_bytes - held)))
-        slot_bytes = -(-room // self.slots)
         blocks = blocks_of(problem, self.chain, self.grid, self.rounds)
-        table = fill(ChainNumbers.of(blocks, slot_bytes, self.slots))
-        return RotorTable(problem, blocks, table, slot_bytes, problem.base_bytes + held, self.internal)
+        return prepare_table(problem, blocks, max_budget_bytes, self.slots, self.internal)
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest plan of the table that fits `budget_bytes`; see `prepare` for several budgets."""
@@ -69,6 +73,17 @@ class Rotor(Solver):
         if not solution.status.fits:  # the lowest peak may lie above what that table holds
             solution = self.prepare(problem, most).solve(budget_bytes)
         return solution
+
+
+def prepare_table(
+    problem: Problem, blocks: tuple[Block, ...], max_budget_bytes: int, slots: int = 500, internal: int = 9
+) -> RotorTable:  # fmt: skip
+    """The table over these blocks of a problem, for every budget up to `max_budget_bytes`."""
+    held = sum(problem.data[item].size_bytes for item in problem.held)
+    room = max(slots, round(1.3 * max(0, max_budget_bytes - problem.base_bytes - held)))
+    slot_bytes = -(-room // slots)
+    table = fill(ChainNumbers.of(blocks, slot_bytes, slots))
+    return RotorTable(problem, blocks, table, slot_bytes, problem.base_bytes + held, internal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,47 +134,77 @@ class RotorTable:
         """The plan of the table with `memory` slots."""
         return normalise(self.problem, expand(self.problem, self.blocks, self.sequence(memory)))
 
-    def sequence(self, memory: int) -> list[Operation]:
+    def sequence(self, memory: int) -> Sequence:
         """The operations of the table with `memory` slots. Raises `ValueError` if there are none."""
         table = self.table
-        if not np.isfinite(table.times[0, -1, memory]):
+        if not np.isfinite(table.times[0, 0, -1, memory]):
             raise ValueError(f"the chain does not fit in {memory} slots; ask for more")
         operations: list[Operation] = []
-        todo: list[tuple[int, int, int] | Operation] = [(0, len(self.blocks) - 1, memory)]
+        todo: list[_Cell | Operation] = [_Cell(0, 0, len(self.blocks) - 1, memory)]
         while todo:
             entry = todo.pop()
             if isinstance(entry, Operation):
                 operations.append(entry)
             else:
-                todo.extend(reversed(_step(table, *entry)))
-        return operations
+                todo.extend(reversed(_step(table, entry)))
+        return Sequence(tuple(operations))
 
     def _least_slots(self) -> int | None:
-        finite = np.flatnonzero(np.isfinite(self.table.times[0, -1]))
+        finite = np.flatnonzero(np.isfinite(self.table.times[0, 0, -1]))
         return int(finite[0]) if len(finite) else None
 
 
-def _step(table: ChainTable, first: int, last: int, memory: int) -> list[tuple[int, int, int] | Operation]:
+class _Cell(NamedTuple):
+    """A cell of the table."""
+
+    state: int
+    first: int
+    last: int
+    memory: int
+
+
+def _step(table: ChainTable, cell: _Cell) -> list[_Cell | Operation]:
     """One level of the recursion: the operations and the cells that give the value of a cell."""
     numbers, times = table.numbers, table.times
-    value = times[first, last, memory]
-    for option in np.flatnonzero(numbers.keep[first, last] <= memory):
+    state, first, last, memory = cell
+    value = times[cell]
+    if state and (numbers.given[state, last] < 0 or value == times[0, first, last, memory]):
+        return _step(table, cell._replace(state=0))
+    stores = first == last or bool(numbers.reads[state, last].any())
+    for option in np.flatnonzero(numbers.keep[state, first, last] <= memory).tolist() if stores else []:
         left = memory - int(numbers.saved[first, option])
         if first < last:
-            total = numbers.own_ms[first, option] + times[first + 1, last, left]
+            total = numbers.own_ms[first, option] + times[state, first + 1, last, left]
         else:
-            total = numbers.alone_ms[first, option]
+            total = numbers.alone_ms[state, first, option]
         if total <= value * (1 + 1e-12):
-            inner: list[tuple[int, int, int] | Operation] = [(first + 1, last, left)] if first < last else []
-            return [Operation("Fe", first, int(option)), *inner, Operation("B", first, int(option))]
-    best, place = np.inf, first + 1
-    for after, least in enumerate(least_to_pass(numbers, first, last), first + 1):
+            inner = [_Cell(state, first + 1, last, left)] if first < last else []
+            return [
+                Operation("Fe", first, option, first == last and state > 0),
+                *inner,
+                Operation("B", first, option),
+            ]
+    best, found = np.inf, list[_Cell | Operation]()
+    for option, (least, pass_ms) in enumerate(sweeps(numbers, state, first, last)):
+        if first < last and least <= memory:
+            total = times[0, first, last - 1, memory] + numbers.alone_ms[state, last, option] + pass_ms
+            if total < best:
+                passes = _passes(first, last) if numbers.reads[state, last, option] else []
+                best, found = total, [*passes, Operation("Fe", last, option, state > 0), Operation("B", last, option),
+                                      _Cell(0, first, last - 1, memory)]  # fmt: skip
+    for after, least in enumerate(
+        least_to_pass(numbers, state, first, last) if stores and first < last else [], first + 1
+    ):
         left = memory - int(numbers.input[after])
-        if left < 0 or memory < least:
-            continue
-        total = times[after, last, left] + times[first, after - 1, memory]
-        total += float(numbers.forward_ms[first:after].sum())
-        if total < best:
-            best, place = total, after
-    passes = [Operation("Fck" if block == first else "Fng", block) for block in range(first, place)]
-    return [*passes, (place, last, memory - int(numbers.input[place])), (first, place - 1, memory)]
+        if left >= 0 and memory >= least:
+            total = times[state, after, last, left] + times[-1, first, after - 1, memory]
+            total += float(numbers.elapsed[after] - numbers.elapsed[first])
+            if total < best:
+                cells = [_Cell(state, after, last, left), _Cell(len(times) - 1, first, after - 1, memory)]
+                best, found = total, [*_passes(first, after), *cells]
+    return found
+
+
+def _passes(first: int, stop: int) -> list[Operation]:
+    """The forwards of `first` to `stop - 1`, keeping the inputs of `first` and of `stop` only."""
+    return [Operation("Fck" if block == first else "Fng", block) for block in range(first, stop)]

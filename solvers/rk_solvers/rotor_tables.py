@@ -1,8 +1,9 @@
 """The table of rotor's dynamic program, filled by numba where that pays, else by numpy; equal to the last bit.
 
-`T[i, j, m]` is the least time to run the forwards and backwards of blocks `i..j` with the input of `i` stored
-outside and `m` slots of memory. A pin (a value that blocks farther on read too) is no input: it is counted
-inside, wherever it is alive. The recursion is told in `rotor`.
+`T[s, i, j, m]` is the least time to run the forwards and backwards of blocks `i..j` with the input of `i` stored
+outside and `m` slots of memory, where in state `s = 1` what `j` hands on is still stored, inside, when the cell starts.
+A pin (a value that blocks farther on read too) is no input: it is counted inside, wherever it is alive. The recursion
+is told in `rotor`.
 
 Columns (one `j`) are filled in order, and each of them upwards (`i` from `j` down). Then all that a cell reads
 lies in two runs of memory: row `i` up to `j - 1`, and column `j` below `i`, which is copied aside.
@@ -14,11 +15,12 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import Block, Option
+from .blocks import Block, Option, Rerun
 
 Times = NDArray[np.float64]
 Slots = NDArray[np.int64]
@@ -30,73 +32,125 @@ _WORTH_AN_IMPORT = 50_000_000
 _WORTH_A_CALL = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class ChainNumbers:
-    """The blocks of a chain in slots, sizes rounded up. Rows of missing options never fit."""
+class ChainNumbers(NamedTuple):
+    """The blocks of a chain in slots, sizes rounded up. What is missing or cannot be needs more than all slots.
+
+    `state` is 0, and 1 where any block has a use for what it hands on. A tuple, for numba to take it.
+    """
 
     slots: int
-    forward_ms: Times  # [block]
+    elapsed: Times  # [block]: time of the forwards of all blocks before it
     input: Slots  # [block]: what must be stored to start at it, pins left out
     own_ms: Times  # [block, option]: to run it once, and its backward
-    alone_ms: Times  # [block, option]: the same where it is the whole cell, hence run again for its backward alone
+    alone_ms: Times  # [state, block, option]: the same where it is the whole cell: run again for its backward alone
     saved: Slots  # [block, option]
-    keep: Slots  # [first, last, option]: least memory to run `first` once in cell (first, last)
+    keep: Slots  # [state, first, last, option]: least memory to run `first` once in cell (first, last)
     through: Slots  # [block, last]: least memory to run `block` keeping nothing; its input left out
+    given: Slots  # [state, last]: what `last` hands on and its backward needs, stored in state 1; -1: it needs nothing
+    sweep: Slots  # [state, last, option]: least memory to run `last` for its backward with no input stored for long
+    reads: NDArray[np.bool_]  # [state, last, option]: whether the blocks before must run for that; if for no option,
+    # nothing runs before the backward of `last`, hence nothing is newly stored across it
 
     @staticmethod
     def of(blocks: tuple[Block, ...], slot_bytes: int, slots: int) -> ChainNumbers:
         """Round the numbers of `blocks` up to slots of `slot_bytes` bytes, at most `slots` of them."""
-        count, most = len(blocks), max(len(block.options) for block in blocks)
-
-        def up(size: Slots) -> Slots:
-            return -(-size // slot_bytes)
-
-        def each(value: Callable[[Block, Option], float], missing: float = 0) -> Times:
-            rows = [[value(block, option) for option in block.options] for block in blocks]
-            return np.array([row + [missing] * (most - len(row)) for row in rows])
-
-        def bytes_of(value: Callable[[Block, Option], int]) -> Slots:
-            return each(value).astype(np.int64)
-
-        pinned = pinned_bytes(blocks)[:, :, None]
-        saved = up(bytes_of(lambda block, option: option.saved_bytes - sum(pin.size_bytes for pin in block.pins)))
-        # Resident while forwards run: the gradients that the backward of the last block finds; none before the loss.
-        resident = up(np.array([block.resident_bytes for block in blocks[:-1]] + [0], np.int64))
-        forward = (
-            up(bytes_of(lambda block, option: option.forward_bytes)[:, None, :] + pinned) + resident[None, :, None]
-        )
-        backward = up(bytes_of(lambda block, option: option.backward_bytes + block.resident_bytes)[:, None] + pinned)
-        keep = np.maximum(np.maximum(forward, backward), saved[:, None, :])
-        again = bytes_of(lambda block, option: option.again_bytes + block.resident_bytes)
-        own_ms = each(lambda block, option: block.forward_ms + block.backward_ms + option.extra_ms)
-        alone_ms = each(lambda block, option: option.again_ms + block.backward_ms)
-        alone_ms[-1] = own_ms[-1]  # the loss: nothing runs again before it
-        for block in range(count):
-            alone = np.maximum(forward, backward)[block, block]
-            keep[block, block] = alone if block == count - 1 else up(again[block] + pinned[block, block])
-        missing = each(lambda block, option: 0, missing=1).astype(bool)
-        keep[np.broadcast_to(missing[:, None, :], keep.shape)] = slots + 1
-        forget = np.array([block.forget_bytes for block in blocks], np.int64)
-        return ChainNumbers(
-            slots,
-            np.array([block.forward_ms for block in blocks]),
-            up(np.array([block.input_bytes for block in blocks], np.int64)),
-            own_ms,
-            alone_ms,
-            saved,
-            np.ascontiguousarray(np.minimum(keep, slots + 1)),
-            up(forget[:, None] + pinned[:, :, 0]) + resident[None, :],
-        )
+        return _numbers(blocks, slot_bytes, slots)
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         """Number of blocks, the loss included."""
         return len(self.input)
 
     @property
     def sums(self) -> int:
         """How often filling the table adds two cells: what it takes, up to a factor."""
-        return self.count**3 // 6 * (self.slots + 1)
+        columns = 1 + float(np.mean(self.given[1:] >= 0)) if len(self.given) > 1 else 1.0
+        return int(columns * (self.length**3 // 6) * (self.slots + 1))
+
+
+class _Rounding:
+    """Numbers of blocks and options as arrays of slots."""
+
+    def __init__(self, blocks: tuple[Block, ...], slot_bytes: int) -> None:
+        self.blocks, self.slot_bytes = blocks, slot_bytes
+        self.most = max(len(block.options) for block in blocks)
+
+    def up(self, size: Slots) -> Slots:
+        """Bytes as slots."""
+        return -(-size // self.slot_bytes)
+
+    def each(self, value: Callable[[Block, Option], float], missing: float = 0) -> Times:
+        """[block, option]: a time."""
+        rows = [[value(block, option) for option in block.options] for block in self.blocks]
+        return np.array([row + [missing] * (self.most - len(row)) for row in rows])
+
+    def bytes_of(self, value: Callable[[Block, Option], int]) -> Slots:
+        """[block, option]: a size."""
+        return self.each(value).astype(np.int64)
+
+
+def _numbers(blocks: tuple[Block, ...], slot_bytes: int, slots: int) -> ChainNumbers:
+    """See `ChainNumbers.of`."""
+    rounding = _Rounding(blocks, slot_bytes)
+    up, each, bytes_of = rounding.up, rounding.each, rounding.bytes_of
+    pinned = pinned_bytes(blocks)
+    missing = each(lambda block, option: 0, missing=1).astype(bool)
+    saved = up(bytes_of(lambda block, option: option.saved_bytes - sum(pin.size_bytes for pin in block.pins)))
+    # Resident while forwards run: the gradients that the backward of the last block finds; none before the loss.
+    resident = up(np.array([block.resident_bytes for block in blocks[:-1]] + [0], np.int64))
+    forward = bytes_of(lambda block, option: option.forward_bytes)[:, None, :] + pinned[:, :, None]
+    backward = bytes_of(lambda block, option: option.backward_bytes + block.resident_bytes)
+    backward = up(backward[:, None] + pinned[:, :, None])
+    useful = [any(option.given for option in block.options) for block in blocks]
+    sizes = [block.given_bytes if use else -slot_bytes for block, use in zip(blocks, useful, strict=True)]
+    states = 1 + any(useful)
+    given = up(np.array([[0] * len(blocks), sizes], np.int64))[:states]
+    keep = np.maximum(up(forward) + resident[None, :, None] + given[:, None, :, None], backward)
+    keep = np.maximum(keep, saved[:, None, :])
+    own_ms = each(lambda block, option: block.forward_ms + block.backward_ms + option.extra_ms)
+    alone_ms = np.stack([own_ms] * states)
+    sweep = np.full((states, len(blocks), rounding.most), slots + 1)
+    reads = np.zeros(sweep.shape, bool)
+    for number, block in enumerate(blocks):
+        within = int(pinned[number, number])
+        for state in range(states):
+            for rank, option in enumerate(block.options):
+                rerun = _rerun(block, option, state, loss=number == len(blocks) - 1)
+                extra = block.resident_bytes + within
+                keep[state, number, number, rank] = -(-(rerun.peak_bytes + extra) // slot_bytes)
+                alone_ms[state, number, rank] = rerun.time_ms + block.backward_ms
+                reads[state, number, rank] = rerun.reads_input
+                if not rerun.reads_input or rerun.total_bytes < rerun.peak_bytes + block.input_bytes:
+                    sweep[state, number, rank] = -(-(rerun.total_bytes + extra) // slot_bytes)
+    keep[np.broadcast_to(missing[:, None, :], keep.shape)] = slots + 1
+    forget = np.array([block.forget_bytes for block in blocks], np.int64)
+    forward_ms = np.array([block.forward_ms for block in blocks])
+    return ChainNumbers(
+        slots,
+        np.concatenate([[0.0], np.cumsum(forward_ms)[:-1]]),
+        up(np.array([block.input_bytes for block in blocks], np.int64)),
+        own_ms,
+        alone_ms,
+        saved,
+        np.ascontiguousarray(np.minimum(keep, slots + 1)),
+        up(forget[:, None] + pinned) + resident[None, :],
+        given,
+        np.minimum(sweep, slots + 1),
+        reads,
+    )
+
+
+def _rerun(block: Block, option: Option, state: int, *, loss: bool) -> Rerun:
+    """What it takes to run a block in a cell of its own. Nothing runs again before the loss, but the cells of which it
+    is the last run the blocks before it for the first time."""
+    if loss:
+        backward = option.again or Rerun(0.0, option.backward_bytes, option.backward_bytes + block.input_bytes, True)
+        time_ms = block.forward_ms + option.extra_ms
+        peak = max(option.forward_bytes - block.resident_bytes, backward.peak_bytes)
+        return Rerun(time_ms, peak, max(peak, backward.total_bytes), True)
+    if state and option.given:
+        return option.given
+    return option.again or Rerun(option.again_ms, option.again_bytes, option.again_bytes + block.input_bytes, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +158,7 @@ class ChainTable:
     """A filled table."""
 
     numbers: ChainNumbers
-    times: Times  # [first, last, memory], where first <= last; infinite where it does not fit
+    times: Times  # [state, first, last, memory], where first <= last; infinite where it does not fit
 
 
 def pinned_bytes(blocks: tuple[Block, ...]) -> Slots:
@@ -124,53 +178,86 @@ def pinned_bytes(blocks: tuple[Block, ...]) -> Slots:
 
 def fill(numbers: ChainNumbers) -> ChainTable:
     """All cells of the table."""
-    times = np.empty((numbers.count, numbers.count, numbers.slots + 1))  # cells below the diagonal are never touched
+    times = np.empty(table_shape(numbers))  # cells below the diagonal are never touched
     filler = numba_filler() if _use_numba(numbers) else None
     (filler or fill_by_numpy)(numbers, times)
     return ChainTable(numbers, times)
 
 
+def table_shape(numbers: ChainNumbers) -> tuple[int, int, int, int]:
+    """The shape of `ChainTable.times`."""
+    return len(numbers.given), numbers.length, numbers.length, numbers.slots + 1
+
+
 def fill_by_numpy(numbers: ChainNumbers, times: Times) -> None:
     """Fill `times`, one cell after the other."""
-    count, width = numbers.count, numbers.slots + 1
-    elapsed = np.concatenate([[0.0], np.cumsum(numbers.forward_ms)])
-    stored = np.empty((count, width))  # [k]: T[k, last] with the input of k paid from the memory
+    states, count, width = len(times), numbers.length, numbers.slots + 1
+    sweeping: NDArray[np.bool_] = np.any(numbers.sweep < width, axis=2)
+    stores: NDArray[np.bool_] = np.any(numbers.reads, axis=2)
+    # [s, k]: T[s, k, last] with the input of k paid from the memory, and the time to reach k from the first block
+    stored = np.empty((states, count, width))
     totals = np.empty((count, width))
     for last in range(count):
         for first in range(last, -1, -1):
-            cell = times[first, last]
-            cell[:] = np.inf
-            _keep_in_numpy(numbers, times, first, last)
-            if first < last:
-                total = totals[: last - first]
-                np.add(stored[first + 1 : last + 1], times[first, first:last], out=total)
-                total += (elapsed[first + 1 : last + 1] - elapsed[first])[:, None]
-                for row, least in enumerate(least_to_pass(numbers, first, last)):
-                    total[row, :least] = np.inf
-                np.minimum(cell, total.min(axis=0), out=cell)
-            shift = min(int(numbers.input[first]), width)
-            stored[first, :shift] = np.inf
-            stored[first, shift:] = cell[: width - shift]
+            for state in range(states):
+                cell = times[state, first, last]
+                cell[:] = times[0, first, last] if state else np.inf
+                if numbers.given[state, last] < 0:
+                    continue
+                if sweeping[state, last] and first < last:
+                    _sweep_in_numpy(numbers, times, state, first, last)
+                if stores[state, last] or first == last:
+                    _keep_in_numpy(numbers, times[state], state, first, last)
+                if stores[state, last] and first < last:
+                    total = totals[: last - first]
+                    np.add(stored[state, first + 1 : last + 1], times[-1, first, first:last], out=total)
+                    for row, least in zip(total, least_to_pass(numbers, state, first, last).tolist(), strict=True):
+                        row[:least] = np.inf
+                    np.minimum(cell, total.min(axis=0) - numbers.elapsed[first], out=cell)
+                shift = min(int(numbers.input[first]), width)
+                stored[state, first, :shift] = np.inf
+                np.add(cell[: width - shift], numbers.elapsed[first], out=stored[state, first, shift:])
 
 
-def _keep_in_numpy(numbers: ChainNumbers, times: Times, first: int, last: int) -> None:
+def _keep_in_numpy(numbers: ChainNumbers, times: Times, state: int, first: int, last: int) -> None:
     """Lower a cell by the plans in which block `first` runs once, with one of its options."""
     cell, width = times[first, last], numbers.slots + 1
-    for option, least in enumerate(numbers.keep[first, last]):
+    for option, least in enumerate(numbers.keep[state, first, last]):
         if least >= width:
             continue
         if first == last:
-            np.minimum(cell[least:], numbers.alone_ms[first, option], out=cell[least:])
+            np.minimum(cell[least:], numbers.alone_ms[state, first, option], out=cell[least:])
         else:
             own, saved = numbers.own_ms[first, option], numbers.saved[first, option]
             np.minimum(cell[least:], own + times[first + 1, last, least - saved : width - saved], out=cell[least:])
 
 
-def least_to_pass(numbers: ChainNumbers, first: int, last: int) -> Slots:
+def _sweep_in_numpy(numbers: ChainNumbers, times: Times, state: int, first: int, last: int) -> None:
+    """Lower a cell by the plans that store nothing across the backward of `last`."""
+    cell = times[state, first, last]
+    for option, (least, pass_ms) in enumerate(sweeps(numbers, state, first, last)):
+        if least <= numbers.slots:
+            total = times[0, first, last - 1, least:] + numbers.alone_ms[state, last, option]
+            np.minimum(cell[least:], total + pass_ms, out=cell[least:])
+
+
+def sweeps(numbers: ChainNumbers, state: int, first: int, last: int) -> list[tuple[int, float]]:
+    """For each option of `last`, the slots and the time to reach it, storing nothing across its backward."""
+    found: list[tuple[int, float]] = []
+    for least, reads in zip(numbers.sweep[state, last].tolist(), numbers.reads[state, last], strict=True):
+        if reads and first < last and least <= numbers.slots:
+            passed = int(least_to_pass(numbers, state, first, last)[-1])
+            found.append((max(least, passed), float(numbers.elapsed[last] - numbers.elapsed[first])))
+        else:
+            found.append((least, 0.0))
+    return found
+
+
+def least_to_pass(numbers: ChainNumbers, state: int, first: int, last: int) -> Slots:
     """For k = first+1..last, the slots needed to run first..k-1 keeping nothing but the input of k."""
     needed = numbers.through[first:last, last] + numbers.input[first:last]
     needed[0] -= numbers.input[first]  # stored outside
-    return np.minimum(np.maximum.accumulate(needed), numbers.slots + 1)
+    return np.minimum(np.maximum.accumulate(needed) + numbers.given[state, last], numbers.slots + 1)
 
 
 def _use_numba(numbers: ChainNumbers) -> bool:
@@ -187,43 +274,53 @@ def numba_filler() -> Filler | None:
     except ImportError:
         return None
     try:
-        kernel = numba.njit(cache=True)(_fill_cells)
+        kernel: Filler = numba.njit(cache=True)(_fill_cells)
     except RuntimeError:  # there is no folder to keep the compiled code in
         kernel = numba.njit(_fill_cells)
-
-    def filler(numbers: ChainNumbers, times: Times) -> None:
-        elapsed = np.concatenate([[0.0], np.cumsum(numbers.forward_ms)])
-        own_ms = np.stack([numbers.own_ms, numbers.alone_ms])
-        kernel(times, elapsed, own_ms, numbers.input, numbers.saved, numbers.keep, numbers.through)
-
-    return filler
+    return kernel
 
 
-def _fill_cells(
-    times: Times, elapsed: Times, own_ms: Times, inputs: Slots, saved: Slots, keep: Slots, through: Slots
-) -> None:
+def _fill_cells(numbers: ChainNumbers, times: Times) -> None:
     """What `fill_by_numpy` does, in loops to be compiled."""
-    count, width = times.shape[0], times.shape[2]
-    below = np.empty((count + 1, width))  # [k]: T[k, last], in one run of memory
+    inputs, elapsed, saved = numbers.input, numbers.elapsed, numbers.saved
+    states, count, width = times.shape[0], times.shape[1], times.shape[3]
+    left = times[states - 1]
+    below = np.empty((states, count + 1, width))  # [s, k]: T[s, k, last], in one run of memory
+    later = np.empty((states, count, width))  # the same with the time to reach k from the first block
+    best = np.empty(width)
     for last in range(count):
-        for memory in range(width):
-            below[last + 1, memory] = 0.0  # nothing is left to run after the last block
+        below[:, last + 1] = 0.0  # nothing is left to run after the last block
         for first in range(last, -1, -1):
-            for memory in range(width):
-                below[first, memory] = np.inf
-            for option in range(keep.shape[2]):
-                own, kept = own_ms[0, first, option], saved[first, option]
-                if first == last:
-                    own, kept = own_ms[1, first, option], 0
-                for memory in range(keep[first, last, option], width):
-                    below[first, memory] = min(below[first, memory], own + below[first + 1, memory - kept])
-            needed = 0
-            for place in range(first + 1, last + 1):
-                needed = max(needed, through[place - 1, last] + (inputs[place - 1] if place - 1 > first else 0))
-                shift = inputs[place]
-                pass_ms = elapsed[place] - elapsed[first]
-                for memory in range(max(needed, shift), width):
-                    total = below[place, memory - shift] + times[first, place - 1, memory] + pass_ms
-                    below[first, memory] = min(below[first, memory], total)
-            for memory in range(width):
-                times[first, last, memory] = below[first, memory]
+            for state in range(states):
+                given = numbers.given[state, last]
+                stores = numbers.reads[state, last].any() or first == last
+                for memory in range(width):
+                    below[state, first, memory] = below[0, first, memory] if state else np.inf
+                for option in range(saved.shape[1] if given >= 0 and stores else 0):
+                    own, kept = numbers.own_ms[first, option], saved[first, option]
+                    if first == last:
+                        own, kept = numbers.alone_ms[state, first, option], 0
+                    for memory in range(numbers.keep[state, first, last, option], width):
+                        total = own + below[state, first + 1, memory - kept]
+                        below[state, first, memory] = min(below[state, first, memory], total)
+                best[:] = np.inf
+                needed = 0
+                for place in range(first + 1, last + 1 if given >= 0 else 0):
+                    step = numbers.through[place - 1, last] + (inputs[place - 1] if place - 1 > first else 0)
+                    needed = max(needed, step + given)
+                    shift = inputs[place]
+                    for memory in range(max(needed, shift) if stores else width, width):
+                        total = later[state, place, memory - shift] + left[first, place - 1, memory]
+                        best[memory] = min(best[memory], total)
+                for memory in range(width):
+                    below[state, first, memory] = min(below[state, first, memory], best[memory] - elapsed[first])
+                for option in range(saved.shape[1] if given >= 0 and first < last else 0):
+                    least, pass_ms = numbers.sweep[state, last, option], 0.0
+                    if numbers.reads[state, last, option]:
+                        least, pass_ms = max(least, needed), elapsed[last] - elapsed[first]
+                    for memory in range(least, width):
+                        total = times[0, first, last - 1, memory] + numbers.alone_ms[state, last, option] + pass_ms
+                        below[state, first, memory] = min(below[state, first, memory], total)
+                for memory in range(width):
+                    times[state, first, last, memory] = below[state, first, memory]
+                    later[state, first, memory] = below[state, first, memory] + elapsed[first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .blocks import Block
@@ -19,17 +20,30 @@ class Operation:
     kind: str
     block: int
     option: int = -1  # for Fe and B
+    given: bool = False  # Fe only: what the block hands on is still stored, and spares a part of the forward
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.block}" + (f".{self.option}" if self.option >= 0 else "")
+        option = f".{self.option}" if self.option >= 0 else ""
+        return f"{self.kind} {self.block}{option}{' (in part)' if self.given else ''}"
 
 
-def format_sequence(operations: list[Operation]) -> str:
-    """One line, such as `Fck 0; Fng 1; Fe 2.0; B 2.0; ...`."""
-    return "; ".join(str(operation) for operation in operations)
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What a table plans for a step. As text one line, such as `Fck 0; Fng 1; Fe 2.0; B 2.0; ...`."""
+
+    operations: tuple[Operation, ...]
+
+    def __iter__(self) -> Iterator[Operation]:
+        return iter(self.operations)
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    def __str__(self) -> str:
+        return "; ".join(str(operation) for operation in self.operations)
 
 
-def expand(problem: Problem, blocks: tuple[Block, ...], operations: list[Operation]) -> Recompute:
+def expand(problem: Problem, blocks: tuple[Block, ...], operations: Iterable[Operation]) -> Recompute:
     """The recomputations that the sequence asks for; not in normal form.
 
     The first forward of a block is the step's own; later ones run just before the next backward operation.
@@ -41,7 +55,9 @@ def expand(problem: Problem, blocks: tuple[Block, ...], operations: list[Operati
         block = blocks[operation.block]
         if operation.kind != "B":
             if operation.block in started:
+                spared = {block.forward.start + index for index in block.spared} if operation.given else set()
                 pending.update(index for index in block.forward if problem.forward[index].recomputable)
+                pending -= spared
             started.add(operation.block)
             continue
         if block.stages:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .baselines import baseline_plans
 from .evaluate import evaluate, normalise, peak_and_time
-from .local_search import polish, weights_for
+from .local_search import costly_first, drop_redundant, weights_for
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
 from .repair import repair
+
+STEPS = 12  # of the bisection
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,11 @@ class SmallestBudget:
 
 
 def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: float = 10.0) -> SmallestBudget:
-    """The lowest peak, in bytes, that any solver can reach, and where it occurs."""
+    """The lowest peak, in bytes, that any solver can reach, and where it occurs.
+
+    After `time_limit_s` seconds the lowest peak found so far counts. The plans that the search starts from, keep-all
+    and those of the baselines, are always made. Raises `ValueError` if `chain` is not one of the problem.
+    """
     plan = lowest_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
     result = evaluate(problem, plan)
     return SmallestBudget(result.peak_bytes, result.peak_at, plan)
@@ -54,41 +60,81 @@ def least_bytes(problem: Problem) -> int:
 
 
 def lowest_peak_plan(
-    problem: Problem, plans: list[Recompute], chain: Chain | None, deadline: float, steps: int = 12
+    problem: Problem, plans: list[Recompute], chain: Chain | None, deadline: float, budget_bytes: int | None = None
 ) -> Recompute:
-    """The plan of least peak found from `plans`, the baselines and greedy repair; redundant ones dropped."""
-    tables = Tables(problem)
-    baseline = min(baseline_plans(problem, chain), key=lambda plan: peak_and_time(problem, plan))
-    starts = [problem.no_recompute, baseline, *(normalise(problem, plan) for plan in plans)]
-    best = min(starts, key=lambda plan: peak_and_time(problem, plan))
-    high, low = peak_and_time(problem, best)[0], least_bytes(problem) - 1
-    for step in range(steps):
-        if high - low <= max(1, high // 500) or time.monotonic() >= deadline:
-            break
-        middle = (low + high) // 2 if step else low + 1  # the bound is often reached
-        best = min([best, *_repaired(tables, [*starts, best], middle)], key=lambda p: peak_and_time(problem, p))
-        reached = peak_and_time(problem, best)[0]
-        low = max(low, middle) if reached > middle else low
-        high = reached
-    rivals = [best, *(plan for plan in _repaired(tables, [*starts, best], high) if plan != best)]
-    best = min(rivals, key=lambda plan: peak_and_time(problem, plan))
-    return _shortened(tables, best, deadline)
+    """The plan of least peak found from the baselines by greedy repair; redundant recomputations dropped.
+
+    A plan found from `plans` is returned instead if it fits `budget_bytes`, which the other does not. A lower peak that
+    is still above the budget does not count: `plans` are made for one budget, so the search under a budget of that peak
+    has others, and what is named as the smallest budget must be met by the solver that names it.
+
+    The search ends when `time.monotonic` reaches `deadline`, with the best plan so far, also of `plans`.
+    """
+    search = _Search(Tables(problem), deadline)
+    start = [problem.no_recompute, min(baseline_plans(problem, chain), key=search.cost)]
+    lowest = search.lowest(start)
+    starts = [*start, *(normalise(problem, plan) for plan in plans)]
+    if time.monotonic() >= deadline:
+        return min([lowest, *starts], key=search.cost)
+    if budget_bytes is not None and search.cost(lowest)[0] > budget_bytes and plans:
+        found = search.lowest(starts)
+        return found if search.cost(found)[0] <= budget_bytes else lowest
+    return lowest
 
 
-def _repaired(tables: Tables, starts: list[Recompute], budget_bytes: int) -> list[Recompute]:
-    """What repair makes of each of `starts`, within `budget_bytes` or not."""
+@dataclass(slots=True)
+class _Search:
+    """Bisection for the least peak that repair reaches."""
+
+    tables: Tables
+    deadline: float
+    costs: dict[Recompute, tuple[int, float]] = field(default_factory=dict)  # plans are compared again and again
+
+    def cost(self, plan: Recompute) -> tuple[int, float]:
+        """Peak and time of a plan."""
+        if plan not in self.costs:
+            self.costs[plan] = peak_and_time(self.tables.problem, plan)
+        return self.costs[plan]
+
+    def lowest(self, starts: list[Recompute]) -> Recompute:
+        """The plan of least peak found from `starts` until the deadline."""
+        best = min(starts, key=self.cost)
+        high, low = self.cost(best)[0], least_bytes(self.tables.problem) - 1
+        for step in range(STEPS):
+            if high - low <= max(1, high // 500) or time.monotonic() >= self.deadline:
+                break
+            middle = (low + high) // 2 if step else low + 1  # the bound is often reached
+            best = min([best, *_repaired(self.tables, [*starts, best], middle, self.deadline)], key=self.cost)
+            reached = self.cost(best)[0]
+            low = max(low, middle) if reached > middle else low
+            high = reached
+        rivals = [plan for plan in _repaired(self.tables, [*starts, best], high, self.deadline) if plan != best]
+        return _shortened(self.tables, min([best, *rivals], key=self.cost), self.deadline)
+
+
+def _repaired(tables: Tables, starts: list[Recompute], budget_bytes: int, deadline: float) -> list[Recompute]:
+    """What repair makes of each of `starts` until the deadline, within `budget_bytes` or not."""
     rng = random.Random(0)
     plans: list[Recompute] = []
     for start in dict.fromkeys(starts):
+        if time.monotonic() >= deadline:
+            break
         state = PlanState(tables, start)
-        repair(state, budget_bytes, weights_for(state, rng, 1.0, 0.0))
+        repair(state, budget_bytes, weights_for(state, rng, 1.0, 0.0), deadline)
         plans.append(normalise(tables.problem, state.recompute()))
     return plans
 
 
 def _shortened(tables: Tables, plan: Recompute, deadline: float) -> Recompute:
-    """The plan without the recomputations that its peak can do without."""
+    """The plan without the recomputations that its peak can do without, as far as the deadline allows."""
     state = PlanState(tables, plan)
-    polish(state, state.peak_bytes, deadline)
+    most = state.peak_bytes
+    changed = True
+    while changed:
+        changed = False
+        for key in costly_first(state):
+            if time.monotonic() >= deadline:
+                break
+            changed |= drop_redundant(state, most, [key])
     shorter = normalise(tables.problem, state.recompute())
     return min(plan, shorter, key=lambda candidate: peak_and_time(tables.problem, candidate))

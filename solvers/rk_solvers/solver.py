@@ -10,6 +10,8 @@ from .evaluate import evaluate, normalise
 from .problem import Problem, Recompute
 from .schedule import Schedule, schedule_of
 
+SAME = 1e-5  # times that differ by no more than this share are one: the tolerances of back ends and of sums
+
 
 class Status(enum.Enum):
     """How a solve ended; the value is the sentence shown to the user."""
@@ -42,6 +44,14 @@ class Solution:
     solver: str  # name of the solver that found it
     smallest_budget_bytes: int | None = None  # infeasible only: the peak of this schedule
     binding_op: str | None = None  # infeasible only: the operation of that peak, such as "compute linear_3"
+    lower_bound_ms: float | None = None  # no schedule that fits takes less; infinite if none fits, None if unknown
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the time a better schedule could save at most: 0.02 is 2 %. None where no bound is known."""
+        if self.lower_bound_ms is None or not self.status.fits:
+            return None
+        return max(0.0, 1 - self.lower_bound_ms / self.time_ms) if self.time_ms > 0 else 0.0
 
     def __str__(self) -> str:
         count = sum(len(group) for group in self.recompute)
@@ -84,7 +94,8 @@ def solution_of(
             result.peak_at,
         )
     status = Status.OPTIMAL if optimal or not any(plan) else Status.FEASIBLE
-    return Solution(status, plan, schedule, result.time_ms, result.peak_bytes, solver)
+    bound_ms = result.time_ms if status is Status.OPTIMAL else None
+    return Solution(status, plan, schedule, result.time_ms, result.peak_bytes, solver, lower_bound_ms=bound_ms)
 
 
 def best_solution(problem: Problem, budget_bytes: int, plans: list[tuple[str, Recompute]]) -> Solution:

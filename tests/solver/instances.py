@@ -240,6 +240,76 @@ def random_problem(seed: int, count: int = 6, plain: bool = False) -> Problem:
     return Problem(tuple(data), tuple(forward), tuple(backward), held, 0 if plain else rng.choice([0, 3]))
 
 
+SHAPES = ("chain", "layers", "skips")
+
+
+def random_step(seed: int, count: int | None = None) -> tuple[Problem, Chain]:
+    """A step as autograd makes one, of 3 to 40 operations and any shape, and a partition of it into blocks.
+
+    The backward goes back through the forward and has its gradients. Some data are held or phantoms, some operations
+    have workspace or replay bytes or must not be recomputed, and some sizes and times are zero.
+    """
+    rng = random.Random(seed)
+    count = count or min(rng.randint(3, 40), rng.randint(3, 40))
+    reads = _reads(rng, rng.choice(SHAPES), count)
+    data: list[Data] = []
+    forward: list[ForwardOp] = []
+    out: list[int] = []  # per operation, the data that others may read
+    whole = rng.random() < 0.5  # times with ties, or without
+    for index, sources in enumerate(reads):
+        out.append(len(data))
+        data.append(Data(f"y{index}", rng.choice([0, 1, 1, 1, 4]) * rng.randint(1, 500), index))
+        if rng.random() < 0.3:
+            data.append(Data(f"saved{index}", rng.choice([0, 1, 1]) * rng.randint(1, 300), index, "phantom"))
+        time_ms = rng.choice([0, 1, 1, 2, 7]) * (1.0 if whole else rng.random())
+        forward.append(
+            ForwardOp(
+                f"f{index}", time_ms, tuple(out[source] for source in sources), tuple(range(out[-1], len(data))),
+                rng.choice([0, 0, 0, rng.randint(1, 400)]),
+                rng.random() > 0.05, rng.choice([0, 0, 0, 0, 0, 0, 0, 16]),
+            )
+        )  # fmt: skip
+    held = {out[-1]} if rng.random() < 0.8 else set()
+    held |= {item for item in out if rng.random() < 0.02}
+    backward = _backward_of(rng, data, forward, out)
+    problem = Problem(tuple(data), tuple(forward), backward, frozenset(held), rng.choice([0, 0, 100]))
+    cuts = sorted({0, count, *rng.sample(range(1, count), min(count - 1, rng.randint(0, 8)))})
+    blocks = tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
+    homes = [number for number, block in enumerate(blocks) for _ in block]
+    return problem, Chain(blocks, (len(blocks), *reversed(homes)))
+
+
+def _reads(rng: random.Random, shape: str, count: int) -> list[list[int]]:
+    """For each operation those whose output it reads: the one before, some in recent layers, or its mirror image."""
+    if shape == "chain":
+        return [[index - 1] if index else [] for index in range(count)]
+    if shape == "layers":
+        return [sorted({max(0, index - rng.randint(1, 6)) for _ in range(rng.randint(1, 3))} - {index})
+                for index in range(count)]  # fmt: skip
+    mirror = {index: {count - 1 - index} for index in range(count // 2 + 1, count) if rng.random() < 0.6}
+    return [sorted({index - 1, *mirror.get(index, ())}) if index else [] for index in range(count)]
+
+
+def _backward_of(
+    rng: random.Random, data: list[Data], forward: list[ForwardOp], out: list[int]
+) -> tuple[BackwardOp, ...]:
+    """The loss, and the backward of each operation, with the bytes of the gradients of outputs that are alive."""
+    size = [item.size_bytes for item in data]
+    alive = {out[-1]}
+    found = [BackwardOp("loss", 0.5, (out[-1],), 0, size[out[-1]])]
+    for index in reversed(range(len(forward))):
+        op = forward[index]
+        resident = sum(size[item] for item in alive)
+        alive.update(op.inputs)
+        peak = sum(size[item] for item in alive) + op.workspace_bytes
+        needs = {item for item in op.outputs if item != out[index]}
+        needs.update(op.inputs if rng.random() < 0.6 else ())
+        needs.update(out[index : index + 1] if rng.random() < 0.3 else ())
+        found.append(BackwardOp(f"b{index}", rng.choice([1, 2]) * op.time_ms, tuple(sorted(needs)), resident, peak))
+        alive.discard(out[index])
+    return tuple(found)
+
+
 def random_plan(problem: Problem, seed: int, rate: float = 0.3) -> tuple[tuple[int, ...], ...]:
     """Any plan for `problem`, not in normal form."""
     rng = random.Random(seed)

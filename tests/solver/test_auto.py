@@ -22,10 +22,10 @@ def test_keep_all_where_it_fits():
 def test_never_slower_than_its_parts(build):
     problem, chain = build()
     budget = int(0.5 * evaluate(problem, problem.no_recompute).peak_bytes)
-    best = Auto(chain, tries=2, rounds=10).solve(problem, budget)
+    best = Auto(chain, gap=0.002).solve(problem, budget)
     check(problem, best.schedule, budget)
     for part in (Greedy(tries=2, rounds=10), Chen(chain), Rotor(chain)):
-        assert best.time_ms <= part.solve(problem, budget).time_ms
+        assert best.time_ms * (1 - 0.002) <= part.solve(problem, budget).time_ms
 
 
 def test_more_memory_never_costs_time():
@@ -65,18 +65,18 @@ def test_the_smallest_budget_is_feasible_and_names_its_operation():
 
 
 def test_the_same_seed_gives_the_same_plan():
-    problem, chain = gpt2(layers=2)
+    problem, chain = gpt2(layers=2, vocabulary=3000)
     budget = int(0.6 * evaluate(problem, problem.no_recompute).peak_bytes)
-    solver = Auto(chain, rounds=10)
+    solver = Auto(chain, rounds=10, gap=0.002)
     assert solver.solve(problem, budget) == solver.solve(problem, budget)
 
 
 def test_progress_is_reported():
     lines: list[str] = []
-    problem, chain = gpt2(layers=2)
+    problem, chain = gpt2(layers=2, vocabulary=3000)
     budget = int(0.6 * evaluate(problem, problem.no_recompute).peak_bytes)
     Auto(chain, rounds=1, progress=lines.append).solve(problem, budget)
-    assert len(lines) == 2
+    assert lines
 
 
 def test_empty_problems_are_solved():

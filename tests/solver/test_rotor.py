@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, Rotor, check, evaluate, peak_and_time
 from rk_solvers import rotor_tables as tables
-from rk_solvers.blocks import Block, Option, Pin, blocks_of
-from rk_solvers.sequence import format_sequence
+from rk_solvers.blocks import blocks_of
+from rk_solvers.evaluate import serving
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 
 
@@ -37,7 +37,9 @@ def test_the_sequence_bears_the_usual_names():
     table = Rotor(unit_chain(4)).prepare(chain_of(4), 20)
     words = {operation.kind for operation in table.sequence(12)}
     assert {"Fe", "B"} <= words <= {"Fck", "Fng", "Fe", "B"}
-    assert format_sequence(table.sequence(table.table.numbers.slots)).startswith("Fe 0.0; Fe 1.0")
+    text = str(table.sequence(table.table.numbers.slots))
+    assert text.startswith("Fe 0.0; Fe 1.0; ")
+    assert text.split("; ")[-2:] == ["B 1.0", "B 0.0"]
     with pytest.raises(ValueError, match="does not fit"):
         table.sequence(0)
 
@@ -95,113 +97,6 @@ def test_a_hundred_blocks_are_quick():
     check(problem, solution.schedule, budget)
 
 
-FILLERS = {"numpy": lambda: tables.fill_by_numpy, "numba": tables.numba_filler}
-
-
-def random_blocks(seed: int) -> tuple[Block, ...]:
-    """A chain of the dynamic program, sizes in slots; some values are read by blocks beyond the next one."""
-    rng = random.Random(seed)
-    count = rng.randint(1, 8)
-
-    def option() -> Option:
-        return Option(
-            rng.random(),
-            rng.randint(5, 12),
-            rng.randint(1, 12),
-            rng.randint(1, 15),
-            rng.random(),
-            rng.randint(1, 15),
-            (),
-        )
-
-    def pins(home: int) -> tuple[Pin, ...]:
-        if home + 2 >= count or rng.random() < 0.5:
-            return ()
-        first, last = rng.randint(home, count - 1), rng.randint(home + 2, count - 1)
-        return (Pin(rng.randint(1, 4), min(first, last), last, rng.random() < 0.5),)
-
-    return tuple(
-        Block(
-            range(index, index + 1), (), rng.random(), rng.random(), rng.randint(0, 3), pins(index),
-            rng.randint(0, 3), rng.randint(1, 6), tuple(option() for _ in range(rng.randint(1, 4))),
-        )
-        for index in range(count)
-    )  # fmt: skip
-
-
-def least_time(blocks: tuple[Block, ...], slots: int) -> np.ndarray:
-    """The recursion as it is told, one cell after the other, and no cell beyond what is asked for."""
-    loss = len(blocks) - 1
-
-    def pinned(first: int, last: int) -> int:
-        made = [(home, pin) for home, block in enumerate(blocks[:first]) for pin in block.pins]
-        return sum(
-            pin.size_bytes for _, pin in made if pin.first_reader <= last and (pin.late or pin.last_reader >= first)
-        )
-
-    def resident(last: int) -> int:
-        return blocks[last].resident_bytes if last < loss else 0
-
-    @functools.cache
-    def best(first: int, last: int, memory: int) -> float:
-        block, jump = blocks[first], pinned(first, last)
-        found = [math.inf]
-        for option in block.options:
-            saved = option.saved_bytes - sum(pin.size_bytes for pin in block.pins)
-            runs = option.forward_bytes + jump + resident(last) <= memory
-            own = block.forward_ms + block.backward_ms + option.extra_ms
-            if first == last < loss:
-                if option.again_bytes + block.resident_bytes + jump <= memory:
-                    found.append(option.again_ms + block.backward_ms)
-            elif not runs or option.backward_bytes + block.resident_bytes + jump > memory:
-                continue
-            elif first == last:
-                found.append(own)
-            elif saved <= memory:
-                found.append(own + best(first + 1, last, memory - saved))
-        for after in range(first + 1, last + 1):
-            passed = range(first, after)
-            needed = [
-                blocks[k].forget_bytes + pinned(k, last) + resident(last) + (blocks[k].input_bytes if k > first else 0)
-                for k in passed
-            ]
-            left = memory - blocks[after].input_bytes
-            if max(needed) <= memory and left >= 0:
-                passing = math.fsum(blocks[k].forward_ms for k in passed)
-                found.append(passing + best(after, last, left) + best(first, after - 1, memory))
-        return min(found)
-
-    count = len(blocks)
-    cells = [[[best(i, j, m) if i <= j else 0.0 for m in range(slots + 1)] for j in range(count)] for i in range(count)]
-    return np.array(cells)
-
-
-@pytest.mark.parametrize("filler", FILLERS)
-@given(seed=st.integers(0, 10**6), slots=st.integers(1, 30))
-@settings(max_examples=25, deadline=None)
-def test_the_table_is_that_of_the_recursion(filler, seed, slots):
-    fill = FILLERS[filler]()
-    if fill is None:
-        pytest.skip("numba is not installed")
-    blocks = random_blocks(seed)
-    times = np.zeros((len(blocks), len(blocks), slots + 1))
-    fill(tables.ChainNumbers.of(blocks, 1, slots), times)
-    np.testing.assert_allclose(times, least_time(blocks, slots), rtol=1e-12)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
-def test_numba_and_numpy_agree_to_the_last_bit(seed, slots):
-    compiled = tables.numba_filler()
-    if compiled is None:
-        pytest.skip("numba is not installed")
-    numbers = tables.ChainNumbers.of(random_blocks(seed), 1, slots)
-    one, other = np.zeros((2, numbers.count, numbers.count, slots + 1))
-    compiled(numbers, one)
-    tables.fill_by_numpy(numbers, other)
-    assert np.array_equal(one, other)
-
-
 def test_without_numba_the_solutions_are_the_same(monkeypatch):
     problem, chain = gpt2(layers=12)
     budget = int(0.5 * evaluate(problem, problem.no_recompute).peak_bytes)
@@ -247,8 +142,123 @@ def test_values_that_several_blocks_read_are_counted_once(seed):
     peak, time_ms = peak_and_time(problem, problem.no_recompute)
     table = Rotor(chain).prepare(problem, peak)
     assert table.slot_bytes == 1
-    reached = table.table.times[0, -1]
+    reached = table.table.times[0, 0, -1]
     assert reached[peak] == pytest.approx(time_ms)
     assert reached[peak - 1] > time_ms + 0.5  # at one byte less, keep-all would be promised wrongly
     for memory in np.flatnonzero(np.isfinite(reached)):
         assert peak_and_time(problem, table.plan(int(memory)))[0] <= memory
+
+
+def chain_of_operations(seed: int, kinds: tuple[str, ...]) -> tuple[Problem, Chain]:
+    """Blocks of one operation, any times and sizes; a backward reads its block's input, output, both or none."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 6)
+    data = tuple(Data(f"y{i}", rng.randint(0, 6), i) for i in range(count))
+    forward = tuple(
+        ForwardOp(f"f{i}", float(rng.randint(1, 9)), (i - 1,) if i else (), (i,), rng.choice([0, 0, 2]))
+        for i in range(count)
+    )
+    backward = [BackwardOp("loss", 1.0, (count - 1,), 0, rng.randint(0, 3))]
+    for index in reversed(range(count)):
+        kind = rng.choice(kinds)
+        needs = {index - 1} if index and kind in ("input", "both") else set()
+        needs |= {index} if kind in ("output", "both") else set()
+        resident = rng.randint(0, 3)
+        backward.append(BackwardOp(f"b{index}", 1.0, tuple(needs), resident, resident + rng.randint(0, 4)))
+    blocks = tuple(range(i, i + 1) for i in range(count))
+    return Problem(data, forward, tuple(backward)), Chain(blocks, tuple(range(count, -1, -1)))
+
+
+def bytes_of(problem: Problem, items: frozenset[int]) -> int:
+    return sum(problem.data[item].size_bytes for item in items)
+
+
+def runs(problem: Problem, stage: int) -> Iterator[tuple[int, ...]]:
+    """What may be computed again for a backward operation of a chain of operations."""
+    count = len(problem.forward)
+    for mask in itertools.product((False, True), repeat=count):
+        group = tuple(itertools.compress(range(count), mask))
+        if serving(problem, set(group), stage) == set(group):
+            yield group
+
+
+def through_stage(problem: Problem, stage: int, group: tuple[int, ...], alive: frozenset[int]) -> tuple[int, frozenset]:
+    """The peak of a stage, and what is alive before it, from what is alive after it."""
+    op = problem.backward[stage]
+    alive |= set(op.needs)
+    peak = bytes_of(problem, alive) + op.peak_bytes
+    for index in reversed(group):
+        inputs = frozenset(problem.forward[index].inputs)
+        now = bytes_of(problem, alive | inputs | {index})
+        peak = max(peak, now + problem.forward[index].workspace_bytes + op.resident_bytes)
+        alive = (alive - {index}) | inputs
+    return peak, alive
+
+
+def least_persistent_ms(problem: Problem, budget: int) -> float:
+    """By trying all plans: what is alive across a backward operation stays until the backward of the operation whose
+    input it is, and is not computed again before. Sweeps back through the step, where what is alive is known."""
+    last = len(problem.forward) - 1
+    states = {(frozenset[int](), frozenset[int]()): 0.0}  # alive; must not be alive across a backward operation
+    for stage in reversed(range(len(problem.backward))):
+        reached: dict[tuple[frozenset[int], frozenset[int]], float] = {}
+        own = frozenset({last - stage} if stage <= last else ())  # the input of the operation of this stage
+        groups = list(runs(problem, stage))
+        for (alive, barred), value in states.items():
+            stored = own <= alive | set(problem.backward[stage].needs)
+            for kept in {stored, True}:  # what is not needed here may be kept until here all the same
+                for group in groups:
+                    again = {index for index in group if last - index >= stage}
+                    peak, before = through_stage(problem, stage, group, alive | own if kept else alive)
+                    never = barred | again | (frozenset() if kept else own)
+                    if peak > budget or (stage and before & never):
+                        continue
+                    spent = value + sum(problem.forward[index].time_ms for index in group)
+                    reached[before, never] = min(spent, reached.get((before, never), math.inf))
+        states = reached
+    fitting = [value for (alive, _), value in states.items() if first_peak(problem, alive) <= budget]
+    return min(fitting, default=math.inf) + problem.keep_all_time_ms
+
+
+def first_peak(problem: Problem, alive: frozenset[int]) -> int:
+    """The peak of the forward phase, from what is alive after it."""
+    peak = 0
+    for index in reversed(range(len(problem.forward))):
+        inputs = frozenset(problem.forward[index].inputs)
+        peak = max(peak, bytes_of(problem, alive | inputs | {index}) + problem.forward[index].workspace_bytes)
+        alive = (alive - {index}) | inputs
+    return peak
+
+
+@pytest.mark.parametrize("kinds", [("input",), ("input", "both"), ("input", "output", "both", "none")], ids="-".join)
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=15, deadline=None)
+def test_the_table_has_the_least_time_of_persistent_schedules_at_every_budget(kinds, seed):
+    problem, chain = chain_of_operations(seed, kinds)
+    most, least_ms = peak_and_time(problem, problem.no_recompute)
+    table = Rotor(chain).prepare(problem, most)
+    assert table.slot_bytes == 1
+    reached = table.table.times[0, 0, -1, : most + 1]
+    assert reached[most] == pytest.approx(least_ms)
+    for budget, time_ms in enumerate(reached):
+        assert time_ms == pytest.approx(least_persistent_ms(problem, budget))
+        best = Oracle().solve(problem, budget)  # of all schedules, persistent or not
+        if math.isfinite(time_ms):
+            peak, found_ms = peak_and_time(problem, table.plan(budget))
+            assert best.status.fits
+            assert peak <= budget
+            assert best.time_ms - 1e-9 <= found_ms <= time_ms + 1e-9
+
+
+def test_an_output_that_its_own_backward_reads_is_not_computed_twice():
+    """Each backward reads the input and the output of its operation; budgets of three to five values."""
+    data = tuple(Data(f"y{i}", 3, i) for i in range(5))
+    forward = tuple(ForwardOp(f"f{i}", 1.0, (i - 1,) if i else (), (i,)) for i in range(5))
+    loss = BackwardOp("loss", 1.0, (4,), 0, 0)
+    backward = (BackwardOp(f"b{i}", 1.0, (i - 1, i) if i else (i,), 0, 0) for i in reversed(range(5)))
+    problem = Problem(data, forward, (loss, *backward))
+    chain = Chain(tuple(range(i, i + 1) for i in range(5)), tuple(range(5, -1, -1)))
+    for budget in range(9, 16):
+        found, best = Rotor(chain).solve(problem, budget), Oracle().solve(problem, budget)
+        assert found.status.fits == best.status.fits
+        assert found.time_ms == pytest.approx(best.time_ms)

@@ -1,0 +1,219 @@
+"""An anytime search over the whole graph: the best plan so far, what is proven, and the ways to get on with both.
+
+Plans come from greedy tries, from rotor along the chain, from the coarse-to-fine relaxation (`refinement`), repaired to
+the budget, from destroying and repairing parts of good plans (`local_search`), and from the best of several together
+(`combine`). Bounds come from the relaxation. Programs are solved in a process of their own; meanwhile a fixed amount of
+the other work is done here, so that the result does not depend on the clock unless the time limit ends the search.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .baselines import baseline_plans
+from .combine import combination
+from .evaluate import normalise, peak_and_time
+from .greedy import attempts
+from .local_search import improve, polish, weights_for
+from .milp import Limits, Result, solve
+from .plan_state import PlanState, Tables
+from .problem import Chain, Problem, Recompute
+from .refinement import Refinement, Target
+from .repair import repair
+from .rotor import Rotor
+from .side_process import SideProcess
+from .smallest import lowest_peak_plan
+from .solver import SAME
+
+POOL = 12  # plans kept for combination
+PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot be refined, before the search ends
+HOPELESS = 3  # groupings without a plan that fits, before the search ends
+MEANWHILE = 6  # parts of work while an integer program is solved
+GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to search, and for how little."""
+
+    seed: int = 0
+    tries: int = 6  # of greedy
+    rounds: int = 120  # of local search, in four parts, on each plan
+    gap: float = 0.01  # stop where the best plan is proven to be within this share of the least time
+    deadline: float = 0.0  # of `time.monotonic`
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A plan that fits the budget."""
+
+    time_ms: float
+    peak_bytes: int
+    recompute: Recompute
+    solver: str = field(compare=False)
+
+
+@dataclass(slots=True)
+class Search:
+    """The state of a search. `plans` are those that fit, the fastest first."""
+
+    problem: Problem
+    budget_bytes: int
+    chain: Chain | None
+    effort: Effort
+    say: Callable[[str], None]
+    process: SideProcess
+    bound_ms: float = 0.0
+    plans: list[Candidate] = field(default_factory=list)
+    others: list[Recompute] = field(default_factory=list)  # that do not fit
+    tables: Tables = field(init=False)
+    rng: random.Random = field(init=False)
+    _combined: tuple[Recompute, ...] = ()
+    _work: Iterator[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tables = Tables(self.problem)
+        self.rng = random.Random(self.effort.seed)
+        self.bound_ms = self.problem.keep_all_time_ms
+        self._work = self._all_work()
+
+    @property
+    def gap(self) -> float:
+        """The share of the best plan's time that a better one could save at most."""
+        return max(0.0, 1 - self.bound_ms / self.plans[0].time_ms) if self.plans else 1.0
+
+    def done(self) -> bool:
+        """Whether the gap or the time limit is reached, or no plan can fit."""
+        near = bool(self.plans) and self.gap <= max(self.effort.gap, SAME)
+        return near or self.bound_ms == float("inf") or time.monotonic() >= self.effort.deadline
+
+    def add(self, solver: str, plan: Recompute) -> bool:
+        """Take note of a plan; whether it is the best so far."""
+        plan = normalise(self.problem, plan)
+        peak_bytes, time_ms = peak_and_time(self.problem, plan)
+        if peak_bytes > self.budget_bytes:
+            self.others.append(plan)
+            return False
+        found = Candidate(time_ms, peak_bytes, plan, solver)
+        if any(found.recompute == other.recompute for other in self.plans):
+            return False
+        self.plans = sorted([*self.plans, found])[:POOL]
+        best = self.plans[0] is found
+        if best:
+            self.report()
+        return best
+
+    def prove(self, bound_ms: float) -> None:
+        """Take note of a bound."""
+        if bound_ms > self.bound_ms:
+            self.bound_ms = bound_ms
+            if self.plans:
+                self.report()
+
+    def report(self) -> None:
+        """Say how far the search is."""
+        best, least = self.plans[0], self.problem.keep_all_time_ms or 1.0
+        self.say(f"{100 * (best.time_ms / least - 1):+.2f} % by {best.solver}, gap {100 * self.gap:.2f} %")
+
+    def work(self, parts: int = 1) -> None:
+        """Some parts of the work that needs no program."""
+        for _ in range(parts):
+            if self.done():
+                return
+            next(self._work, None)
+
+    def run(self) -> None:
+        """Search until the gap or the limit is reached, or nothing more is to be expected."""
+        self.work(2)
+        if not self.plans:
+            limit = time.monotonic() + 0.3 * (self.effort.deadline - time.monotonic())
+            self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
+        if self.done() or not self.problem.backward:
+            return
+        refinement = Refinement(self.problem, self.budget_bytes, self.chain)
+        while not self.done():
+            before, refinement = refinement, self._advanced(refinement)
+            hopeless = not self.plans and refinement.rounds >= HOPELESS
+            if refinement is before or hopeless:
+                break
+            if refinement.plan is not None and not self.done():
+                self.add_repaired("coarse-to-fine", refinement.plan)
+            self._combine()
+        idle = 0
+        while not self.done() and idle < PATIENCE:
+            best = self.plans[:1]
+            self.work()
+            self._combine()
+            idle = idle + 1 if self.plans[:1] == best else 0
+
+    def add_repaired(self, solver: str, plan: Recompute, rounds: int = 0) -> None:
+        """Take note of a plan once its excess is repaired, and what is redundant dropped."""
+        state = PlanState(self.tables, plan)
+        weights = weights_for(state, self.rng, 1.0, 0.0)
+        if not repair(state, self.budget_bytes, weights, self.effort.deadline):
+            self.others.append(normalise(self.problem, state.recompute()))
+            return
+        polish(state, self.budget_bytes, self.effort.deadline)
+        improve(state, self.budget_bytes, rounds, self.effort.deadline, self.rng)
+        self.add(solver, state.recompute())
+
+    def _advanced(self, refinement: Refinement) -> Refinement:
+        """The next grouping of the relaxation, with its bound noted."""
+        best = self.plans[0] if self.plans else None
+        incumbent = best.recompute if best else self.problem.no_recompute
+        overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
+        gap = min(0.05, 0.25 * self.effort.gap / max(overhead, 1e-9))  # of the recomputation's time
+        limit_s = max(1.0, (0.4 if refinement.rounds else 0.1) * self._left_s())
+        target = Target(best.time_ms * (1 - self.effort.gap) if best else float("inf"), limit_s, gap)
+        self.process.start(self._left_s(), refinement.advanced, incumbent, target)
+        self.work(MEANWHILE if refinement.rounds else 1)
+        refinement = self.process.wait(refinement)
+        self.prove(refinement.bound_ms)
+        return refinement
+
+    def _left_s(self) -> float:
+        return max(0.1, self.effort.deadline - time.monotonic())
+
+    def _combine(self) -> None:
+        """The best of the plans together, if there are new ones."""
+        pool = tuple(candidate.recompute for candidate in self.plans)
+        if self.done() or len(pool) < 2 or pool == self._combined:
+            return
+        self._combined = pool
+        program = combination(self.problem, self.budget_bytes, pool)
+        if program is None:
+            return
+        limit_s = max(1.0, 0.2 * self._left_s())
+        self.process.start(limit_s + GRACE_S, solve, program.model, "scipy", Limits(limit_s))
+        self.work()
+        result: Result | None = self.process.wait(None)
+        if result is not None and result.values is not None:
+            self.add_repaired("combination", program.plan(result.values))
+
+    def _all_work(self) -> Iterator[None]:
+        """Everything that needs no program, in parts of about equal length."""
+        problem, effort = self.problem, self.effort
+        baselines = [normalise(problem, plan) for plan in baseline_plans(problem, self.chain)]
+        for plan in baselines:
+            self.add("baseline", plan)
+        starts = attempts(self.tables, self.budget_bytes, baselines, effort.seed, effort.tries, effort.deadline)
+        for number, state in enumerate(starts):
+            if state.peak_bytes > self.budget_bytes:
+                self.others.append(normalise(problem, state.recompute()))
+            else:
+                self.add("greedy", state.recompute())
+            if number:
+                yield
+        yield
+        if self.chain is not None:
+            for plan in Rotor(self.chain).prepare(problem, max(self.budget_bytes, 0)).plans(self.budget_bytes):
+                self.add("rotor", plan)
+            yield
+        while True:
+            if self.plans:
+                chosen = self.rng.choice(self.plans[:4])
+                self.add_repaired(chosen.solver, chosen.recompute, max(1, effort.rounds // 4))
+            yield

@@ -1,0 +1,177 @@
+"""The anytime search and its parts: the process aside, the combination of plans, gaps, limits and interruption."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import time
+
+import pytest
+
+from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, normalise, peak_and_time
+from rk_solvers.combine import combination
+from rk_solvers.milp import Limits, solve
+from rk_solvers.oracle import least_peak
+from rk_solvers.search import Search
+from rk_solvers.side_process import SideProcess
+from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
+
+
+def budget_of(problem: Problem, share: float) -> int:
+    return int(share * evaluate(problem, problem.no_recompute).peak_bytes)
+
+
+def middle(problem: Problem) -> int:
+    return (peak_and_time(problem, least_peak(problem))[0] + peak_and_time(problem, problem.no_recompute)[0]) // 2
+
+
+# ---- the process aside ----
+
+
+def test_calls_are_answered_in_turn():
+    with SideProcess() as process:
+        for number in (4, 9, 16):
+            process.start(30.0, math.sqrt, number)
+            assert process.wait(None) == math.sqrt(number)
+
+
+def test_what_it_prints_goes_nowhere_and_is_no_answer(capfd):
+    with SideProcess() as process:
+        process.start(30.0, os.write, 1, b"noise\n" * 100)
+        assert process.wait(None) == 600
+    assert capfd.readouterr().out == ""
+
+
+def test_it_is_given_up_at_its_limit_and_serves_again():
+    with SideProcess() as process:
+        start = time.monotonic()
+        process.start(0.3, time.sleep, 60)
+        assert process.wait("too late") == "too late"
+        assert time.monotonic() - start < 10
+        process.start(30.0, math.sqrt, 4)
+        assert process.wait(None) == 2.0
+
+
+def test_a_call_that_fails_or_kills_the_process_gives_the_alternative():
+    with SideProcess() as process:
+        for function, argument in ((math.sqrt, -1), (os._exit, 3)):
+            process.start(30.0, function, argument)
+            assert process.wait("failed") == "failed"
+            process.start(30.0, math.sqrt, 4)
+            assert process.wait(None) == 2.0
+
+
+def test_calls_are_made_here_where_no_process_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with SideProcess() as process:
+        process.start(30.0, os.getpid)
+        assert process.wait(None) == os.getpid()
+
+
+# ---- the best of several plans ----
+
+
+def test_the_combination_is_as_fast_as_any_plan_and_made_of_them():
+    rng = random.Random(0)
+    found = 0
+    for seed in range(60):
+        problem = random_problem(seed, 4 + seed % 5)
+        budget = middle(problem)
+        drawn = (normalise(problem, random_plan(problem, rng.randrange(10**6), 0.4)) for _ in range(60))
+        plans = {plan for plan in drawn if peak_and_time(problem, plan)[0] <= budget}
+        fitting = sorted(plans, key=lambda plan: (peak_and_time(problem, plan)[1], plan))
+        if len(fitting) < 2:
+            continue
+        program = combination(problem, budget, fitting)
+        if program is None:
+            continue
+        result = solve(program.model, "scipy", Limits(20))
+        if result.values is None:
+            continue
+        plan = program.plan(result.values)
+        union = [set().union(*(plan[stage] for plan in fitting)) for stage in range(len(problem.backward))]
+        assert all(set(group) <= allowed for group, allowed in zip(plan, union, strict=True))
+        peak, time_ms = peak_and_time(problem, plan)
+        assert peak <= budget
+        assert Oracle().solve(problem, budget).time_ms - 1e-6 <= time_ms < peak_and_time(problem, fitting[0])[1]
+        found += 1
+    assert found >= 5
+
+
+# ---- the search ----
+
+
+@pytest.mark.parametrize(("build", "share"), [(gpt2, 0.5), (gpt2, 0.35), (resnet50, 0.6)])
+def test_the_gap_asked_for_is_reached_and_proven(build, share):
+    problem, chain = build(layers=6, vocabulary=3000) if build is gpt2 else build(layers=(2, 2, 2, 2))
+    solution = Auto(chain, gap=0.01, time_limit_s=60).solve(problem, budget_of(problem, share))
+    check(problem, solution.schedule, budget_of(problem, share))
+    assert solution.gap is not None
+    assert solution.gap <= 0.01
+    assert problem.keep_all_time_ms <= solution.lower_bound_ms <= solution.time_ms
+
+
+def test_small_problems_are_solved_to_the_optimum():
+    for seed in range(60):
+        problem = random_problem(seed, 3 + seed % 5)
+        budget = middle(problem)
+        solution, best = Auto(gap=0.0).solve(problem, budget), Oracle().solve(problem, budget)
+        assert solution.time_ms == pytest.approx(best.time_ms, rel=1e-5)
+        assert solution.status is Status.OPTIMAL
+
+
+def test_what_cannot_fit_is_proven_and_the_least_is_named():
+    proven = 0
+    for seed in range(30):
+        problem = random_problem(seed, 3 + seed % 5)
+        least = peak_and_time(problem, least_peak(problem))[0]
+        solution = Auto().solve(problem, least - 1)
+        assert not solution.status.fits
+        assert solution.smallest_budget_bytes >= least
+        proven += solution.lower_bound_ms == math.inf
+    assert proven == 30
+
+
+def test_no_search_is_longer_than_its_limit():
+    problem, chain = resnet50()
+    start = time.monotonic()
+    solution = Auto(chain, gap=0.0, time_limit_s=3.0).solve(problem, budget_of(problem, 0.35))
+    assert time.monotonic() - start < 3 + 8  # a part of the work may be long on a busy machine
+    assert solution.status.fits
+
+
+def test_news_tell_of_better_plans_and_bounds():
+    problem, chain = gpt2(layers=3, vocabulary=3000)
+    news: list[str] = []
+    Auto(chain, gap=0.0, time_limit_s=20, progress=news.append).solve(problem, budget_of(problem, 0.5))
+    overheads = [float(line.split()[0]) for line in news]
+    gaps = [float(line.split()[-2]) for line in news]
+    assert overheads == sorted(overheads, reverse=True)
+    assert gaps == sorted(gaps, reverse=True)
+
+
+def test_interrupted_it_keeps_the_best_plan(monkeypatch):
+    problem, chain = resnet50(layers=(2, 2, 2, 2))
+    budget = budget_of(problem, 0.5)
+
+    def interrupted(search: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_combine", interrupted)
+    news: list[str] = []
+    solution = Auto(chain, gap=0.0, progress=news.append).solve(problem, budget)
+    check(problem, solution.schedule, budget)
+    assert "interrupted" in news[-1]
+
+
+def test_interrupted_before_any_plan_it_stops(monkeypatch):
+    problem, chain = resnet50(layers=(2, 2, 2, 2))
+
+    def interrupted(search: Search, parts: int = 1) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "work", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Auto(chain).solve(problem, budget_of(problem, 0.5))

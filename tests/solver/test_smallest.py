@@ -1,0 +1,76 @@
+"""The smallest budget: what bounds it, and how long its search may take."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from benchmarks.random_dags import Size
+from benchmarks.random_dags import random_problem as layered_problem
+from rk_solvers import check, normalise, peak_and_time, schedule_of, smallest_budget
+from rk_solvers.local_search import weights_for
+from rk_solvers.oracle import least_peak
+from rk_solvers.plan_state import PlanState, Tables
+from rk_solvers.repair import repair
+from rk_solvers.smallest import least_bytes, lowest_peak_plan
+from tests.solver.instances import random_plan, random_problem, random_step
+
+UNLIMITED_S = 1e4
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 1.0])
+def test_the_time_limit_is_kept_on_a_large_graph(time_limit_s):
+    problem = layered_problem(Size(700, 3800), seed=0)  # without a limit: more than a minute
+    start = time.monotonic()
+    smallest = smallest_budget(problem, time_limit_s=time_limit_s)
+    # The plans that the search starts from take a part of a second; the rest is for a busy machine.
+    assert time.monotonic() - start < time_limit_s + 5
+    replayed = check(problem, schedule_of(problem, smallest.recompute), smallest.budget_bytes)
+    assert (replayed.peak_bytes, replayed.peak_at) == (smallest.budget_bytes, smallest.binding_op)
+    assert smallest.budget_bytes < peak_and_time(problem, problem.no_recompute)[0]
+
+
+def test_a_limit_that_is_not_reached_changes_nothing():
+    for seed in range(10):
+        problem, chain = random_step(seed)
+        unlimited = smallest_budget(problem, chain, time_limit_s=UNLIMITED_S)
+        assert smallest_budget(problem, chain, time_limit_s=UNLIMITED_S / 2) == unlimited
+        assert least_bytes(problem) <= unlimited.budget_bytes <= peak_and_time(problem, problem.no_recompute)[0]
+
+
+def test_no_time_leaves_the_best_of_the_plans_given():
+    for seed in range(10):
+        problem, _ = random_step(seed)
+        plans = [random_plan(problem, seed + number) for number in range(3)]
+        least = peak_and_time(problem, lowest_peak_plan(problem, plans, None, deadline=0.0))[0]
+        known = [peak_and_time(problem, normalise(problem, plan))[0] for plan in (*plans, problem.no_recompute)]
+        assert least <= min(known)
+
+
+def test_plans_for_a_budget_count_only_where_they_fit_it():
+    """From a plan of least peak, the search finds one: it is taken under that budget, under a smaller one not."""
+    improved = 0
+    for seed in range(12):
+        problem = random_problem(seed, 2 + seed % 5)
+        plan = least_peak(problem)
+        least, deadline = peak_and_time(problem, plan)[0], time.monotonic() + UNLIMITED_S
+        alone = lowest_peak_plan(problem, [], None, deadline)
+        assert lowest_peak_plan(problem, [plan], None, deadline, least - 1) == alone
+        fitting = lowest_peak_plan(problem, [plan], None, deadline, least)
+        assert peak_and_time(problem, fitting)[0] == least
+        improved += fitting != alone
+    assert improved <= 3  # the search alone finds nearly all of them
+
+
+def test_repair_stops_at_its_deadline_with_a_plan():
+    problem = layered_problem(Size(60, 150), seed=1)
+    tables = Tables(problem)
+    most = peak_and_time(problem, problem.no_recompute)[0]
+    state, stopped = PlanState(tables), PlanState(tables)
+    weights = weights_for(state, random.Random(0), 1.0, 0.0)
+    assert not repair(stopped, most // 2, weights, deadline=time.monotonic())
+    assert stopped.recompute() == problem.no_recompute
+    assert repair(state, int(0.8 * most), weights, deadline=time.monotonic() + UNLIMITED_S)
+    assert peak_and_time(problem, state.recompute())[0] <= int(0.8 * most)
