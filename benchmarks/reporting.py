@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 180)  # a file has room for wide tables
 
 
 def option_parser(description: str | None, quick: str) -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- begin: written by docs/make_tables.py -->"
 END = "<!-- end -->"
 NO_RESULTS = "No results are stored yet: `make bench` measures them, `python docs/make_tables.py` writes them here."
+SAME = 1.001  # plans within this factor of the fastest are as good
 HEADINGS = (
     "",
     "median step",
@@ -29,18 +30,81 @@ HEADINGS = (
 )
 
 
-def with_tables(page: str, results: Sequence[Path]) -> str:
-    """The page with what stands between its two marks replaced by the tables of these files.
+def with_tables(page: str, results: Sequence[Path], solvers: Path | None = None) -> str:
+    """The page with what stands between its marks replaced by the tables of these files.
+
+    `results` are those of training steps, between the first pair of marks; `solvers` is that of the second pair.
 
     Raises:
         ValueError: the page lacks a mark.
     """
-    before, begin, rest = page.partition(BEGIN)
+    sections = ["\n".join(section(json.loads(path.read_text(encoding="utf-8")))) for path in sorted(results)]
+    start, filled = _filled(page, 0, sections)
+    if solvers is None:
+        return filled
+    lines = list(solver_sections(json.loads(solvers.read_text(encoding="utf-8")))) if solvers.exists() else []
+    return _filled(filled, start, ["\n".join(lines)] if lines else [])[1]
+
+
+def _filled(page: str, start: int, sections: list[str]) -> tuple[int, str]:
+    """The page with the sections between the first marks from `start` on, and where its rest begins."""
+    before, begin, rest = page[start:].partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page must hold {BEGIN} and, after it, {END}: the tables go between them")
-    sections = ["\n".join(section(json.loads(path.read_text(encoding="utf-8")))) for path in sorted(results)]
-    return f"{before}{begin}\n\n" + "\n\n".join(sections or [NO_RESULTS]) + f"\n\n{end}{after}"
+    head = page[:start] + f"{before}{begin}\n\n" + "\n\n".join(sections or [NO_RESULTS]) + f"\n\n{end}"
+    return len(head), head + after
+
+
+def solver_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of the comparison of solvers: a table per problem, and the bars."""
+    where = report["circumstances"]
+    yield (
+        f"At most {where['time_limit_s']:.0f} s for each search, on {where['cores']} CPU cores. Times are those of the "
+        "plans above keep-all, the fastest in bold. The gap is to the best lower bound that any solver has proven."
+    )
+    results = report["results"]
+    bounds: dict[tuple[str, float], float] = {}
+    for result in results:
+        key = result["problem"], result["budget"]
+        bounds[key] = max(bounds.get(key, 0.0), result["bound_ms"] or 0.0)
+    for problem in dict.fromkeys(result["problem"] for result in results):
+        yield ""
+        yield from solver_table(problem, [result for result in results if result["problem"] == problem], bounds)
+        sizes = report["bytes"][problem]
+        yield ""
+        yield (
+            f"Smallest budget known: {sizes['smallest'] / sizes['keep_all']:.3f} of keep-all's peak; one operation "
+            f"alone takes {sizes['one_operation'] / sizes['keep_all']:.3f}."
+        )
+    yield ""
+    yield "| what | reached | at most | |"
+    yield "| --- | --: | --: | --- |"
+    for bar in report["bars"]:
+        yield row([bar["label"], f"{bar['reached']:g}", f"{bar['limit']:g}", "met" if bar["met"] else "not met"])
+
+
+def solver_table(problem: str, results: list[dict[str, Any]], bounds: dict[tuple[str, float], float]) -> Iterator[str]:
+    """One line per solver; for each budget the overhead, the gap, and the seconds of planning."""
+    budgets = list(dict.fromkeys(result["budget"] for result in results))
+    names = [f"{budget:g}" if budget else "smallest" for budget in budgets]
+    yield f"### {problem}"
+    yield ""
+    yield row(["", *(text for name in names for text in (f"at {name}", "gap", "planned in"))])
+    yield row(["---", *["--:"] * (3 * len(names))])
+    least = {b: min((r["time_ms"] for r in results if r["fits"] and r["budget"] == b), default=0.0) for b in budgets}
+    for solver in dict.fromkeys(result["solver"] for result in results):
+        texts = [solver]
+        for budget in budgets:
+            found = next(r for r in results if (r["solver"], r["budget"]) == (solver, budget))
+            if not found["fits"]:
+                texts += ["does not fit", "–", f"{found['seconds']:.1f} s"]
+                continue
+            overhead = f"{100 * found['overhead']:.2f} %"
+            gap = max(0.0, 100 * (1 - bounds[problem, budget] / found["time_ms"]))
+            texts.append(f"**{overhead}**" if found["time_ms"] <= SAME * least[budget] else overhead)
+            texts += [f"{gap:.2f} %", f"{found['seconds']:.1f} s"]
+        yield row(texts)
 
 
 def section(result: dict[str, Any]) -> Iterator[str]:
@@ -90,7 +154,8 @@ def main() -> None:
     """Run the script."""
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    solvers = ROOT / "benchmarks" / "results" / "solvers.json"
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), results, solvers), encoding="utf-8")
 
 
 if __name__ == "__main__":

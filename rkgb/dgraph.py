@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind, Source, verify_order
 from rkgb.call import Call, bind, ref_names
 from rkgb.sample import Sample
-from rkgb.state import borrowed, random_states, without_autocast
+from rkgb.state import borrowed, module_devices, random_states, without_autocast
 from rkgb.values import ValueInfo, info_of
 
 
@@ -170,7 +170,7 @@ class _Inspector:
     def __init__(self, module: torch.nn.Module) -> None:
         self.nodes: list[DNode] = []
         self.values: dict[str, ValueInfo] = {}
-        self._devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+        self._devices = module_devices(module)
         # Weak references keep the storages' identities unique after the storages themselves are gone.
         self._owners: dict[int, tuple[StorageWeakRef, str]] = {}
         self._held: dict[str, list[str]] = {}  # by owner: the values in its storage

@@ -24,7 +24,7 @@ from rkgb.memory import AllocationLog
 from rkgb.profile import BlockProfile, OpProfile, Phantom, SavedKind, SavedTensor, StageProfile
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
-from rkgb.state import borrowed, without_autocast
+from rkgb.state import borrowed, module_devices, without_autocast
 from rkgb.timeline import StageWindow, forward_peaks, merge_stages
 
 _TIMED_RUNS = 5
@@ -48,7 +48,7 @@ def measure_blocks(
     measured: dict[str, tuple[tuple[str, ...], BlockProfile]] = {}
     profiles: list[BlockProfile] = []
     last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
-    devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
+    devices = module_devices(module, sample.tensors)
     with borrowed(module, devices), without_autocast():
         values: dict[str, Any] = dict(leaf_tensors(graph.dgraph.leaves, module, sample.tensors))
         for index, (block, form) in enumerate(zip(blocks, forms, strict=True)):

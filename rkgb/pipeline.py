@@ -26,7 +26,7 @@ from rkgb.profile import BlockProfile
 from rkgb.replay import replay_check, run_graph
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import autocast_in_force, borrowed, training_mode
+from rkgb.state import autocast_in_force, borrowed, module_devices, training_mode
 from rkgb.trace import FrontEnd, Tracer, trace
 from rkgb.tree import leaves, map_leaves
 from rkgb.varying import without_varying_guards
@@ -124,17 +124,15 @@ def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, 
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             name = names[id(tensor)]
-            values[name] = tensor.detach().requires_grad_(graph.values[name].requires_grad)
+            if name not in values:
+                values[name] = tensor.detach().requires_grad_(graph.values[name].requires_grad)
             return values[name]
 
-        names = {id(t): name for name, t in zip(graph.output_names, _distinct(leaves(output)), strict=True)}
+        distinct = {id(tensor): tensor for tensor in leaves(output)}
+        names = dict(zip(distinct, graph.output_names, strict=True))
         with torch.enable_grad():
             backward(map_leaves(leaf, output))
     return replace(graph, trained=frozenset(name for name, tensor in values.items() if tensor.grad is not None))
-
-
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _say_nothing(name: str, done: int, total: int) -> None:
@@ -160,7 +158,7 @@ def exact_trace(
     graph, which is run without it.
     """
     tell = on_stage or _say_nothing
-    cast = autocast_in_force({tensor.device for tensor in (*model.parameters(), *sample.tensors)})
+    cast = autocast_in_force(module_devices(model, sample.tensors))
     if cast and tracer == "jit":
         raise TraceError(
             f'autocast is on for {cast[0][0]}, whose casts torch.jit.trace does not record. Use tracer="record".'

@@ -17,7 +17,7 @@ from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
 from rkgb.record import computed_digests, digest
 from rkgb.sample import Sample
 from rkgb.spool import Spool, Spooled, gradients_taken, saved_on
-from rkgb.state import borrowed, random_states
+from rkgb.state import borrowed, module_devices, random_states
 from rkgb.tree import leaves, map_leaves
 
 # What a module raises that refuses its data.
@@ -129,7 +129,7 @@ def record_step(
     The backward starts from fixed random gradients, so that no cancellation hides a difference. With a
     `spool`, what autograd saves and every gradient go to disk: it takes little more memory than inference.
     """
-    devices = {tensor.device for tensor in (*module.parameters(), *sample.tensors)}
+    devices = module_devices(module, sample.tensors)
     record = StepRecord({}, spool)
     with borrowed(module, devices):
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -17,9 +17,9 @@ def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, tor
     return [(generator, generator.get_state()) for generator in generators]
 
 
-def module_devices(module: torch.nn.Module) -> set[torch.device]:
-    """Devices on which the module has parameters or buffers."""
-    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+def module_devices(module: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> set[torch.device]:
+    """Devices on which the module has parameters or buffers, and those of other tensors, such as a sample's."""
+    return {tensor.device for tensor in (*module.parameters(), *module.buffers(), *tensors)}
 
 
 def autocast_in_force(devices: set[torch.device]) -> tuple[tuple[str, torch.dtype], ...]:

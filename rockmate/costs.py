@@ -13,7 +13,7 @@ from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
 from rkgb.memory import AllocationLog, allocated_bytes
 from rkgb.profile import SavedKind
-from rkgb.tree import map_leaves
+from rkgb.tree import leaves
 from rockmate.errors import LossError
 
 LOSS = "loss"
@@ -35,21 +35,10 @@ def assumed_loss_cost(graph: KGraph) -> LossCost:
 
 
 def measure_loss(loss: LossFunction, output: Any) -> LossCost:
-    """Run `loss` on the model's `output` and back, and tell what it took.
-
-    The output's tensors are detached first: the model's own graph is not run.
-    """
-    tensors: list[torch.Tensor] = []
-
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor.detach().requires_grad_(tensor.requires_grad))
-        return tensors[-1]
-
-    detached = map_leaves(stand_in, output)
-    device = tensors[0].device
+    """Run `loss` on what the model gave, as leaves of autograd, and back; tell what it took."""
     started = time.perf_counter()
-    with AllocationLog(device) as log:
-        evaluate_loss(loss, detached).backward()
+    with AllocationLog(leaves(output)[0].device) as log:
+        evaluate_loss(loss, output).backward()
     time_ms = (time.perf_counter() - started) * 1e3
     return LossCost(time_ms, log.peak_bytes)
 

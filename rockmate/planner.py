@@ -18,9 +18,8 @@ from rkgb import AllGraphs, Sample, d_to_s, make_sample
 from rkgb.measure import FreshGradients
 from rkgb.memory import AllocationLog
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
-from rkgb.replay import run_graph
 from rkgb.sgraph import run_once
-from rkgb.state import autocast_in_force, borrowed, training_mode
+from rkgb.state import autocast_in_force, borrowed, module_devices, training_mode
 from rkgb.tree import leaves
 from rockmate.budget import Budget, check_budget, resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
@@ -105,7 +104,8 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
             f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
             "training step to plan. Unfreeze a parameter, or use the module as it is."
         )
-    graphs = _graphs(model, arguments, request)
+    with training_mode(model):
+        graphs, loss_cost = _graphs(model, arguments, request)
     if not graphs.K_graph.backward:
         raise NothingToTrain(
             f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
@@ -113,31 +113,28 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         )
     device = _device(graphs)
     with training_mode(model):
-        request.progress("loss", 0, 1)
-        loss_cost = _loss_cost(model, arguments, graphs, request.loss)
-        problem, chain = build_problem(graphs, loss_cost)
-        request.progress("loss", 1, 1)
+        problem, chain = build_problem(graphs, loss_cost or assumed_loss_cost(graphs.K_graph))
         request.progress("eager step", 0, 1)
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
         request.progress("eager step", 1, 1)
-    devices = {tensor.device for tensor in (*model.parameters(), *arguments.tensors)}
-    pattern = CallPattern.of(arguments, autocast_in_force(devices))
+    pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
     return Measured(arguments, pattern, graphs, problem, chain, eager, device, time.perf_counter() - started)
 
 
-def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> AllGraphs:
-    """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be."""
-    loss = request.loss
-    with training_mode(model):
-        basic, dataflow = exact_trace(model, sample, on_stage=request.progress)
-        pinned = pinned_operations(model, dataflow, request.pin)
-        if loss is not None:
-            dataflow = with_trained_outputs(
-                dataflow, model, sample, lambda output: evaluate_loss(loss, output).backward()
-            )
-        simplified = run_once(d_to_s(dataflow), pinned)
-        return measured_graphs(basic, simplified, model, sample, request.progress)
+def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> tuple[AllGraphs, LossCost | None]:
+    """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be; what the loss takes."""
+    loss, costs = request.loss, list[LossCost]()
+    basic, dataflow = exact_trace(model, sample, on_stage=request.progress)
+    pinned = pinned_operations(model, dataflow, request.pin)
+    request.progress("loss", 0, 1)
+    if loss is not None:
+        dataflow = with_trained_outputs(
+            dataflow, model, sample, lambda output: costs.append(measure_loss(loss, output))
+        )
+    request.progress("loss", 1, 1)
+    simplified = run_once(d_to_s(dataflow), pinned)
+    return measured_graphs(basic, simplified, model, sample, request.progress), costs[0] if costs else None
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
@@ -258,21 +255,6 @@ def _where(measured: Measured, binding_op: str) -> str:
 def _device(graphs: AllGraphs) -> torch.device:
     devices = [info.device for info in graphs.D_graph.values.values()]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _loss_cost(model: torch.nn.Module, sample: Sample, graphs: AllGraphs, loss: LossFunction | None) -> LossCost:
-    if loss is None:
-        return assumed_loss_cost(graphs.K_graph)
-    with borrowed(model), torch.no_grad():
-        output = run_graph(graphs.D_graph, model, sample)
-    for name, tensor in zip(graphs.D_graph.output_names, _distinct(output), strict=True):
-        tensor.requires_grad_(graphs.D_graph.values[name].requires_grad)
-    with borrowed(model), torch.enable_grad():
-        return measure_loss(loss, output)
-
-
-def _distinct(output: Any) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in leaves(output)}.values())
 
 
 def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> None:

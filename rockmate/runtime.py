@@ -8,7 +8,6 @@ exactly as long as the autograd graph does.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rkgb.state import without_autocast
 from rockmate.errors import PlanMismatch
 
 
@@ -139,10 +139,7 @@ class Step:
         generators = self._tables.generators.values() if code.is_random else ()
         states = [(generator, generator.get_state()) for generator in generators]
         try:
-            with torch.no_grad(), contextlib.ExitStack() as stack:
-                for kind in ("cpu", "cuda"):
-                    if torch.is_autocast_enabled(kind):  # around the backward; the forward ran without
-                        stack.enter_context(torch.autocast(kind, enabled=False))
+            with torch.no_grad(), without_autocast():  # there may be one around the backward
                 code.run(self)
         finally:
             for generator, state in states:

@@ -85,7 +85,7 @@ def verify(
 
 @contextlib.contextmanager
 def _streams_restored(model: torch.nn.Module, sample: Sample) -> Iterator[None]:
-    states = random_states(module_devices(model) | {tensor.device for tensor in sample.tensors})
+    states = random_states(module_devices(model, sample.tensors))
     try:
         yield
     finally:
@@ -138,7 +138,7 @@ def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) ->
             record.add(f"gradient of input {index}", tensor.grad)
     for name, buffer in module.named_buffers():
         record.add(f"buffer {name}", buffer.detach().clone())
-    devices = module_devices(module) | {tensor.device for tensor in sample.tensors}
+    devices = module_devices(module, sample.tensors)
     for index, (_, state) in enumerate(random_states(devices)):
         record.add(f"random stream {index}", state)
     return record

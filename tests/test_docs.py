@@ -7,7 +7,6 @@ stands for anything, and comments that begin with `#:` are the page's own.
 
 import contextlib
 import doctest
-import importlib.util
 import io
 import json
 import re
@@ -15,12 +14,11 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import load_script, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")])
@@ -139,29 +137,22 @@ def test_words_of_the_page_are_words_of_the_code(page):
 # ---- scripts -----------------------------------------------------------------------------------------
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def committed_results() -> list[Path]:
     """Result files that git knows; those of a run on this machine alone are nobody's documentation."""
     command = ["git", "ls-files", "-z", "--cached", "benchmarks/results"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return sorted((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    return [path for path in (ROOT / name for name in listed.split("\0")) if path.match("step-*.json")]
+        return sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    return [ROOT / name for name in listed.split("\0") if name.endswith(".json")]
 
 
 def test_tables_are_those_of_the_committed_results():
-    tables = script("make_tables")
+    tables = load_script("docs/make_tables.py")
     page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert page == tables.with_tables(page, committed_results()), "run python docs/make_tables.py"
+    steps = [path for path in committed_results() if path.match("step-*.json")]
+    solvers = next((path for path in committed_results() if path.name == "solvers.json"), Path("none"))
+    assert page == tables.with_tables(page, steps, solvers), "run python docs/make_tables.py"
 
 
 def test_a_table_shows_what_the_result_file_holds(tmp_path):
@@ -185,7 +176,7 @@ def test_a_table_shows_what_the_result_file_holds(tmp_path):
     }
     path = tmp_path / "step-gpt2-demo-cpu.json"
     path.write_text(json.dumps(result), encoding="utf-8")
-    tables = script("make_tables")
+    tables = load_script("docs/make_tables.py")
     page = tables.with_tables(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", [path])
     assert page.startswith("before\n")
     assert page.endswith("after\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import load_script, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,3 +38,15 @@ def test_graph_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/graphs.py", "--quick", "--repeats", "1", "--output", str(tmp_path))
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_solver_benchmark_writes_results_that_the_page_can_show(tmp_path):
+    results = tmp_path / "results"
+    run_script("benchmarks/solvers.py", "--quick", "--cache", str(tmp_path / "cache"), "--output", str(results))
+    report = json.loads((results / "solvers.json").read_text(encoding="utf-8"))
+    assert {result["problem"] for result in report["results"]} == {"gpt2-tiny", "unet-tiny", "g1"}
+    for result in report["results"]:
+        assert not result["fits"] or result["peak_bytes"] <= result["budget_bytes"]
+    page = "\n".join(load_script("docs/make_tables.py").solver_sections(report))
+    assert page.count("| auto |") == 3

@@ -8,6 +8,7 @@ from rk_solvers import peak_and_time
 from rkgb import AllGraphs, cut, make_sample, s_to_k
 from rkgb.cut import chain
 from rkgb.measure import measure_blocks
+from rkgb.tree import map_leaves
 from rockmate.costs import build_problem, measure_loss
 from rockmate.memory import PeakMemory
 from tests.graph.programs import Program, simplified, timed_once
@@ -20,6 +21,10 @@ def measured(module, sample, pinned):
     with timed_once():
         profiles = measure_blocks(graph, blocks, module, make_sample(module, sample))
     return graph, blocks, s_to_k(graph, blocks, profiles)
+
+
+def as_leaf(tensor):
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def heads(m, x):
@@ -48,7 +53,7 @@ def test_the_peak_of_eager_is_predicted(name, pinned):
 
     graph, blocks, kgraph = measured(module, sample, pinned)
     graphs = AllGraphs(None, graph.dgraph, graph, blocks, [], kgraph, [])
-    problem, _ = build_problem(graphs, measure_loss(loss, module(sample)))
+    problem, _ = build_problem(graphs, measure_loss(loss, map_leaves(as_leaf, module(sample))))
     predicted, _ = peak_and_time(problem, problem.no_recompute)
     with PeakMemory(torch.device("cpu")) as memory:
         loss(module(sample)).backward()

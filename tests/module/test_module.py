@@ -223,8 +223,8 @@ def test_progress_is_told_the_stages_in_order(network):
     Rockmate(network, rows(), 0.6, loss=squares, progress=lambda *report: told.append(report))
     assert list(dict.fromkeys(stage.split(" (")[0] for stage, _, _ in told)) == [
         "trace",
-        "measure",
         "loss",
+        "measure",
         "eager step",
         "solve",
         "check",
