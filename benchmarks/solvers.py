@@ -191,10 +191,13 @@ def summary_of(found: list[Result], solvers: list[str]) -> Table:
 
 
 def gap_bars(found: list[Result]) -> Iterator[dict[str, Any]]:
-    """The gap of the default solver, where a limit is promised."""
+    """The gap of the default solver, where a limit is promised: at the smallest budget, if one of the others is below."""
     bounds = bounds_of(found)
     for result in found:
         limits = LIMITS.get(result.problem, dict.fromkeys(OTHER_BUDGETS, OTHER_LIMIT))
+        own = {other.budget for other in found if other.problem == result.problem}
+        if result.budget == SMALLEST and own >= set(OTHER_BUDGETS):
+            continue
         if result.solver == AUTO and result.problem in MODELS and result.budget in limits and result.fits:
             label = f"{result.problem} at {budget_text(result.budget)}: gap in percent"
             yield bar(label, gap_percent(result, bounds), limits[result.budget])
