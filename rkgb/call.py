@@ -11,6 +11,13 @@ import torch
 from rkgb.tree import leaves, map_leaves
 
 
+def function_name(function: Callable[..., Any]) -> str:
+    """Short name of a function, without namespace and overload: ``linear``, ``add_``."""
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function._schema.name.split("::")[-1])
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """The value of that name, wherever it stands in a call's arguments."""
@@ -47,9 +54,7 @@ class Call:
     @property
     def op_name(self) -> str:
         """Short name of what is called: ``linear``, ``add_``."""
-        if isinstance(self.function, torch._ops.OpOverload):
-            return self.function._schema.name.split("::")[-1]
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        return function_name(self.function)
 
     @property
     def written(self) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.bgraph import BGraph, BNode
-from rkgb.call import Call, Ref, bind, ref_names
+from rkgb.call import Call, Ref, bind, function_name, ref_names
 from rkgb.dgraph import last_uses, leaf_tensors
 from rkgb.sample import Sample
 from rkgb.state import borrowed
@@ -125,7 +125,7 @@ def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: 
         arguments = map_leaves(lambda tensor: _named(tensor, names), (tuple(call.args), dict(call.kwargs)))
         if leaves(arguments) or not leaves(call.result):
             return None
-        stem = f"{node.name}_{call.function._schema.name.split('::')[-1].strip('_')}_{index}"
+        stem = f"{node.name}_{function_name(call.function).strip('_')}_{index}"
         produced = leaves(call.result)
         for place, tensor in enumerate(produced):
             final = id(tensor) in outputs and last[id(tensor)] == index

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rkgb.call import function_name
 from rkgb.errors import GuardError
 
 _SHOWN = 60  # characters of a value in messages
@@ -38,7 +39,7 @@ class Guard:
         return "guard"
 
     def __repr__(self) -> str:
-        return f"guard({_read_name(self.read)} == {_short(self.expected)})"
+        return f"guard({function_name(self.read)} == {_short(self.expected)})"
 
     def __call__(self, *args: Any) -> None:
         """Check one run."""
@@ -46,9 +47,9 @@ class Guard:
             found = self.read(*args)
         if not _same(found, self.expected):
             raise GuardError(
-                f"at {self.place} the module reads {_short(found)} out of its data ({_read_name(self.read)}), but read "
-                f"{_short(self.expected)} when it was traced: it would go another way than the graph. Trace with a "
-                "sample that goes this way, or keep such values in tensors."
+                f"at {self.place} the module reads {_short(found)} out of its data ({function_name(self.read)}), but "
+                f"read {_short(self.expected)} when it was traced: it would go another way than the graph. Trace with "
+                "a sample that goes this way, or keep such values in tensors."
             )
 
 
@@ -72,12 +73,6 @@ def _same(found: Any, expected: Any) -> bool:
         numeric = found.dtype.kind in "fc"
         return bool(np.array_equal(found, expected, equal_nan=numeric))
     return bool(found == expected) or (found != found and expected != expected)  # a NaN is read as a NaN again
-
-
-def _read_name(read: Callable[..., Any]) -> str:
-    if isinstance(read, torch._ops.OpOverload):
-        return read._schema.name.split("::")[-1]
-    return getattr(read, "__name__", repr(read))
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
-from rkgb.call import Call, Ref, is_ref
+from rkgb.call import Call, Ref, function_name, is_ref
 from rkgb.errors import TraceError
 from rkgb.naming import Namer
 from rkgb.sample import Sample
@@ -195,7 +195,7 @@ class JitWalker:
         positional = tuple(value for argument, value in pairs if not argument.kwarg_only)
         keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only and value is not None}
         outputs = list(node.outputs())
-        name = self._namer.numbered(function._schema.name.split("::")[-1].strip("_"))
+        name = self._namer.numbered(function_name(function).strip("_"))
         if not leaves(read, is_ref) and outputs[0].type().kind() != "TensorType":
             raise TraceError(f"{function} at {_source(node)} computes no tensor from no tensor: cannot be traced.")
         pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
-from rkgb.call import Call, Ref
+from rkgb.call import Call, Ref, function_name
 from rkgb.errors import TraceError
 from rkgb.guard import Guard, shape_guard, snapshot
 from rkgb.naming import Namer
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, function: Any, args: Any, kwargs: Any, result: Any, depends: bool) -> None:
         arguments, keywords = map_leaves(self.ref, (tuple(args), dict(kwargs)))
-        stem = function._schema.name.split("::")[-1].strip("_") if hasattr(function, "_schema") else _stem(function)
+        stem = function_name(function).strip("_") if hasattr(function, "_schema") else _stem(function)
         name = self._namer.numbered(stem)
         produced = leaves(result)
         refuse_wrappers(produced, self.source)
