@@ -191,7 +191,7 @@ def summary_of(found: list[Result], solvers: list[str]) -> Table:
 
 
 def gap_bars(found: list[Result]) -> Iterator[dict[str, Any]]:
-    """The gap of the default solver, where a limit is promised: at the smallest budget, if one of the others is below."""
+    """The gap of the default solver, where a limit is promised: at the smallest budget, if others are below it."""
     bounds = bounds_of(found)
     for result in found:
         limits = LIMITS.get(result.problem, dict.fromkeys(OTHER_BUDGETS, OTHER_LIMIT))

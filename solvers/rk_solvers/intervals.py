@@ -9,15 +9,17 @@ Complexity: a model has O(C) variables per operation, and O(C^2) literals per us
 Known gaps: the proof covers plans that compute each operation at most `computations` times; the lower bound of a whole
 graph is far below the optimum, and with windows it is the time without recomputation. Windows improve a poor plan of a
 whole graph, but hardly one that greedy's local search has been at. Needs ortools.
+
+CP-SAT runs in a process of its own (`side_process`): in this one it would take the keyboard's interrupt from Python.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import threading
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .baselines import baseline_plans
@@ -29,12 +31,16 @@ from .intervals_model import IntervalModel, Window
 from .intervals_windows import Windows
 from .problem import Chain, Problem, Recompute
 from .rotor import Rotor
+from .side_process import SideProcess
 from .smallest import lowest_peak_plan
 from .solver import Solution, Solver, best_solution, solution_of
 
 SMALL = 32  # forward operations of what is taken for a block: more computations, denser cuts, no windows
 BLOCK_CUTS, WHOLE_CUTS, WINDOW_CUTS = 12, 64, 0  # stages with redundant constraints; windows are solved faster without
 WINDOW_EFFORT = 0.3  # deterministic time of one window, about seconds
+STOP_S = 5.0  # after the interrupt, until CP-SAT must have answered
+OVERTIME_S = 10.0  # beyond its time limit, likewise
+START_S = 60.0  # at most, until the process is ready
 EXACT = 1e-9  # relative difference of times that only rounding makes
 
 
@@ -48,13 +54,29 @@ class Bounded:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """One model to solve."""
+
+    problem: Problem
+    budget_bytes: int
+    plan: Recompute  # hinted; kept outside the window
+    computations: int
+    window: Window | None
+    cuts: int
+    limit_s: float
+    gap_ms: float
+    parameters: dict[str, Any]  # of CP-SAT
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What one model said."""
 
-    plan: Recompute | None  # None: no plan was found
-    bound_ms: float  # time of the recomputations, at least
-    proven: bool  # the search space is exhausted, or the gap reached
-    stopped: bool  # by the user
+    plan: Recompute | None = None  # None: no plan was found
+    bound_ms: float = 0.0  # time of the recomputations, at least
+    proven: bool = False  # the search space is exhausted, or the gap reached
+    effort: float = 0.0  # spent, in deterministic time
+    error: str = ""  # why CP-SAT refuses the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,7 @@ class Intervals(Solver):
     """Constraint programming with ortools' CP-SAT; raises `ModuleNotFoundError` where ortools is not installed.
 
     Deterministic for a given seed and `effort` where the time limit is not reached. The keyboard's interrupt ends the
-    search and keeps the best plan.
+    search and keeps the best plan, once the first plans are made.
     """
 
     time_limit_s: float = 30.0
@@ -92,18 +114,21 @@ class Intervals(Solver):
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
             solution = solution_of(problem, budget_bytes, problem.no_recompute, self.name)
             return Bounded(solution, solution.time_ms, proven=True)
-        return _Search(self, problem, budget_bytes).run()
+        with SideProcess() as process:
+            return _Search(self, problem, budget_bytes, process).run()
 
 
 class _Search:
     """One run: the best plan so far, and how long to go on."""
 
-    def __init__(self, options: Intervals, problem: Problem, budget_bytes: int) -> None:
-        self.options, self.problem, self.budget_bytes = options, problem, budget_bytes
+    def __init__(self, options: Intervals, problem: Problem, budget_bytes: int, process: SideProcess) -> None:
+        self.options, self.problem, self.budget_bytes, self.process = options, problem, budget_bytes, process
+        process.start(START_S, load)  # while the first plans are made here
         self.deadline = time.monotonic() + options.time_limit_s
         self.whole = len(problem.forward) > SMALL
         self.computations = options.computations or (2 if self.whole else 3)
         self.effort = 0.0  # spent, in deterministic time
+        self.stopped = False  # by the user
         self.best = best_solution(problem, budget_bytes, [("", plan) for plan in self._starts()])
         self._report()
 
@@ -111,14 +136,16 @@ class _Search:
         """Search until the proof, the limit or the user's interrupt."""
         windows = self.whole if self.options.windows is None else self.options.windows
         base_ms = self.problem.keep_all_time_ms
-        answer = Answer(None, 0.0, proven=False, stopped=False)
+        answer = Answer()
         try:
+            self.process.wait(None)
             if not (windows and self.best.status.fits):  # a window without a plan would mean nothing
                 answer = self._ask(None, self.deadline - time.monotonic(), self._effort_left())
-            if windows and not answer.proven and not answer.stopped:
+            if windows and not answer.proven and not self.stopped:
                 self._improve()
         except KeyboardInterrupt:
-            pass
+            self.process.close()
+            self.deadline = time.monotonic()
         if not self.best.status.fits:
             plan = lowest_peak_plan(self.problem, [self.best.recompute], self.options.chain, self.deadline)
             self._take(plan)
@@ -152,48 +179,50 @@ class _Search:
             before = self.effort
             answer = self._ask(source.next(self.best.recompute), left_s, given)
             source.learn(answer.proven, (self.effort - before) / WINDOW_EFFORT)
-            if answer.stopped:
+            if self.stopped:
                 return
 
     def _ask(self, window: Window | None, limit_s: float, effort: float | None) -> Answer:
         """Solve one model and take its plan where it is better."""
-        problem, plan = self.problem, self.best.recompute
-        model = IntervalModel(problem, self.budget_bytes, plan, self.computations, window)
-        if not model.fits:
-            return Answer(None, 0.0, proven=True, stopped=False)
-        values = values_of(model)
-        add_memory(model, values)
-        cuts = WINDOW_CUTS if window else WHOLE_CUTS if self.whole else BLOCK_CUTS
-        if cuts:
-            add_cuts(model, values, cuts)
-        add_hints(model)
-        solver = self._solver(model, limit_s, effort)
-        status, stopped = run(solver, model.cp)
-        self.effort += solver.response_proto.deterministic_time
-        found = None
-        if status in ("OPTIMAL", "FEASIBLE"):
-            found = model.recompute(solver.value)
-            self._take(found)
-        elif status == "MODEL_INVALID":
-            raise RuntimeError(f"CP-SAT refuses the model: {model.cp.validate()}")
-        proven = status in ("OPTIMAL", "INFEASIBLE")
-        bound = 0.0 if status == "INFEASIBLE" else max(0.0, solver.best_objective_bound)
-        return Answer(found, bound * model.units.time_ms, proven, stopped)
-
-    def _solver(self, model: IntervalModel, limit_s: float, effort: float | None) -> Any:
-        from ortools.sat.python import cp_model  # optional, and slow to import
-
-        solver = cp_model.CpSolver()
-        parameters = solver.parameters
-        parameters.max_time_in_seconds = max(limit_s, 0.01)
+        options, problem = self.options, self.problem
+        parameters: dict[str, Any] = {
+            "num_workers": options.workers,
+            "interleave_search": True,  # the same answer for the same seed
+            "random_seed": options.seed,
+        }
         if effort is not None:
-            parameters.max_deterministic_time = max(effort, 1e-3)
-        parameters.num_workers = self.options.workers
-        parameters.interleave_search = True  # the same answer for the same seed
-        parameters.random_seed = self.options.seed
-        parameters.catch_sigint_signal = False  # it would end the search but then lose Python's handler
-        parameters.absolute_gap_limit = self.options.gap * self.problem.keep_all_time_ms / model.units.time_ms
-        return solver
+            parameters["max_deterministic_time"] = max(effort, 1e-3)
+        cuts = WINDOW_CUTS if window else WHOLE_CUTS if self.whole else BLOCK_CUTS
+        gap_ms, plan = options.gap * problem.keep_all_time_ms, self.best.recompute
+        question = Question(
+            problem, self.budget_bytes, plan, self.computations, window, cuts, limit_s, gap_ms, parameters
+        )
+        answer = self._answer(question)
+        if answer.error:
+            raise RuntimeError(f"CP-SAT refuses the model: {answer.error}")
+        self.effort += answer.effort
+        if answer.plan is not None:
+            self._take(answer.plan)
+        return answer
+
+    def _answer(self, question: Question) -> Answer:
+        """The process' answer to `question`; an empty one if it failed twice, or ended late."""
+        lost = Answer(effort=question.parameters.get("max_deterministic_time", 0.0))
+        limit = time.monotonic() + question.limit_s
+        answer = lost
+        try:
+            for _ in range(2):  # native code may crash, now and then
+                if answer is not lost or time.monotonic() >= limit:
+                    break
+                left_s = limit - time.monotonic()
+                self.process.start(left_s + OVERTIME_S, answer_to, replace(question, limit_s=left_s), os.getpid())
+                answer = self.process.wait(lost)
+        except KeyboardInterrupt:
+            self.stopped = True
+            self.process.interrupt(STOP_S)
+            answer = self.process.wait(lost)
+            self.deadline = time.monotonic()
+        return answer
 
     def _take(self, plan: Recompute) -> None:
         """Keep `plan` if it is better, by the one judge of plans."""
@@ -216,29 +245,36 @@ class _Search:
         return solution_of(self.problem, self.budget_bytes, self.best.recompute, self.options.name, optimal=optimal)
 
 
-def run(solver: Any, model: Any) -> tuple[str, bool]:
-    """Solve in a thread, so that the keyboard's interrupt reaches this one: the status' name, and whether it did."""
-    names: list[str] = []
-    errors: list[BaseException] = []
-    done = threading.Event()  # not `Thread.join`: interrupted, it may take a running thread for an ended one
+def load() -> None:
+    """Import what `answer_to` needs."""
+    from ortools.sat.python import cp_model  # noqa: F401  # optional, and slow to import
 
-    def work() -> None:
-        try:
-            names.append(solver.status_name(solver.solve(model)))
-        except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
-            errors.append(error)
-        finally:
-            done.set()
 
-    threading.Thread(target=work, name="cp-sat", daemon=True).start()
-    stopped = False
-    while not done.is_set():
-        try:
-            if stopped:
-                solver.stop_search()  # again and again: the solver may not have started
-            done.wait(0.1 if stopped else None)
-        except KeyboardInterrupt:
-            stopped = True
-    if errors:
-        raise errors[0]
-    return names[0], stopped
+def answer_to(question: Question, caller: int) -> Answer:
+    """Build and solve a model, asked for by the process of that number."""
+    from ortools.sat.python import cp_model
+
+    limit = time.monotonic() + question.limit_s
+    problem = question.problem
+    model = IntervalModel(problem, question.budget_bytes, question.plan, question.computations, question.window)
+    if not model.fits:
+        return Answer(proven=True)
+    values = values_of(model)
+    add_memory(model, values)
+    if question.cuts:
+        add_cuts(model, values, question.cuts)
+    add_hints(model)
+    solver = cp_model.CpSolver()
+    for name, value in question.parameters.items():
+        setattr(solver.parameters, name, value)
+    solver.parameters.max_time_in_seconds = max(limit - time.monotonic(), 0.01)
+    solver.parameters.absolute_gap_limit = question.gap_ms / model.units.time_ms
+    # the interrupt ends the search with its best plan; but in the caller's process Python would lose its handler
+    solver.parameters.catch_sigint_signal = os.getpid() != caller
+    status = solver.status_name(solver.solve(model.cp))
+    if status == "MODEL_INVALID":
+        return Answer(error=model.cp.validate())
+    plan = model.recompute(solver.value) if status in ("OPTIMAL", "FEASIBLE") else None
+    bound = 0.0 if status == "INFEASIBLE" else max(0.0, solver.best_objective_bound)
+    proven = status in ("OPTIMAL", "INFEASIBLE")
+    return Answer(plan, bound * model.units.time_ms, proven, solver.response_proto.deterministic_time)

