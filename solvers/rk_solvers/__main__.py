@@ -7,17 +7,19 @@ fits the budget (or the checked one is valid), 1 where none does (or it is not),
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .checker import CheckedSchedule, check
 from .evaluate import peak_and_time
 from .milp import BackendUnavailable
 from .problem import Chain, Problem, problem_from_json
-from .registry import SOLVERS, Effort, solver_named
+from .registry import DEFAULT_GAP, SOLVERS, Effort, solver_named
 from .schedule import Schedule, ScheduleError
 from .solver import Solution, Status
 
@@ -75,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", help="part of keep-all's peak (0.5), bytes (1073741824), or with a unit (1GiB)")
     parser.add_argument("--solver", choices=sorted(SOLVERS), default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--time-limit", type=_seconds, default=30.0, metavar="S", help="seconds (default 30)")
+    parser.add_argument(
+        "--gap", type=float, default=DEFAULT_GAP, help="where the default solver ends, a part of the step's time"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="for the schedule, instead of the standard output")
     parser.add_argument("--check", type=Path, metavar="FILE", help="replay this schedule instead of finding one")
@@ -118,10 +123,24 @@ def _check(problem: Problem, path: Path, budget_bytes: int | None) -> int:
     return OK
 
 
+@contextlib.contextmanager
+def _prints_aside() -> Iterator[None]:
+    """What back ends print from their own code goes to the standard error: the output is for the schedule alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _solve(problem: Problem, chain: Chain | None, budget_bytes: int, options: argparse.Namespace) -> int:
     """Find a schedule and write it, once the checker has replayed it."""
-    solver = solver_named(options.solver, Effort(chain, options.time_limit, options.seed))
-    solution = solver.solve(problem, budget_bytes)
+    solver = solver_named(options.solver, Effort(chain, options.time_limit, options.seed, options.gap))
+    with _prints_aside():
+        solution = solver.solve(problem, budget_bytes)
     if not solution.status.fits:
         smallest = _bytes(solution.smallest_budget_bytes or solution.peak_bytes)
         place = solution.binding_op or "no operation"
