@@ -82,8 +82,8 @@ def solvers_for(problem: Problem, chain: Chain | None, options: argparse.Namespa
         too_long = name == "keep-none" and len(problem.forward) * len(problem.backward) > MOST_KEEP_NONE
         too_large = name in ("checkmate", "intervals") and len(problem.forward) > MOST_EXACT
         if not (needs_chain or too_long or too_large):
-            gap = options.gap if name == AUTO else 0.0
-            yield name, solver_named(name, Effort(chain, options.time_limit, seed=0, gap=gap))
+            limit_s = options.time_limit if name == AUTO else options.others_limit
+            yield name, solver_named(name, Effort(chain, limit_s, seed=0, gap=options.gap))
 
 
 def results(
@@ -209,7 +209,7 @@ def monotone_bar(name: str, problem: Problem, chain: Chain | None, smallest_byte
     """How often a larger budget has the slower plan, in a sweep of ten budgets."""
     most = peak_and_time(problem, problem.no_recompute)[0]
     budgets = [round(smallest_bytes + (most - smallest_bytes) * part / 9) for part in range(10)]
-    solver = solver_named(AUTO, Effort(chain, time_limit_s=3.0))
+    solver = solver_named(AUTO, Effort(chain, time_limit_s=1.0))
     times = [solution.time_ms for solution in solve_sweep(problem, budgets, solver)]
     slower = sum(second > first for first, second in itertools.pairwise(times))
     return bar(f"{name}: larger budgets with a slower plan, of ten", slower, 0)
@@ -263,12 +263,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--problems", nargs="+", help=f"models, or {', '.join(SIZES)}")
     parser.add_argument("--solvers", nargs="+", choices=sorted(SOLVERS), default=sorted(SOLVERS))
     parser.add_argument("--budgets", nargs="+", type=float, help="parts of the peak of keep-all (default: four)")
-    parser.add_argument("--time-limit", type=float, help="seconds of one search (default 30; quick 2)")
+    parser.add_argument("--time-limit", type=float, help="seconds of the default solver (default 30; quick 2)")
+    parser.add_argument("--others-limit", type=float, help="seconds of each of the others (default as many)")
     parser.add_argument("--gap", type=float, default=0.002, help="at which the default solver ends (default 0.002)")
     options = parser.parse_args()
     options.problems = options.problems or list(QUICK if options.quick else (*MODELS, *SIZES))
     options.budgets = options.budgets or list(BUDGETS[1:2] if options.quick else BUDGETS)
     options.time_limit = options.time_limit or (2.0 if options.quick else 30.0)
+    options.others_limit = options.others_limit or options.time_limit
     return options
 
 
@@ -283,7 +285,7 @@ def main() -> None:
         with console.status(f"{name}: measuring"):
             problem, chain = problem_named(name, options.cache)
         problems.append((problem, chain))
-        smallest_bytes = smallest_budget(problem, chain, options.time_limit).budget_bytes
+        smallest_bytes = smallest_budget(problem, chain, options.others_limit).budget_bytes
         most, time_ms = peak_and_time(problem, problem.no_recompute)
         least[name] = {"keep_all": most, "smallest": smallest_bytes, "one_operation": least_bytes(problem)}
         own: list[Result] = []
@@ -301,7 +303,8 @@ def main() -> None:
     bars = [*gap_bars(found), *bars, block_bar(problems), rotor_bar(repeats=1 if options.quick else 5)]
     print_bars(bars)
     report = {
-        "circumstances": circumstances(options) | {"time_limit_s": options.time_limit, "gap": options.gap},
+        "circumstances": circumstances(options)
+        | {"time_limit_s": options.time_limit, "others_limit_s": options.others_limit, "gap": options.gap},
         "bytes": least,
         "bars": bars,
         "results": [asdict(result) for result in found],

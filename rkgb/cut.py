@@ -171,6 +171,10 @@ class BlockMaker:
         self._leaves = graph.dgraph.leaves
         self._place = {op: index for index, op in enumerate(graph.dgraph)}
         self._on_leaves = {name: op for op in (*graph.leaf_views, *graph.effects) for name in op.output_names}
+        self._writes_reading: dict[str, list[DNode]] = {}  # writes to leaves by what they read
+        for op in graph.effects:
+            for name in op.inputs:
+                self._writes_reading.setdefault(name, []).append(op)
         self._readers: dict[str, int] = {}  # how many operations read a value
         for op in graph.dgraph:
             for name in op.inputs if not op.is_guard else ():
@@ -213,7 +217,11 @@ class BlockMaker:
         )
 
     def _leaves_block(self, name: str, inside: dict[str, int]) -> bool:
-        return name in self._kept or self._readers.get(name, 0) > inside.get(name, 0)
+        """Whether what is outside needs `name`: to read it, or for a write to a leaf that runs there too."""
+        if name in self._kept or self._readers.get(name, 0) > inside.get(name, 0):
+            return True
+        writes = self._writes_reading.get(name, ())
+        return any(self._leaves_block(written, inside) for op in writes for written in op.output_names)
 
     def _has_gradient_after(self, name: str, place: int) -> bool:
         """Whether the backward of what comes after node `place` begins the gradient of `name`."""

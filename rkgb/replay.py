@@ -218,6 +218,10 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
             raise ReplayMismatch(
                 f"the trace of {type(module).__name__} does not hold for other data: {error}"
             ) from error
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a write into a leaf, which the module made where the trace cannot tell
+            raise ReplayMismatch(f"the trace of {type(module).__name__} fails on other data: {error}") from error
         difference = expected.first_difference_at(found)
         if difference is None:
             return
@@ -256,7 +260,8 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fres
         with torch.enable_grad():
             _move_on(module, fresh, 1)  # as in `record_step`
         torch.manual_seed(0)
-        digests = computed_digests(module, fresh.copy())
+        with borrowed(module):  # the graph is to start from the same buffers
+            digests = computed_digests(module, fresh.copy())
         torch.manual_seed(0)
         wrong: list[Any] = []
 

@@ -16,11 +16,13 @@ from rockmate.errors import (
     InputMismatch,
     LossError,
     NothingToTrain,
+    OptimizerError,
     PinError,
     PlanMismatch,
     SolverError,
 )
 from rockmate.memory import PeakMemory
+from rockmate.memory_split import MemorySplit
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
 from rockmate.verify import Verification, verify
@@ -32,8 +34,10 @@ __all__ = [
     "GuardError",
     "InputMismatch",
     "LossError",
+    "MemorySplit",
     "ModelError",
     "NothingToTrain",
+    "OptimizerError",
     "PeakMemory",
     "PinError",
     "Plan",

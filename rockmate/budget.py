@@ -7,13 +7,15 @@ import numbers
 
 import torch
 
-from rkgb.memory import free_bytes
+from rockmate.available import available_bytes
 from rockmate.errors import BudgetError
 from rockmate.units import parse_bytes
 
 Budget = int | float | str | None
 
-RESERVE = 0.1  # part of the free memory left alone when the budget is "what is free"
+# Part of the free memory left alone when the budget is "what is free": the allocator's gaps and rounding, scratch
+# buffers that libraries take past it, and what other processes ask for meanwhile are in no plan.
+RESERVE = 0.1
 
 _FORMS = 'Give bytes (2_000_000_000), a size ("2GiB"), a fraction of the eager peak (0.5), or None: what is free.'
 
@@ -23,14 +25,15 @@ def check_budget(budget: object) -> None:
     resolve_budget(budget, eager_peak_bytes=1 << 40, device=torch.device("cpu"))
 
 
-def resolve_budget(budget: object, eager_peak_bytes: int, device: torch.device) -> int:
+def resolve_budget(budget: object, eager_peak_bytes: int, device: torch.device, present_bytes: int = 0) -> int:
     """The budget in bytes.
 
-    A float is a fraction of `eager_peak_bytes`; None is what is free on `device` now, less 10 %.
+    A float is a fraction of `eager_peak_bytes`. None and "auto" are what is free on `device` now, less `RESERVE` of
+    it, and `present_bytes`: what the budget bounds and is allocated already.
     Raises `BudgetError` for anything that is no positive amount of memory.
     """
-    if budget is None:
-        return int(free_bytes(device) * (1 - RESERVE))
+    if budget is None or (isinstance(budget, str) and budget.strip().lower() == "auto"):
+        return int(available_bytes(device) * (1 - RESERVE)) + present_bytes
     if isinstance(budget, bool):
         raise BudgetError(f"the budget {budget!r} is no amount of memory. {_FORMS}")
     if isinstance(budget, str):
@@ -53,6 +56,15 @@ def _fraction(fraction: float, eager_peak_bytes: int) -> int:
     if not math.isfinite(fraction) or fraction <= 0 or fraction > 1:
         raise BudgetError(
             f"the budget {fraction!r} is a float, so a fraction of the eager peak: it must be above 0 and at most 1. "
-            f"{_FORMS}"
+            f"{_bytes_meant(fraction)}{_FORMS}"
         )
     return round(fraction * eager_peak_bytes)
+
+
+def _bytes_meant(fraction: float) -> str:
+    """What to write instead, where the float looks like a number of bytes or of gibibytes."""
+    if not math.isfinite(fraction) or fraction <= 1:
+        return ""
+    if fraction >= 1024:
+        return f"Bytes are whole numbers: int({fraction!r}). "
+    return f'For GiB, write "{fraction:g}GiB". '

@@ -170,9 +170,12 @@ class _Writer:
                 self._line(1, f"# {op.source}")
             if op in reasons:
                 self._line(1, f"# never repeated: {reasons[op]}")
-            if op.name in self.program.random_marks:
-                self._line(1, f"step.mark_random({op.name!r}, {str(_device_of(self.program, op))!r})")
             indent = 1
+            if op.is_random:
+                marked = op.name in self.program.random_marks
+                device = str(_device_of(self.program, op)) if marked else None
+                self._line(indent, f"with step.draws({op.name!r}, {device!r}):")
+                indent += 1
             if op.name in self.program.slots:
                 self._line(indent, f"with step.forgets({op.name!r}):")
                 indent += 1

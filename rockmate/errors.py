@@ -30,6 +30,10 @@ class SolverError(RockmateError, TypeError):
     """What was given as the solver is none."""
 
 
+class OptimizerError(RockmateError, TypeError):
+    """What was given as the optimizer is none, or what it keeps cannot be told."""
+
+
 class PinError(RockmateError, ValueError):
     """What was to be pinned is nothing that the model runs."""
 

@@ -12,6 +12,8 @@ from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
 from rockmate.errors import PickleError
+from rockmate.memory_split import MemorySplit, Scope
+from rockmate.optimizer_state import OptimizerLike
 from rockmate.pinned import Pins, as_pins
 from rockmate.plan import Plan
 from rockmate.planner import Measured, Planned, PlanRequest, plan_model
@@ -30,7 +32,12 @@ class Rockmate(torch.nn.Module):
         model: any module that `rkgb` can trace. It is left as it was.
         sample: a tensor, a tuple of positional arguments, or a dict of keyword arguments of one step.
         budget: most bytes that a training step may allocate above what was resident before it: an int,
-            a size such as "2GiB", a float fraction of the eager peak, or None for what is free now.
+            a size such as "2GiB", a float fraction of the eager peak, or None or "auto" for what is free now, when
+            the plan is made, less 10 %.
+        scope: "step" for a budget as above. "total" for one that bounds parameters, their gradients, buffers, the
+            inputs and the optimizer's state as well: a fraction is then of what eager training takes in all.
+        optimizer: under scope "total", whose state is counted: an optimizer of the model's parameters, a class such
+            as torch.optim.AdamW, or a function that makes one from a list of parameters. It is left as it was.
         loss: called on the model's output, returns the scalar of which training takes the backward. It
             is run once to measure what the loss itself allocates; without it, a cross-entropy's
             needs are assumed.
@@ -44,10 +51,10 @@ class Rockmate(torch.nn.Module):
             by their names in the graphs, such as "softmax_3".
 
     Raises:
-        BudgetError: the budget cannot be read.
+        BudgetError: the budget or its scope cannot be read.
         BudgetTooSmall: no schedule fits; the error names the smallest budget found.
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
-        ModelError, LossError, SolverError, PinError: an argument is not what it should be.
+        ModelError, LossError, SolverError, PinError, OptimizerError: an argument is not what it should be.
     """
 
     original: torch.nn.Module
@@ -65,9 +72,11 @@ class Rockmate(torch.nn.Module):
         gap: float = DEFAULT_GAP,
         progress: bool | Progress = False,
         pin: Pins = (),
+        scope: Scope = "step",
+        optimizer: OptimizerLike | None = None,
     ) -> None:
         with progress_display(progress) as tell:
-            request = PlanRequest(budget, loss, solver, tell, time_limit, gap, as_pins(pin))
+            request = PlanRequest(budget, loss, solver, tell, time_limit, gap, as_pins(pin), scope, optimizer)
             measured, planned = plan_model(model, sample, request)
         self._adopt(model, measured, planned)
 
@@ -90,6 +99,11 @@ class Rockmate(torch.nn.Module):
     def code(self) -> str:
         """The generated source: the forward, and one function per recomputation."""
         return self._compiled.code.source
+
+    @property
+    def memory_split(self) -> MemorySplit | None:
+        """What a budget for all of training (scope "total") is divided into; None of a budget for the step."""
+        return self.plan.memory_split
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rk_solvers import Recompute, Schedule
+from rockmate.memory_split import MemorySplit
 from rockmate.units import format_bytes, format_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a module will do under its budget. Bytes are above what was resident before the step."""
+    """What a module will do under its budget.
+
+    Bytes are above what was resident before the step. Where the budget is for all of training, gradients of
+    parameters are resident, and `budget_bytes` is what `memory_split` leaves to the step.
+    """
 
     budget_bytes: int
     peak_bytes: int  # predicted
@@ -23,6 +28,7 @@ class Plan:
     recompute: Recompute
     measured_peak_bytes: int | None = None  # of one real step on the sample
     lower_bound_ms: float | None = None  # no plan for this budget is predicted to take less; None where unknown
+    memory_split: MemorySplit | None = None  # of a budget for all of training; None of one for the step
 
     @property
     def gap(self) -> float | None:
@@ -43,11 +49,15 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"Plan(budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)}"
+            f"Plan(budget {self._budget_text()}, peak {format_bytes(self.peak_bytes)}"
             f" of {format_bytes(self.baseline_peak_bytes)} eager, time {format_ms(self.time_ms)}"
             f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations, {self.solver},"
             f" planned in {self.planning_s:.1f} s)"
         )
+
+    def _budget_text(self) -> str:
+        split = self.memory_split
+        return format_bytes(self.budget_bytes) + (f" of {format_bytes(split.total_bytes)} in all" if split else "")
 
     def _gap_text(self) -> str:
         return "" if self.gap is None or not self.recomputations else f", gap {self.gap:.1%}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from rockmate.budget import Budget, check_budget, resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossCost, LossFunction, assumed_loss_cost, build_problem, evaluate_loss, measure_loss
 from rockmate.errors import BudgetTooSmall, LossError, NothingToTrain, SolverError
+from rockmate.memory_split import MemorySplit, Residents, Scope, above_gradients, check_scope, count_residents
+from rockmate.optimizer_state import OptimizerLike, optimizer_state_bytes
 from rockmate.pattern import CallPattern
 from rockmate.pinned import Pin, check_pins, pinned_operations
 from rockmate.plan import Plan
@@ -62,11 +64,17 @@ class PlanRequest:
     time_limit_s: float = DEFAULT_TIME_LIMIT_S  # for one search; a plan may take a few, and measuring takes its own
     gap: float = DEFAULT_GAP  # the search ends where no plan is faster by more than this share of the step's time
     pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
+    scope: Scope = "step"  # what the budget is for
+    optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
 
 
 @dataclass(eq=False, slots=True)
 class Measured:
-    """A module ready to be planned for any budget: graphs, costs, and the eager step beside them."""
+    """A module ready to be planned for any budget: graphs, costs, and the eager step beside them.
+
+    Where the budget is for all of training there are `residents`, gradients of parameters among them: then `problem`
+    and `eager_peak_bytes` are of a step above them.
+    """
 
     sample: Sample | None  # None once planned: its tensors are the user's to free
     pattern: CallPattern
@@ -76,6 +84,7 @@ class Measured:
     eager_peak_bytes: int
     device: torch.device
     measuring_s: float
+    residents: Residents | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +108,10 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
     started = time.perf_counter()
     arguments = make_sample(model, sample)
     check_pins(model, request.pin)
+    state_bytes = None  # known before what takes minutes
+    if request.scope == "total":
+        place = _main_device(module_devices(model, arguments.tensors))
+        state_bytes = optimizer_state_bytes(request.optimizer, model.parameters(), place)
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *arguments.tensors)):
         raise NothingToTrain(
             f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
@@ -112,14 +125,20 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
             "requires one. Return the tensor that the loss is made of."
         )
     device = _device(graphs)
+    residents = None
+    if state_bytes is not None:
+        constants = [leaf.constant for leaf in graphs.D_graph.leaves.values() if leaf.constant is not None]
+        residents = count_residents(model, arguments.tensors, constants, device, state_bytes)
     with training_mode(model):
         problem, chain = build_problem(graphs, loss_cost or assumed_loss_cost(graphs.K_graph))
+        problem = problem if residents is None else above_gradients(problem, graphs)
         request.progress("eager step", 0, 1)
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
-        eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak)
+        eager = _eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak, residents)
         request.progress("eager step", 1, 1)
     pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
-    return Measured(arguments, pattern, graphs, problem, chain, eager, device, time.perf_counter() - started)
+    measuring_s = time.perf_counter() - started
+    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, residents)
 
 
 def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> tuple[AllGraphs, LossCost | None]:
@@ -143,13 +162,13 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     Raises `BudgetTooSmall` naming the smallest budget that would do and the operation that binds it.
     """
     started = time.perf_counter()
-    budget_bytes = resolve_budget(request.budget, measured.eager_peak_bytes, measured.device)
+    budget_bytes, split = _resolved(measured, request)
     target_bytes = budget_bytes
     lowest_bytes = sys.maxsize  # peak of the best plan that has run
     for attempt in range(_ATTEMPTS):
         request.progress("solve", attempt, _ATTEMPTS)
         solution = _solve(measured, request, target_bytes, first=attempt == 0)
-        planned = _planned(measured, solution, budget_bytes, module)
+        planned = _planned(measured, solution, budget_bytes, module, split)
         request.progress("check", attempt, _ATTEMPTS)
         runner = Runner(module, measured.graphs.D_graph, measured.pattern, planned.compile_for(module))
         peak_bytes = measured_peak_bytes(module, runner, measured, request.loss)
@@ -157,13 +176,13 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
             break  # whatever was predicted: this was measured
         lowest_bytes = min(lowest_bytes, peak_bytes)
         if not solution.status.fits:
-            raise _too_small(measured, solution, budget_bytes, lowest_bytes)
+            raise _too_small(measured, solution, budget_bytes, lowest_bytes, split)
         if solution.peak_bytes > target_bytes:
             continue  # without recomputation it does not fit, after all
         # The prediction was short by this much: ask for that much less, and more so each time.
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     else:
-        raise _too_small(measured, solution, budget_bytes, lowest_bytes)
+        raise _too_small(measured, solution, budget_bytes, lowest_bytes, split)
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
     limit_s = min(_BOUND_S, request.time_limit_s)
@@ -172,6 +191,17 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     planning_s = measured.measuring_s + time.perf_counter() - started
     planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes, lower_bound_ms=bound_ms)
     return planned
+
+
+def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySplit | None]:
+    """The step's budget in bytes; how it was split off where the user's is for all of training."""
+    held = measured.residents
+    if held is None:
+        return resolve_budget(request.budget, measured.eager_peak_bytes, measured.device), None
+    eager_bytes = held.total_bytes + measured.eager_peak_bytes
+    total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes)
+    split = MemorySplit(total_bytes, held)
+    return max(0, split.step_bytes), split
 
 
 def _lower_bound_ms(
@@ -202,7 +232,9 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
     return solver.solve(measured.problem, budget_bytes)
 
 
-def _planned(measured: Measured, solution: Solution, budget_bytes: int, module: torch.nn.Module) -> Planned:
+def _planned(
+    measured: Measured, solution: Solution, budget_bytes: int, module: torch.nn.Module, split: MemorySplit | None
+) -> Planned:
     problem = measured.problem
     if solution.status.fits:
         check(problem, solution.schedule, None)  # no schedule is believed unchecked
@@ -217,6 +249,7 @@ def _planned(measured: Measured, solution: Solution, budget_bytes: int, module: 
         planning_s=0.0,
         schedule=solution.schedule,
         recompute=solution.recompute,
+        memory_split=split,
     )
     first_stage = sum(op.name == LOSS for op in problem.backward)
     program = make_program(measured.graphs.K_graph, solution.recompute, first_stage)
@@ -227,14 +260,20 @@ def _planned(measured: Measured, solution: Solution, budget_bytes: int, module: 
     return Planned(plan, program, header)
 
 
-def _too_small(measured: Measured, solution: Solution, budget_bytes: int, lowest_bytes: int) -> BudgetTooSmall:
+def _too_small(
+    measured: Measured, solution: Solution, budget_bytes: int, lowest_bytes: int, split: MemorySplit | None
+) -> BudgetTooSmall:
     """`lowest_bytes` was measured: a step of the plan of lowest peak really takes that much."""
     op = solution.binding_op or simulate(measured.problem, solution.schedule).peak_op
     smallest = max(round(lowest_bytes * _SPARE), budget_bytes + 1)
+    divided = ""
+    if split is not None:
+        divided = f": {split}, and at least {format_bytes(smallest)} are needed"
+        budget_bytes, smallest = split.total_bytes, smallest + split.residents.total_bytes
     return BudgetTooSmall(
         f"budget {format_bytes(budget_bytes)} < {format_bytes(smallest)}, the smallest for which a schedule was found "
-        f"(bound at {op}{_where(measured, op)}). Raise the budget to at least {smallest} bytes, reduce the batch, or "
-        "split that operation.",
+        f"(bound at {op}{_where(measured, op)}){divided}. Raise the budget to at least {smallest} bytes, reduce the "
+        "batch, or split that operation.",
         smallest,
         op,
     )
@@ -253,7 +292,10 @@ def _where(measured: Measured, binding_op: str) -> str:
 
 
 def _device(graphs: AllGraphs) -> torch.device:
-    devices = [info.device for info in graphs.D_graph.values.values()]
+    return _main_device(info.device for info in graphs.D_graph.values.values())
+
+
+def _main_device(devices: Iterable[torch.device]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
@@ -277,12 +319,26 @@ def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, devic
     return log.peak_bytes
 
 
+def _real_peak(
+    step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device, residents: Residents | None
+) -> int:
+    """Peak of a real step, from no gradients of parameters; above `residents`, if given, with and without gradients.
+
+    The module is to be borrowed: the first step leaves the gradients to which the second adds.
+    """
+    without_bytes = peak_of(step, sample, loss, device)
+    if residents is None:
+        return without_bytes
+    return max(peak_of(step, sample, loss, device), without_bytes - residents.gradient_bytes)
+
+
 def _eager_peak_bytes(
     model: torch.nn.Module,
     sample: Sample,
     loss: LossFunction | None,
     device: torch.device,
     keep_all_peak_bytes: int,
+    residents: Residents | None,
 ) -> int:
     """Peak of the eager step, measured; what keep-all takes, where eager does not fit the device.
 
@@ -290,7 +346,7 @@ def _eager_peak_bytes(
     """
     try:
         with borrowed(model, {device}):
-            measured = peak_of(model, sample, loss, device)
+            measured = _real_peak(model, sample, loss, device, residents)
     except (torch.OutOfMemoryError, MemoryError):
         return keep_all_peak_bytes
     return max(measured, keep_all_peak_bytes) if loss is None else measured
@@ -300,7 +356,7 @@ def measured_peak_bytes(module: torch.nn.Module, runner: Runner, measured: Measu
     """Peak of one real step of the plan on the sample. The module is left as it was."""
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
     with training_mode(module), borrowed(module, {measured.device}):
-        return peak_of(runner, measured.sample, loss, measured.device)
+        return _real_peak(runner, measured.sample, loss, measured.device, measured.residents)
 
 
 def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> tuple[Measured, Planned]:
@@ -321,6 +377,7 @@ def _check_request(request: PlanRequest) -> None:
             f"solver must be one of {', '.join(sorted(SOLVERS))}, or an instance of rk_solvers.Solver such as "
             f'Greedy(), but is {request.solver!r}. Leave it out, or say "auto", to have the best of several.'
         )
+    check_scope(request.scope, request.optimizer)
     if not request.time_limit_s >= 0:
         raise SolverError(f"time_limit is {request.time_limit_s!r}; give the seconds that a search may take.")
     if not 0 <= request.gap < 1:

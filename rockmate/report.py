@@ -85,6 +85,19 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str | None = None) ->
     return table
 
 
+def split_table(parts: Sequence[tuple[str, int]], total_bytes: int) -> Table:
+    """One line per part of a budget of training, with its bytes and its share of `total_bytes`; then the sum."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("memory of", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for index, (name, size_bytes) in enumerate(parts):
+        share = f"{size_bytes / total_bytes:.0%}".replace("%", " %")
+        table.add_row(name, format_bytes(size_bytes), share, end_section=index + 1 == len(parts))
+    table.add_row("budget", format_bytes(total_bytes), "100 %")
+    return table
+
+
 def optional(value: Any, format_value: Callable[[Any], str]) -> str:
     """The formatted value, or a dash where there is none."""
     return "–" if value is None else format_value(value)

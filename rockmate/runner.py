@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rkgb.tree import map_leaves
 from rockmate.codegen import CompiledProgram
 from rockmate.errors import PlanMismatch
 from rockmate.pattern import CallPattern
-from rockmate.runtime import Step
+from rockmate.runtime import Step, StepTables
 
 
 class Runner:
@@ -37,6 +38,7 @@ class Runner:
         self._layouts = [(parameter.dtype, parameter.stride()) for _, parameter in self._parameters]
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
+        self.make_step: Callable[[StepTables], Step] = Step  # another one may watch what a step does
 
     def expect_flags_of(self, other: Runner) -> None:
         """Hold the module to the flags with which `other`'s was planned: this one is a copy, made later."""
@@ -48,7 +50,7 @@ class Runner:
         tensors = self._pattern.check(Sample(bound.args, bound.kwargs))
         self._check_module()
         with without_autocast() if self._pattern.autocast else contextlib.nullcontext():
-            results = self._compiled.forward(Step(self._compiled.tables), *tensors)
+            results = self._compiled.forward(self.make_step(self._compiled.tables), *tensors)
         values = dict(zip(self._output_names, results, strict=True))
         if self._input_outputs:
             values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}

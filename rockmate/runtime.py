@@ -8,8 +8,10 @@ exactly as long as the autograd graph does.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,6 +20,10 @@ import torch
 
 from rkgb.state import without_autocast
 from rockmate.errors import PlanMismatch
+
+# The random streams belong to the process, and so does the lock on them: while one thread repeats an operation with
+# the numbers of its forward, or notes where a stream is before it draws, no other may draw or put the stream elsewhere.
+_streams = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +113,13 @@ class Step:
         self._values[key] = value.detach()
         self._versions[key] = value._version
 
-    def mark_random(self, op: str, device: str) -> None:
-        """Note the random stream's state before `op`, which will be repeated."""
-        self._random[op] = self._tables.generators[device].get_state()
+    @contextlib.contextmanager
+    def draws(self, op: str, device: str | None) -> Iterator[None]:
+        """Context of a random operation; with a `device`, it will be repeated from that stream's state of now."""
+        with _streams:
+            if device is not None:
+                self._random[op] = self._tables.generators[device].get_state()
+            yield
 
     def accept(self, op: str, handles: list[Handle]) -> None:
         """Take over what `op` packed: forget what the plan forgets."""
@@ -136,14 +146,22 @@ class Step:
         self._ran.add(segment)
         for name in code.reads:
             self._refuse_changed(name)
-        generators = self._tables.generators.values() if code.is_random else ()
-        states = [(generator, generator.get_state()) for generator in generators]
-        try:
-            with torch.no_grad(), without_autocast():  # there may be one around the backward
-                code.run(self)
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+        with torch.no_grad(), without_autocast(), self._streams_kept(code):  # there may be autocast around the backward
+            code.run(self)
+
+    @contextlib.contextmanager
+    def _streams_kept(self, code: SegmentCode) -> Iterator[None]:
+        """Give the random streams that `code` rewinds back as they are now."""
+        if not code.is_random:
+            yield
+            return
+        with _streams:
+            states = [(generator, generator.get_state()) for generator in self._tables.generators.values()]
+            try:
+                yield
+            finally:
+                for generator, state in states:
+                    generator.set_state(state)
 
     def _refuse_changed(self, name: str) -> None:
         """Recomputation reads parameters and inputs again, also those that eager autograd would not save."""

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rkgb import Sample, make_sample
-from rkgb.replay import StepRecord, backward_from, largest_difference
+from rkgb import ModelError, RockmateError, Sample, make_sample
+from rkgb.record import digest
+from rkgb.replay import StepRecord, backward_from, first_difference_place, largest_difference
+from rkgb.side_effects import attributes_of, other_random_states_kept
 from rkgb.state import module_devices, random_states
-from rkgb.tree import leaves
+from rkgb.tree import is_tensor, leaves
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
+from rockmate.runtime import Handle, Step, StepTables
 from rockmate.units import format_bytes
 
 _SEED = 0
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +43,19 @@ class Verification:
     largest_gradient_difference: float  # over all steps and gradients; inf where one is there on one side only
     eager_is_deterministic: bool  # eager training, repeated, gives the same bits
     plan: Plan
+    where: str | None = None  # the first operation that gives other bits, and its source; None where exact or not found
+    eager_difference: str | None = None  # the first difference between two equal runs of eager training
 
     def __str__(self) -> str:
         budget = format_bytes(self.plan.budget_bytes)
         if self.exact:
             return f"exact under {budget}: outputs, gradients, buffers, random stream and parameters are eager's"
-        repeated = "repeats itself exactly" if self.eager_is_deterministic else "differs from itself, too"
+        repeated = "repeats itself exactly"
+        if not self.eager_is_deterministic:
+            repeated = f"differs from itself, too: {self.eager_difference}"
+        where = f", at {self.where}" if self.where else ""
         return (
-            f"not exact under {budget}: {self.first_difference} (gradients off by at most "
+            f"not exact under {budget}: {self.first_difference}{where} (gradients off by at most "
             f"{self.largest_gradient_difference:.3g}; eager training {repeated})"
         )
 
@@ -52,34 +68,46 @@ def verify(
     loss: LossFunction | None = None,
     steps: int = 3,
     learning_rate: float = 1e-2,
+    optimizer: str | MakeOptimizer = "sgd",
 ) -> Verification:
-    """Train copies of `model` for `steps` steps of SGD, eagerly and under a plan, and compare everything.
+    """Train copies of `model` for `steps` steps, eagerly twice and under a plan, and compare everything.
 
     Compared bit by bit: after each step outputs, gradients, buffers and random streams, at the end the
-    parameters. `model` may be a `Rockmate`: then its own plan is followed, and `budget` is not used. The
-    model, the sample and the random streams are left as they were. Planning raises as `Rockmate` does.
+    parameters. `model` may be a `Rockmate`: then its own plan is followed, and `budget` is not used. `optimizer`
+    is one of "sgd", "momentum", "adam", "adamw", used with `learning_rate`, or a function from the list of
+    parameters to an optimizer. The model, the sample and the random streams are left as they were; hooks on
+    parameters are not copied. Planning raises as `Rockmate` does.
 
     Raises:
-        ValueError: `steps` is less than 1.
+        ValueError: `steps` is less than 1, or no optimizer is called `optimizer`.
+        ModelError: the model cannot be copied.
     """
     if steps < 1:
         raise ValueError(f"verify needs at least 1 step to compare, not {steps}")
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise ValueError(f"no optimizer is called {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give one")
     arguments = make_sample(model.original if isinstance(model, Rockmate) else model, sample)
-    with _streams_restored(model, arguments):
-        planned = copy.deepcopy(model)
+    training = _Training(arguments, loss, steps, learning_rate, optimizer)
+    with _streams_restored(model, arguments), other_random_states_kept():
+        planned = copied(model)
         if not isinstance(planned, Rockmate):
-            planned = Rockmate(planned, _copied(arguments), budget, loss=loss)
-        eager, again = copy.deepcopy(planned.original), copy.deepcopy(planned.original)
-        expected, repeated, found = (
-            _train(module, arguments, loss, steps, learning_rate) for module in (eager, again, planned)
-        )
-    difference = _first_difference(expected, found)
+            planned = Rockmate(planned, copied_sample(arguments), budget, loss=loss)
+        original = model.original if isinstance(model, Rockmate) else model
+        expected, repeated = (training.run(copied(original)) for _ in range(2))
+        itself = _first_difference(expected, repeated)
+        found = training.run(planned)
+        difference = _first_difference(expected, found)
+        where = None
+        if difference is not None and itself is None:  # of what differs from itself no place is to blame
+            where = _place_of(difference, training, original, planned)
     return Verification(
         exact=difference is None,
-        first_difference=difference,
+        first_difference=None if difference is None else str(difference),
         largest_gradient_difference=_largest_gradient_difference(expected, found),
-        eager_is_deterministic=_first_difference(expected, repeated) is None,
+        eager_is_deterministic=itself is None,
         plan=planned.plan,
+        where=where,
+        eager_difference=None if itself is None else str(itself),
     )
 
 
@@ -93,30 +121,93 @@ def _streams_restored(model: torch.nn.Module, sample: Sample) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _copied(sample: Sample) -> Sample:
-    """The same values in tensors of their own, so that gradients and writes do not reach the user's."""
-    return sample.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in sample.tensors])
+# ---- copies ----------------------------------------------------------------------------------------------
 
 
-def _train(
-    module: torch.nn.Module, sample: Sample, loss: LossFunction | None, steps: int, learning_rate: float
-) -> list[StepRecord]:
-    """What each step left behind; the parameters are in the last record."""
-    if not module.training:
-        module.train()
-    torch.manual_seed(_SEED)
-    records: list[StepRecord] = []
-    for _ in range(steps):
-        for parameter in module.parameters():
-            parameter.grad = None
-        records.append(_step(module, _copied(sample), loss))
-        with torch.no_grad():
+def copied(module: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy of `module`, also of one whose attributes hold results of its last forward.
+
+    The weights that `torch.nn.utils.weight_norm` makes are such attributes. The copy holds their values.
+
+    Raises:
+        ModelError: something in the module cannot be copied.
+    """
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in _computed_tensors(module)}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ModelError(
+            f"{type(module).__name__} is compared on copies, but cannot be copied: {type(error).__name__}: {error} "
+            "Take what is not data (locks, files, results of autograd) out of the module while it is verified, or "
+            "give it a __deepcopy__."
+        ) from error
+
+
+def _computed_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors in a module's attributes and buffers that autograd knows the origin of: it refuses to copy them."""
+    root = module.original if isinstance(module, Rockmate) else module
+    for submodule in root.modules():
+        for held in (*attributes_of(submodule).values(), *submodule._buffers.values()):
+            yield from (tensor for tensor in leaves(held) if is_tensor(tensor) and tensor.grad_fn is not None)
+
+
+def copied_sample(sample: Sample) -> Sample:
+    """The same values and strides in storages of its own; tensors given twice or sharing a storage still do."""
+    twins: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage.clone()
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return fresh.set_(storages[storage._cdata], *place).requires_grad_(tensor.requires_grad)
+
+    for tensor in sample.tensors:
+        if id(tensor) not in twins:
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+            plain = plain and not tensor.is_conj() and not tensor.is_neg()
+            twins[id(tensor)] = twin(tensor) if plain else tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return sample.with_tensors([twins[id(tensor)] for tensor in sample.tensors])
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """The same steps for every module."""
+
+    sample: Sample
+    loss: LossFunction | None
+    steps: int
+    learning_rate: float
+    optimizer: str | MakeOptimizer
+
+    def run(self, module: torch.nn.Module) -> list[StepRecord]:
+        """What each step left behind; the parameters are in the last record."""
+        if not module.training:
+            module.train()
+        torch.manual_seed(_SEED)
+        optimizer = self._optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
+        records: list[StepRecord] = []
+        for _ in range(self.steps):
             for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(learning_rate * parameter.grad)
-    for name, parameter in module.named_parameters():
-        records[-1].tensors[f"parameter {name}"] = parameter.detach()
-    return records
+                parameter.grad = None
+            records.append(_step(module, copied_sample(self.sample), self.loss))
+            if optimizer is not None:
+                optimizer.step()
+        for name, parameter in module.named_parameters():
+            records[-1].tensors[f"parameter {name}"] = parameter.detach()
+        return records
+
+    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+        if not parameters:
+            return None
+        if isinstance(self.optimizer, str):
+            return OPTIMIZERS[self.optimizer](parameters, lr=self.learning_rate)
+        return self.optimizer(parameters)
 
 
 def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) -> StepRecord:
@@ -144,11 +235,24 @@ def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) ->
     return record
 
 
-def _first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:
+# ---- differences -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    step: int  # counted from 1
+    entry: str  # name of the entry of the step's record
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.sentence}"
+
+
+def _first_difference(expected: list[StepRecord], found: list[StepRecord]) -> _Difference | None:
     for number, (one, other) in enumerate(zip(expected, found, strict=True), start=1):
-        difference = one.first_difference(other)
+        difference = one.first_difference_at(other)
         if difference is not None:
-            return f"step {number}: {difference}"
+            return _Difference(number, *difference)
     return None
 
 
@@ -164,3 +268,55 @@ def _largest_gradient_difference(expected: list[StepRecord], found: list[StepRec
             else:
                 largest = max(largest, largest_difference(gradient, theirs))
     return largest
+
+
+class _CheckedStep(Step):
+    """Compares every saved tensor that is recomputed with what the forward had; notes the first that differs."""
+
+    __slots__ = ("_digests", "_wrong")
+
+    def __init__(self, tables: StepTables, wrong: list[tuple[str, int]]) -> None:
+        super().__init__(tables)
+        self._wrong = wrong
+        self._digests: dict[tuple[str, int], bytes] = {}
+
+    def accept(self, op: str, handles: list[Handle]) -> None:
+        if len(handles) == self._tables.saved_counts[op]:
+            for index in self._tables.forgotten[op]:
+                value = handles[index].value
+                assert value is not None  # it is forgotten below
+                self._digests[op, index] = digest(value)
+        super().accept(op, handles)
+
+    def fill(self, op: str, index: int, value: torch.Tensor) -> None:
+        super().fill(op, index, value)
+        handle = self._handles[op][index]()
+        same = handle is None or handle.value is None or digest(handle.value) == self._digests[op, index]
+        if not same and not self._wrong:
+            self._wrong.append((op, index))
+
+
+def _place_of(difference: _Difference, training: _Training, original: torch.nn.Module, planned: Rockmate) -> str | None:
+    """The operation where a difference arises: of the recomputations, else of the forward; None if it is not found."""
+    wrong: list[tuple[str, int]] = []
+    again = Rockmate.__new__(Rockmate)
+    again._adopt(copied(original), planned._measured, planned._planned)
+    again._runner.expect_flags_of(planned._runner)
+    again._runner.make_step = lambda tables: _CheckedStep(tables, wrong)
+    training.run(again)
+    if wrong:
+        return _wrong_recomputation(planned, *wrong[0])
+    graph = planned._measured.graphs.D_graph
+    with contextlib.suppress(RockmateError, RuntimeError):
+        return first_difference_place(graph, copied(original), copied_sample(training.sample), difference.entry)
+    return None
+
+
+def _wrong_recomputation(planned: Rockmate, op: str, index: int) -> str:
+    """In words: the operation that computes a saved tensor, and the one that saved it."""
+    graph = planned._measured.graphs.D_graph
+    slots: Iterable[Any] = planned._planned.program.slots[op]
+    source = next(slot.tensor.source for slot in slots if slot.index == index).partition(".saved")[0]
+    node = next((node for node in graph if source in (node.name, *node.output_names)), None)
+    made = f"%{node.name} ({node.source})" if node is not None else f"%{source}"
+    return f"{made}, recomputed with other bits than the forward's for the backward of %{op}"

@@ -2,14 +2,17 @@
 
 import copy
 import dataclasses
+import threading
 
 import pytest
 import torch
 from torch import nn
 
-from rockmate import BudgetTooSmall, Rockmate, SampleError, Verification, verify
+from rkgb import Sample
+from rockmate import BudgetTooSmall, ModelError, Rockmate, SampleError, Verification, verify
 from rockmate.runtime import Step
-from tests.module.models import Layers, Normalised, TwoHeads, built, images, rows
+from rockmate.verify import OPTIMIZERS, copied_sample
+from tests.module.models import WIDTH, Layers, Normalised, TwoHeads, built, images, rows
 from tests.module.steps import keep_nothing, recomputing, squares
 
 
@@ -46,6 +49,30 @@ def test_a_wrong_recomputation_is_found_and_named(monkeypatch):
     assert found.largest_gradient_difference > 0
     assert found.eager_is_deterministic
     assert "repeats itself exactly" in str(found)
+
+
+def test_the_operation_that_is_recomputed_wrongly_is_named_with_its_source(monkeypatch):
+    """Of all recomputed tensors one is wrong: what GELU reads, which the second layer computes."""
+    right = Step.fill
+
+    def fill(step, op, index, value):
+        right(step, op, index, value + 1 if op == "gelu_1" else value)
+
+    monkeypatch.setattr(Step, "fill", fill)
+    found = verify(recomputing(built(Layers), rows()), rows(), loss=squares)
+    assert found.where is not None
+    assert found.where.startswith("%linear_1 (layers.1 models.py:")
+    assert found.where.endswith("recomputed with other bits than the forward's for the backward of %gelu_1")
+    assert found.where in str(found)
+
+
+def test_a_forward_that_differs_is_placed_too(monkeypatch):
+    """The module computes something else than when it was planned: the graph still holds what it was."""
+    model = recomputing(built(Layers), rows())
+    monkeypatch.setattr(torch.nn.functional, "gelu", torch.relu)
+    found = verify(model, rows(), loss=squares)
+    assert found.first_difference.startswith("step 1: output 0 differs by up to ")
+    assert found.where.startswith("%gelu_0 ((root) models.py:")
 
 
 def test_an_error_in_a_later_step_is_found(monkeypatch):
@@ -88,7 +115,9 @@ def test_eager_training_that_differs_from_itself_is_told_apart(monkeypatch):
     found = verify(model, rows(), loss=squares)
     assert not found.exact
     assert not found.eager_is_deterministic
-    assert "eager training differs from itself, too" in str(found)
+    assert found.eager_difference.startswith("step 1: output 0 differs by up to ")
+    assert found.where is None
+    assert f"eager training differs from itself, too: {found.eager_difference}" in str(found)
 
 
 def test_nothing_of_the_user_changes():
@@ -104,6 +133,67 @@ def test_nothing_of_the_user_changes():
     assert torch.equal(sample.grad, input_gradient)
     assert torch.equal(sample, values)
     assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_model_whose_attributes_are_results_of_its_last_forward_is_verified(wrap):
+    """`copy.deepcopy` refuses it."""
+    model = nn.Sequential(wrap(nn.Linear(WIDTH, WIDTH)), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model(rows())
+    weight, state = model[0].weight, copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(model)
+    for module in (model, recomputing(model, rows())):
+        assert verify(module, rows(), budget=0.8, loss=squares).exact
+    assert model[0].weight is weight
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out():
+    model = built(Layers)
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match=r"Layers is compared on copies, but cannot be copied: .*lock.* Take what is"):
+        verify(model, rows(), budget=0.8)
+
+
+def test_samples_keep_their_strides_and_what_they_share():
+    wide = torch.cat([rows(1), rows(2)], dim=1)
+    assert verify(recomputing(built(Layers), wide[:, ::2]), wide[:, ::2], loss=squares).exact
+    batch = rows(1)
+    sample = Sample((batch, batch, wide[:, :WIDTH], wide[3:, 1:], batch.to(torch.complex64).conj()), {})
+    twins = copied_sample(sample).tensors
+    assert twins[0] is twins[1]
+    assert twins[2].untyped_storage().data_ptr() == twins[3].untyped_storage().data_ptr()
+    for one, other in zip(sample.tensors, twins, strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+        assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, torch.optim.RMSprop])
+def test_steps_are_taken_by_any_optimizer(optimizer):
+    model = recomputing(built(Layers), rows())
+    assert verify(model, rows(), loss=squares, optimizer=optimizer, steps=4).exact
+
+
+def test_the_parameters_after_the_last_step_are_compared():
+    """An optimizer that gives each module another step: nothing but the parameters tells after one step."""
+    rates = iter([0.1, 0.1, 0.2, 0.2])
+    found = verify(
+        recomputing(built(Layers), rows()),
+        rows(),
+        loss=squares,
+        steps=1,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, next(rates)),
+    )
+    assert found.first_difference.startswith("step 1: parameter layers.0.weight differs by up to ")
+    assert found.largest_gradient_difference == 0.0
+
+
+def test_an_optimizer_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="no optimizer is called 'adamm': choose one of sgd, momentum, adam, adamw"):
+        verify(built(Layers), rows(), optimizer="adamm")
 
 
 def test_the_streams_are_put_back_after_a_failure():

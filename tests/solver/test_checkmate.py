@@ -1,4 +1,7 @@
-"""Checkmate: the oracle's answers on small problems, blocks proven quickly, exact bytes and times."""
+"""Checkmate: the oracle's answers on small problems, blocks proven quickly, exact bytes and times.
+
+`PROGRAM` is the program alone; the sweep that comes before it otherwise has tests of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import Greedy, Oracle, Problem, Recompute, Status, check, evaluate, peak_and_time, smallest_budget
+from rk_solvers import (
+    Greedy,
+    Oracle,
+    Problem,
+    Recompute,
+    Status,
+    check,
+    checkmate,
+    evaluate,
+    peak_and_time,
+    smallest_budget,
+)
 from rk_solvers.checkmate import Checkmate, build, saved_bytes_of
 from rk_solvers.milp import BackendUnavailable, solve
 from rk_solvers.oracle import _groups, least_peak
-from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
+from tests.solver.instances import chain_of, gpt2, random_problem, random_step, resnet50
+
+PROGRAM = Checkmate(most_states=0)
 
 
 def budgets_of(problem: Problem) -> list[int]:
@@ -27,7 +43,7 @@ def budgets_of(problem: Problem) -> list[int]:
 
 
 def assert_as_the_oracle(problem: Problem, budget: int) -> None:
-    found, best = Checkmate().solve(problem, budget), Oracle().solve(problem, budget)
+    found, best = PROGRAM.solve(problem, budget), Oracle().solve(problem, budget)
     assert found.status is best.status
     checked = check(problem, found.schedule, budget if best.status.fits else None)
     assert checked.peak_bytes == found.peak_bytes
@@ -35,7 +51,7 @@ def assert_as_the_oracle(problem: Problem, budget: int) -> None:
         assert found.time_ms == pytest.approx(best.time_ms, abs=1e-6)
     else:
         assert found.smallest_budget_bytes == best.smallest_budget_bytes == checked.peak_bytes
-        assert Checkmate().solve(problem, checked.peak_bytes).status is Status.OPTIMAL
+        assert PROGRAM.solve(problem, checked.peak_bytes).status is Status.OPTIMAL
 
 
 def test_as_the_oracle_on_hundreds_of_small_problems():
@@ -125,12 +141,39 @@ def test_blocks_are_proven(name):
     times = []
     for share in (0.25, 0.5, 0.75, 1.0):
         budget = int(low + share * (high - low))
-        found = Checkmate().solve(problem, budget)
+        found = PROGRAM.solve(problem, budget)
         assert found.status is Status.OPTIMAL
         assert check(problem, found.schedule, budget).time_ms == pytest.approx(found.time_ms)
         assert found.time_ms <= Greedy(tries=2, rounds=20).solve(problem, budget).time_ms + 1e-6
         times.append(found.time_ms)
     assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("most_states", [200, 800_000])
+def test_the_sweep_and_the_program_find_the_same_times(most_states):
+    """Also where the sweep gives up, so that the program is searched after it."""
+    proven = 0
+    for seed in range(12):
+        problem = random_step(seed, 9 + seed % 4)[0]
+        high = peak_and_time(problem, problem.no_recompute)[0]
+        for budget in (high // 2, 3 * high // 4, 9 * high // 10):
+            solver = Checkmate(most_states=most_states)
+            found, best = solver.solve(problem, budget), PROGRAM.solve(problem, budget)
+            proven += found.status is Status.OPTIMAL
+            assert found.status is best.status
+            if found.status.fits:
+                assert found.time_ms == pytest.approx(best.time_ms)
+                assert check(problem, found.schedule, budget).time_ms == pytest.approx(found.time_ms)
+    assert proven > 12
+
+
+def test_the_program_is_searched_only_where_the_sweep_gives_up(monkeypatch):
+    problem, searched = chain_of(12), []
+    monkeypatch.setattr(checkmate, "build", lambda *limits: searched.append(limits) or build(*limits))
+    best = Checkmate().solve(problem, 20)
+    assert not searched
+    assert Checkmate(most_states=10).solve(problem, 20).time_ms == pytest.approx(best.time_ms)
+    assert len(searched) == 1
 
 
 def test_the_least_peak_of_a_block_is_proven():
@@ -139,8 +182,9 @@ def test_the_least_peak_of_a_block_is_proven():
     assert found.status is Status.INFEASIBLE
     assert found.smallest_budget_bytes <= smallest_budget(problem).budget_bytes
     assert found.binding_op is not None
-    assert Checkmate().solve(problem, found.smallest_budget_bytes).status is Status.OPTIMAL
-    assert not Checkmate().solve(problem, found.smallest_budget_bytes - 1).status.fits
+    for solver in (Checkmate(), PROGRAM):
+        assert solver.solve(problem, found.smallest_budget_bytes).status is Status.OPTIMAL
+        assert not solver.solve(problem, found.smallest_budget_bytes - 1).status.fits
 
 
 def test_a_time_limit_ends_the_search_without_a_claim():
@@ -157,7 +201,7 @@ def test_a_gap_is_kept_and_not_called_optimal():
     problem = BLOCKS["bottlenecks"]
     high = evaluate(problem, problem.no_recompute).peak_bytes
     best = Checkmate().solve(problem, high // 2)
-    found = Checkmate(gap=0.1).solve(problem, high // 2)
+    found = Checkmate(gap=0.1, most_states=0).solve(problem, high // 2)
     assert best.time_ms <= found.time_ms <= best.time_ms / (1 - 0.1) + 1e-9
     assert found.status is Status.FEASIBLE or found.time_ms == pytest.approx(best.time_ms)
 

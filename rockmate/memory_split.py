@@ -1,0 +1,164 @@
+"""What training holds beside a step, and what a budget for all of it leaves to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from rk_solvers import Problem
+from rkgb import AllGraphs
+from rkgb.memory import allocated_bytes
+from rockmate.errors import BudgetError, OptimizerError
+from rockmate.optimizer_state import check_optimizer
+from rockmate.units import format_bytes
+
+Scope = Literal["step", "total"]
+SCOPES = ("step", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class Residents:
+    """Bytes that a training loop holds on the device while a step runs. None is counted twice."""
+
+    parameter_bytes: int
+    gradient_bytes: int  # of the parameters that train
+    optimizer_bytes: int
+    buffer_bytes: int  # and other tensors of the module that its forward reads
+    input_bytes: int  # one batch like the sample
+    present_bytes: int  # of all these, what is allocated already
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them together."""
+        return sum(size_bytes for _, size_bytes in self.parts())
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What there is, with its bytes."""
+        return (
+            ("parameters", self.parameter_bytes),
+            ("gradients", self.gradient_bytes),
+            ("optimizer state", self.optimizer_bytes),
+            ("buffers", self.buffer_bytes),
+            ("inputs", self.input_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySplit:
+    """How a budget for all of training is divided."""
+
+    total_bytes: int  # the budget
+    residents: Residents
+
+    @property
+    def step_bytes(self) -> int:
+        """What is left for the step, above the residents; not positive where they alone exceed the budget."""
+        return self.total_bytes - self.residents.total_bytes
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The residents with their bytes, and what is left for the step; their sum is the budget."""
+        return (*self.residents.parts(), ("step", self.step_bytes))
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{format_bytes(size_bytes)} {name}" for name, size_bytes in self.residents.parts())
+        left = f"{format_bytes(self.step_bytes)} are" if self.step_bytes > 0 else "nothing is"
+        return (
+            f"of {format_bytes(self.total_bytes)}, {format_bytes(self.residents.total_bytes)} are parameters, "
+            f"gradients, optimizer state, buffers and inputs ({held}); {left} left for the step"
+        )
+
+
+def check_scope(scope: object, optimizer: object) -> None:
+    """Raise `BudgetError` for no scope, `OptimizerError` for what is no optimizer or would not be counted."""
+    if scope not in SCOPES:
+        raise BudgetError(
+            f'scope is {scope!r}; give "step", for a budget of what a step takes above what was there before it, or '
+            '"total", for one of parameters, gradients, optimizer state, buffers and inputs too.'
+        )
+    if optimizer is None:
+        return
+    check_optimizer(optimizer)
+    if scope == "step":
+        raise OptimizerError(
+            'an optimizer is given, but scope is "step": a budget of the step leaves the optimizer\'s state out. Say '
+            'scope="total" to count it, or leave the optimizer out.'
+        )
+
+
+def count_residents(
+    model: torch.nn.Module,
+    inputs: Iterable[torch.Tensor],
+    constants: Iterable[torch.Tensor],
+    device: torch.device,
+    optimizer_bytes: tuple[int, int],
+) -> Residents:
+    """Count what training `model` holds on `device`: storages once, gradients of what trains alone.
+
+    `optimizer_bytes` are those of its state, and of that part of it which is there already.
+    """
+    seen: set[int] = set()
+    parameters = list(model.parameters())
+    parameter_bytes = _new_storage_bytes(parameters, device, seen)
+    buffer_bytes = _new_storage_bytes([*model.buffers(), *constants], device, seen)
+    input_bytes = _new_storage_bytes(inputs, device, seen)
+    # A gradient is as large as its parameter, however that lies in its storage.
+    trained = [p for p in parameters if p.requires_grad and p.device == device]
+    gradient_bytes = sum(allocated_bytes(p.nbytes, device) for p in trained)
+    gradients_there = _new_storage_bytes([p.grad for p in trained if p.grad is not None], device, seen)
+    state_bytes, state_there_bytes = optimizer_bytes
+    there = parameter_bytes + buffer_bytes + input_bytes + gradients_there + state_there_bytes
+    return Residents(parameter_bytes, gradient_bytes, state_bytes, buffer_bytes, input_bytes, there)
+
+
+def _new_storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the storages on `device` that are not in `seen`, which they are added to."""
+    found = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            found += allocated_bytes(storage.nbytes(), device)
+    return found
+
+
+def above_gradients(problem: Problem, graphs: AllGraphs) -> Problem:
+    """The same step, above gradients of parameters that are there from its start.
+
+    What a backward computes is then added to them and freed, so that it no longer counts from there on.
+    """
+    stages = graphs.K_graph.backward
+    finished: list[int] = [0] * (len(stages) + 1)  # bytes of gradients that are complete after so many stages
+    for name, block in _last_blocks(graphs).items():
+        finished[_stages_until(graphs, name, block)] += graphs.profiles[block].parameter_gradient_bytes[name]
+    first = len(problem.backward) - len(stages)  # those before are the loss's
+    backward = list(problem.backward)
+    done_bytes = 0
+    for stage in range(len(stages)):
+        done_bytes += finished[stage]
+        op = backward[first + stage]
+        less = min(done_bytes, op.resident_bytes)
+        backward[first + stage] = replace(op, resident_bytes=op.resident_bytes - less, peak_bytes=op.peak_bytes - less)
+    return replace(problem, backward=tuple(backward))
+
+
+def _last_blocks(graphs: AllGraphs) -> dict[str, int]:
+    """For each parameter with a gradient, the block in whose backward it is completed: autograd waits for its last."""
+    found: dict[str, int] = {}
+    for index, profile in enumerate(graphs.profiles):
+        for name in profile.parameter_gradient_bytes:
+            found.setdefault(name, index)  # the backward goes from the last block to the first
+    return found
+
+
+def _stages_until(graphs: AllGraphs, parameter: str, block: int) -> int:
+    """How many stages of the backward have run when the parameter's gradient is surely complete."""
+    stages = graphs.K_graph.backward
+    readers = {op.name for op in graphs.blocks[block].ops if parameter in op.inputs}
+    own = {comp.name.split(".backward")[0]: index for index, comp in enumerate(stages) if comp.block == block}
+    if readers and readers <= own.keys():
+        return max(own[name] for name in readers) + 1
+    # It goes through a view or a cast: where in the block is not told.
+    return max((index + 1 for index, comp in enumerate(stages) if comp.block >= block), default=0)

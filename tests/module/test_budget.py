@@ -1,0 +1,146 @@
+"""What a budget may be: its forms, what is free on the device, and the refusals before any long work."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from rockmate import BudgetError, Rockmate
+from rockmate.available import available_bytes, cgroup_free_bytes
+from rockmate.budget import RESERVE, resolve_budget
+from tests.module.models import Layers, built, rows
+from tests.module.steps import CPU, squares
+
+GIB = 1 << 30
+PEAK_BYTES = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("budget", "size_bytes"),
+    [
+        (123_456, 123_456),
+        ("8GiB", 8 * GIB),
+        ("8GB", 8 * 10**9),
+        ("500MB", 500 * 10**6),
+        ("600 KiB", 600 * 1024),
+        ("0.5 gib", GIB // 2),
+        (0.25, PEAK_BYTES // 4),
+        (1.0, PEAK_BYTES),
+    ],
+)
+def test_every_form_means_bytes(budget, size_bytes):
+    assert resolve_budget(budget, PEAK_BYTES, CPU) == size_bytes
+    assert resolve_budget(budget, PEAK_BYTES, CPU, present_bytes=77) == size_bytes
+
+
+@pytest.mark.parametrize("budget", [None, "auto", " Auto "])
+def test_no_budget_is_what_is_free_less_the_reserve(budget):
+    low = resolve_budget(budget, PEAK_BYTES, CPU)
+    free = available_bytes(CPU)
+    assert low == pytest.approx((1 - RESERVE) * free, rel=0.2)  # other processes take and give meanwhile
+    assert low < free
+
+
+def test_what_is_there_already_is_in_a_budget_of_what_is_free(monkeypatch):
+    monkeypatch.setattr("rockmate.budget.available_bytes", lambda device: 1000)
+    assert resolve_budget(None, PEAK_BYTES, CPU, present_bytes=500) == 1400
+
+
+def test_a_module_planned_without_a_budget_gets_what_was_free_when_it_was_planned(monkeypatch):
+    monkeypatch.setattr("rockmate.budget.available_bytes", lambda device: 10 << 20)
+    model = Rockmate(built(Layers), rows(), loss=squares)
+    assert model.plan.budget_bytes == int((10 << 20) * (1 - RESERVE))
+    monkeypatch.setattr("rockmate.budget.available_bytes", lambda device: 0)
+    squares(model(rows(1))).backward()  # what is free later does not matter
+
+
+@pytest.mark.parametrize(
+    ("budget", "advice"),
+    [
+        (2.0, 'For GiB, write "2GiB".'),
+        (1.0000001, "at most 1"),
+        (8e9, "Bytes are whole numbers: int(8000000000.0)."),
+        (math.inf, "at most 1"),
+        (math.nan, "at most 1"),
+        (-0.5, "above 0"),
+        ("automatic", "cannot be read"),
+        ("-1 GiB", "cannot be read"),
+        (-1, "not positive"),
+        (True, "no amount of memory"),
+        ([1], "is a list"),
+    ],
+    ids=repr,
+)
+def test_other_values_are_refused_before_anything_runs(budget, advice):
+    with pytest.raises(BudgetError, match=re.escape(advice)):
+        Rockmate(nn.Linear(1, 1), object(), budget)  # no sample at all: nothing may look at it
+
+
+@pytest.mark.cuda
+def test_what_is_available_is_within_the_share_of_the_device_that_the_process_may_take():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_per_process_memory_fraction(0.1, device)
+    try:
+        available = available_bytes(device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert 0 < available <= 0.1 * torch.cuda.get_device_properties(device).total_memory
+    assert available < available_bytes(device)
+
+
+# ---- containers ---------------------------------------------------------------------------------------
+
+
+def unified_group(folder, limit, usage, cache=0):
+    """The files of a control group of version 2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon 5\nfile {cache + 9}\ninactive_file {cache}\n")
+
+
+def controller_group(folder, limit, usage, cache=0):
+    """The files of a control group of version 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {cache}\n")
+
+
+def test_the_tightest_of_a_groups_ancestors_limits(tmp_path):
+    unified_group(tmp_path / "outer", 1000, 700)
+    unified_group(tmp_path / "outer" / "inner", "max", 100)
+    assert cgroup_free_bytes("0::/outer/inner\n", tmp_path) == 300
+    unified_group(tmp_path / "outer" / "inner", 250, 100)
+    assert cgroup_free_bytes("0::/outer/inner\n", tmp_path) == 150
+
+
+def test_cached_files_of_a_group_can_be_had(tmp_path):
+    unified_group(tmp_path / "job", 1000, 900, cache=400)
+    assert cgroup_free_bytes("0::/job\n", tmp_path) == 500
+
+
+def test_a_container_that_does_not_see_its_own_path_has_its_limit_at_the_root(tmp_path):
+    controller_group(tmp_path / "memory", 1000, 600, cache=50)
+    membership = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n"
+    assert cgroup_free_bytes(membership, tmp_path) == 450
+
+
+def test_a_group_above_its_limit_has_nothing_left(tmp_path):
+    unified_group(tmp_path / "job", 1000, 1100)
+    assert cgroup_free_bytes("0::/job\n", tmp_path) == 0
+
+
+@pytest.mark.parametrize("membership", ["", "0::/\n", "7:cpu:/job\n", "no such line"])
+def test_without_a_limit_nothing_is_limited(tmp_path, membership):
+    assert cgroup_free_bytes(membership, tmp_path) > 1 << 60
+
+
+def test_what_is_available_is_within_a_groups_limit(tmp_path, monkeypatch):
+    unified_group(tmp_path / "job", 5000, 1000)
+    (tmp_path / "membership").write_text("0::/job\n")
+    monkeypatch.setattr("rockmate.available._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("rockmate.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
+    assert available_bytes(torch.device("cpu")) == 4000
