@@ -60,9 +60,9 @@ def solver_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of the comparison of solvers: a table per problem, and the bars."""
     where = report["circumstances"]
     yield (
-        f"At most {where['time_limit_s']:.0f} s for a search of `auto`, which ends at a gap of {100 * where['gap']:g} %, "
-        f"and {where['others_limit_s']:.0f} s for one of the others, on {where['cores']} CPU cores. Times are those of "
-        "the plans above keep-all, the fastest in bold. The gap is to the best lower bound that any solver has proven."
+        f"At most {where['time_limit_s']:.0f} s for a search of `auto`, which ends at a gap of {100 * where['gap']:g} "
+        f"%, and {where['others_limit_s']:.0f} s for one of the others, on {where['cores']} CPU cores. Times are those "
+        "of the plans above keep-all, the fastest in bold. The gap is to the best bound that any solver has proven."
     )
     results = report["results"]
     bounds: dict[tuple[str, float], float] = {}

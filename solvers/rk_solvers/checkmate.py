@@ -1,4 +1,6 @@
-"""The exact solver on one problem: a mixed-integer program over the events of the step.
+"""The exact solver on one problem: a sweep over states where they are few, else a mixed-integer program.
+
+The sweep is in `state_sweep`. The program is over the events of the step.
 
 Events, in order: each forward operation; then for each backward operation what may be recomputed just before it, and
 itself. One binary per recomputation; for each data one variable per interval between two events that touch it: alive
@@ -28,6 +30,7 @@ from .problem import Problem, Recompute
 from .schedule import schedule_of
 from .smallest import least_bytes
 from .solver import Solution, Solver, Status, solution_of
+from .state_sweep import MOST_STATES, sweep_states
 
 ALIVE, DEAD = -1, -2  # in place of the number of a variable
 UNITS = 1000.0  # time of the step in the unit of the objective
@@ -35,6 +38,7 @@ ROW_UNITS = 1e7  # limits of the memory rows are at most this: tolerances of 1e-
 
 SizedTerm = tuple[int, int]  # a variable and the bytes that it stands for
 EXACT_BYTES = 10**7  # the tolerance of back ends is well below a byte of a peak below this
+FASTER = 1 - 1e-9  # a plan must take less than this share of a known one's recomputations to be of interest
 PROVEN = 2e-6  # a time is proven the least if no plan is faster by more than this share: the tolerance of back ends
 
 
@@ -164,16 +168,12 @@ def _add_serving(program: Program) -> None:
 def _touches(program: Program, item: int) -> list[Touch]:
     """The events that make or use a data, in order."""
     problem = program.problem
-    producer = problem.data[item].producer
     touches = []
     for event, step in enumerate(program.events):
-        variable = program.recomputation.get(step, ALIVE)
-        if step.forward == producer:
-            touches.append(Touch(event, True, variable))
-        elif item in (
-            problem.forward[step.forward].inputs if step.forward >= 0 else problem.backward[step.stage].needs
-        ):
-            touches.append(Touch(event, False, variable))
+        makes = step.forward == problem.data[item].producer
+        uses = problem.forward[step.forward].inputs if step.forward >= 0 else problem.backward[step.stage].needs
+        if makes or item in uses:
+            touches.append(Touch(event, makes, program.recomputation.get(step, ALIVE)))
     return touches
 
 
@@ -294,6 +294,7 @@ class Checkmate(Solver):
     gap: float = 0.0  # stop when the time of the step is proven to be within this share of the least; 0.01 is 1 %
     saved_bytes: int | None = None  # most bytes alive between the last forward and the first backward operation
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the back end
+    most_states: int = MOST_STATES  # of the sweep, tried first unless a back end is asked for; 0: the program alone
 
     @property
     def name(self) -> str:
@@ -320,8 +321,13 @@ class Checkmate(Solver):
         if budget_bytes < least_bytes(problem):
             return Found(None, True)
         start = self._start(problem, budget_bytes, deadline)
-        if start is not None and recompute_time_ms(problem, start) <= 0:
+        spent_ms = math.inf if start is None else recompute_time_ms(problem, start)
+        if spent_ms <= 0:
             return Found(start, True)
+        if self.saved_bytes is None and self.backend == "scipy" and time.monotonic() < deadline:
+            swept = sweep_states(problem, budget_bytes, spent_ms * FASTER, self.most_states)
+            if swept.proven:
+                return Found(swept.recompute or start, True)
         return self._search(problem, budget_bytes, start, deadline)
 
     def _search(self, problem: Problem, budget_bytes: int, start: Recompute | None, deadline: float) -> Found:
@@ -330,8 +336,7 @@ class Checkmate(Solver):
         if start is not None:
             require_faster(program, start, self.gap)
         while True:
-            limits = Limits(deadline - time.monotonic(), self.gap, self.parameters)
-            result = solve(program.model, self.backend, limits)
+            result = solve(program.model, self.backend, Limits(deadline - time.monotonic(), self.gap, self.parameters))
             if result.values is None:
                 proven = result.outcome is Outcome.INFEASIBLE
                 return Found(start, proven and (start is None or self.gap < PROVEN))
@@ -352,8 +357,7 @@ class Checkmate(Solver):
     def least_peak(self, problem: Problem, deadline: float) -> Found:
         """A plan of the least peak, at the latest at `deadline`."""
         program = build(problem, None, self.saved_bytes)
-        limits = Limits(deadline - time.monotonic(), 0.0, self.parameters)
-        result = solve(program.model, self.backend, limits)
+        result = solve(program.model, self.backend, Limits(deadline - time.monotonic(), 0.0, self.parameters))
         if result.values is None:
             return Found(None, result.outcome is Outcome.INFEASIBLE)
         plan = program.plan(result.values)
@@ -370,9 +374,8 @@ class Checkmate(Solver):
 
     def _fits(self, problem: Problem, budget_bytes: int, plan: Recompute) -> bool:
         """Whether a plan, evaluated exactly, is within both limits."""
-        if self.saved_bytes is not None and saved_bytes_of(problem, plan) > self.saved_bytes:
-            return False
-        return peak_and_time(problem, plan)[0] <= budget_bytes
+        saved = self.saved_bytes is None or saved_bytes_of(problem, plan) <= self.saved_bytes
+        return saved and peak_and_time(problem, plan)[0] <= budget_bytes
 
 
 def require_faster(program: Program, plan: Recompute, gap: float) -> None:

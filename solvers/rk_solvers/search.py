@@ -127,21 +127,20 @@ class Search:
 
     def run(self) -> None:
         """Search until the gap or the limit is reached, or nothing more is to be expected."""
-        self.work(2)
-        if not self.plans:
+        refinement = Refinement(self.problem, self.budget_bytes, self.chain)
+        if self.problem.backward:
+            refinement = self._advanced(refinement)  # the first plans meanwhile
+        if not self.plans and not self.done():
             limit = time.monotonic() + 0.3 * (self.effort.deadline - time.monotonic())
             self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
-        if self.done() or not self.problem.backward:
-            return
-        refinement = Refinement(self.problem, self.budget_bytes, self.chain)
-        while not self.done():
-            before, refinement = refinement, self._advanced(refinement)
-            hopeless = not self.plans and refinement.rounds >= HOPELESS
-            if refinement is before or hopeless:
-                break
-            if refinement.plan is not None and not self.done():
+        before = None
+        while refinement is not before and not self.done():
+            if refinement.plan is not None:
                 self.add_repaired("coarse-to-fine", refinement.plan)
             self._combine()
+            if self.done() or (not self.plans and refinement.rounds >= HOPELESS):
+                break
+            before, refinement = refinement, self._advanced(refinement)
         idle = 0
         while not self.done() and idle < PATIENCE:
             best = self.plans[:1]
@@ -169,7 +168,7 @@ class Search:
         limit_s = max(1.0, (0.4 if refinement.rounds else 0.1) * self._left_s())
         target = Target(best.time_ms * (1 - self.effort.gap) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), refinement.advanced, incumbent, target)
-        self.work(MEANWHILE if refinement.rounds else 1)
+        self.work(MEANWHILE if refinement.rounds else 2)
         refinement = self.process.wait(refinement)
         self.prove(refinement.bound_ms)
         return refinement

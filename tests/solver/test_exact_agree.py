@@ -19,7 +19,7 @@ from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import SAME
 from tests.solver.instances import gpt2, random_problem, random_step
 
-SOLVERS = ("scipy", "gurobi", "intervals", "auto")
+SOLVERS = ("scipy", "gurobi", "sweep", "intervals", "auto")
 NEEDS = {"gurobi": "gurobipy", "intervals": "ortools"}
 
 
@@ -56,8 +56,10 @@ def solved(name: str, problem: Problem, budget: int) -> Solution | None:
         return Auto(gap=0.0).solve(problem, budget)
     if name == "intervals":
         return Intervals(computations=len(problem.backward) + 1).solve(problem, budget)
+    if name == "sweep":
+        return Checkmate().solve(problem, budget)
     try:
-        return Checkmate(backend=name).solve(problem, budget)
+        return Checkmate(backend=name, most_states=0).solve(problem, budget)
     except BackendUnavailable as refusal:
         if "licen" not in str(refusal.__cause__):  # of Gurobi itself
             raise
@@ -73,7 +75,7 @@ def assert_equal(name: str, problem: Problem, budget: int) -> bool:
     if best.status.fits:
         assert found.time_ms == pytest.approx(best.time_ms, rel=SAME)
         assert check(problem, found.schedule, budget).time_ms == pytest.approx(found.time_ms)
-    elif name in ("scipy", "gurobi"):
+    elif name in ("scipy", "gurobi", "sweep"):
         assert found.smallest_budget_bytes == best.smallest_budget_bytes
     else:
         assert found.smallest_budget_bytes >= best.smallest_budget_bytes
