@@ -62,8 +62,9 @@ def net_bytes(log: AllocationLog) -> int:
 def storages_alive() -> set[int]:
     """The storages of all tensors that Python knows, but for single numbers."""
     gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.numel() > 1]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter) and item.numel() > 1]
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device == CPU]
+    return {tensor.untyped_storage().data_ptr() for tensor in dense}
 
 
 def planned(budget, make=Layers, batch=rows, **options) -> Rockmate:
