@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from .checkmate import Checkmate
 from .evaluate import peak_and_time, serving
 from .problem import Chain, Problem
-from .search import POOL, Effort, Search
+from .search import POOL, Search, SearchOptions
 from .side_process import SideProcess
 from .smallest import least_bytes, lowest_peak_plan
 from .solver import SAME, Solution, Solver, solution_of
@@ -47,9 +47,9 @@ class Auto(Solver):
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
             return solution_of(problem, budget_bytes, problem.no_recompute, "keep-all", optimal=True)
         deadline = time.monotonic() + self.time_limit_s
-        effort = Effort(self.seed, self.tries, self.rounds, self.gap, deadline)
+        options = SearchOptions(self.seed, self.tries, self.rounds, self.gap, deadline)
         with SideProcess() as process:
-            search = Search(problem, budget_bytes, self.chain, effort, self.progress or _silent, process)
+            search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process)
             try:
                 if budget_bytes >= least_bytes(problem):
                     self._search(search)
@@ -64,7 +64,7 @@ class Auto(Solver):
     def _search(self, search: Search) -> None:
         if _is_small(search.problem):
             search.work(2)
-            limit = min(search.effort.deadline, time.monotonic() + 0.3 * self.time_limit_s)
+            limit = min(search.options.deadline, time.monotonic() + 0.3 * self.time_limit_s)
             exact = Checkmate().least_time(search.problem, search.budget_bytes, limit)
             if exact.recompute is not None:
                 search.add("checkmate", exact.recompute)
@@ -82,7 +82,7 @@ class Auto(Solver):
             optimal = search.gap <= SAME
             solution = solution_of(problem, budget_bytes, best.recompute, best.solver, optimal=optimal)
             return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms))
-        lowest = lowest_peak_plan(problem, search.others[:POOL], self.chain, search.effort.deadline)
+        lowest = lowest_peak_plan(problem, search.others[:POOL], self.chain, search.options.deadline)
         return replace(solution_of(problem, budget_bytes, lowest, self.name), lower_bound_ms=search.bound_ms)
 
 

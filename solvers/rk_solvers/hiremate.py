@@ -31,7 +31,7 @@ import numpy as np
 from .blocks import Block, Part, blocks_of, bounded, bounded_plan, bounds_of, has_choice, option_of, pareto, parts_of
 from .checkmate import Checkmate
 from .evaluate import normalise, peak_and_time
-from .local_search import costly_first, drop_redundant, improve, take_out, weights_for
+from .local_search import improve, improve_nearby, polish, weights_for
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
 from .repair import repair
@@ -44,7 +44,6 @@ FINALISTS = 3  # plans of the whole graph that are improved
 WIDE = 150  # forward operations of a segment up to which greedy makes plans of it too
 LARGE = 400  # forward operations above which a plan is improved piece by piece
 SUMS = 1_000_000_000  # of a root's table; fewer slots for longer chains
-CHUNK = 32  # recomputations that are tried to be dropped between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class Hiremate(Solver):
             state = PlanState(tables, plan)
             exponent, spread = (rng.uniform(0.6, 1.2), 0.2) if number > len(starts) else (1.0, 0.0)
             if repair(state, budget_bytes, weights_for(state, rng, exponent, spread), deadline):
-                shorten(state, budget_bytes, deadline)
+                polish(state, budget_bytes, deadline)
                 repaired.append(state)
             else:
                 failed.append(normalise(problem, state.recompute()))
@@ -130,7 +129,7 @@ class Hiremate(Solver):
             lowest = PlanState(tables, lowest_peak_plan(problem, [*starts, *failed], self.chain, deadline))
             if lowest.peak_bytes > budget_bytes:
                 return [normalise(problem, lowest.recompute()), *starts]
-            shorten(lowest, budget_bytes, deadline)
+            polish(lowest, budget_bytes, deadline)
             repaired.append(lowest)
         repaired.sort(key=lambda state: state.time_ms)
         better = improve if tables.count <= LARGE else improve_nearby
@@ -217,57 +216,13 @@ class Hierarchy:
         for plan in starts:
             state = PlanState(tables, plan)
             if repair(state, peak, weights_for(state, rng, 1.0, 0.0), self.deadline):
-                shorten(state, peak, self.deadline)
+                polish(state, peak, self.deadline)
                 best = state if best is None or state.time_ms < best.time_ms else best
         if best is None:
             return None
         improve(best, peak, 5, self.deadline, rng)
         found = normalise(problem, best.recompute())
         return None if found[0] else found
-
-
-def shorten(state: PlanState, budget_bytes: int, deadline: float) -> None:
-    """Drop redundant recomputations until none is, or until the deadline."""
-    changed = True
-    while changed:
-        changed = False
-        keys = costly_first(state)
-        for start in range(0, len(keys), CHUNK):
-            if time.monotonic() >= deadline:
-                return
-            changed |= drop_redundant(state, budget_bytes, keys[start : start + CHUNK])
-
-
-def improve_nearby(state: PlanState, budget_bytes: int, rounds: int, deadline: float, rng: random.Random) -> int:
-    """As `improve`, with twenty times the rounds, in which all that is done is near one moment of the step.
-
-    What `improve` tries to drop after each round is the whole plan, of which there is too much in a large one.
-    """
-    better = 0
-    for _ in range(20 * rounds):
-        keys = state.recomputations()
-        if not keys or time.monotonic() >= deadline:
-            break
-        before_ms = state.time_ms
-        state.log.clear()
-        pivot, amount = rng.randrange(len(keys)), 1 + int(rng.expovariate(1 / 8))
-        for key in keys[max(0, pivot - amount) : pivot + amount]:
-            if state.has(*state.tables.split(key)):
-                take_out(state, key)
-        weights = weights_for(state, rng, rng.uniform(0.7, 1.3), rng.choice([0.0, 0.2, 0.5]))
-        if not repair(state, budget_bytes, weights, deadline):
-            state.undo()
-            continue
-        if state.time_ms < 1.05 * before_ms:
-            changed = [key if key >= 0 else -key - 1 for key in state.log]
-            first, last = min(changed), max(changed)
-            drop_redundant(state, budget_bytes, [key for key in costly_first(state) if first <= key <= last])
-        if state.time_ms > before_ms + 1e-12:
-            state.undo()
-        elif state.time_ms < before_ms - 1e-9:
-            better += 1
-    state.log.clear()
-    return better
 
 
 def few(part: Part, plans: list[Recompute], most: int) -> list[Recompute]:

@@ -22,12 +22,13 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from .blocks import Block, Option, Part, blocks_of, bounded, has_choice, saved_bytes_in_pause, with_more_options
 from .checkmate import Checkmate
 from .evaluate import peak_and_time
 from .problem import Chain, Problem, Recompute
-from .rotor import RotorTable, prepare_table
+from .rotor import RotorTable, prepare_table, solved
 from .solver import Solution, Solver, best_solution
 
 Blocks = tuple[Block, ...]
@@ -62,7 +63,7 @@ class RockmateSolver(Solver):
         Raises `ValueError` on a chain of another problem.
         """
         deadline = time.monotonic() + self.time_limit_s
-        return [self._table(problem, max_budget_bytes, blocks) for blocks in self.blocks(problem, deadline)]
+        return [self._table(problem, blocks, max_budget_bytes) for blocks in self.blocks(problem, deadline)]
 
     def blocks(self, problem: Problem, deadline: float) -> Iterator[Blocks]:
         """For each chain, the blocks with the greedy options, and with all their options; raises as `prepare`.
@@ -94,13 +95,11 @@ class RockmateSolver(Solver):
         if most <= budget_bytes:
             return best_solution(problem, budget_bytes, plans)
         for blocks in self.blocks(problem, deadline):
-            solution = self._table(problem, max(budget_bytes, 0), blocks).solve(budget_bytes)
-            if not solution.status.fits:  # the lowest peak may lie above what that table holds
-                solution = self._table(problem, most, blocks).solve(budget_bytes)
+            solution = solved(partial(self._table, problem, blocks), budget_bytes, most)
             plans.append((self.name, solution.recompute))
         return best_solution(problem, budget_bytes, plans)
 
-    def _table(self, problem: Problem, max_budget_bytes: int, blocks: Blocks) -> RotorTable:
+    def _table(self, problem: Problem, blocks: Blocks, max_budget_bytes: int) -> RotorTable:
         return prepare_table(problem, blocks, max_budget_bytes, self.slots, self.internal)
 
 

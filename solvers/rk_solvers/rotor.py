@@ -31,7 +31,9 @@ is therefore evaluated exactly, for several internal budgets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -69,10 +71,15 @@ class Rotor(Solver):
         most = peak_and_time(problem, problem.no_recompute)[0]
         if most <= budget_bytes:
             return solution_of(problem, budget_bytes, problem.no_recompute, self.name)
-        solution = self.prepare(problem, max(budget_bytes, 0)).solve(budget_bytes)
-        if not solution.status.fits:  # the lowest peak may lie above what that table holds
-            solution = self.prepare(problem, most).solve(budget_bytes)
-        return solution
+        return solved(partial(self.prepare, problem), budget_bytes, most)
+
+
+def solved(prepare: Callable[[int], RotorTable], budget_bytes: int, most_bytes: int) -> Solution:
+    """The solution of the table that `prepare` makes for a budget; of one up to `most_bytes` where nothing fits."""
+    solution = prepare(max(budget_bytes, 0)).solve(budget_bytes)
+    if not solution.status.fits:  # the lowest peak may lie above what that table holds
+        solution = prepare(most_bytes).solve(budget_bytes)
+    return solution
 
 
 def prepare_table(

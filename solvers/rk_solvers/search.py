@@ -36,7 +36,7 @@ GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SearchOptions:
     """How long to search, and for how little."""
 
     seed: int = 0
@@ -63,7 +63,7 @@ class Search:
     problem: Problem
     budget_bytes: int
     chain: Chain | None
-    effort: Effort
+    options: SearchOptions
     say: Callable[[str], None]
     process: SideProcess
     bound_ms: float = 0.0
@@ -76,7 +76,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.tables = Tables(self.problem)
-        self.rng = random.Random(self.effort.seed)
+        self.rng = random.Random(self.options.seed)
         self.bound_ms = self.problem.keep_all_time_ms
         self._work = self._all_work()
 
@@ -87,8 +87,8 @@ class Search:
 
     def done(self) -> bool:
         """Whether the gap or the time limit is reached, or no plan can fit."""
-        near = bool(self.plans) and self.gap <= max(self.effort.gap, SAME)
-        return near or self.bound_ms == float("inf") or time.monotonic() >= self.effort.deadline
+        near = bool(self.plans) and self.gap <= max(self.options.gap, SAME)
+        return near or self.bound_ms == float("inf") or time.monotonic() >= self.options.deadline
 
     def add(self, solver: str, plan: Recompute) -> bool:
         """Take note of a plan; whether it is the best so far."""
@@ -131,7 +131,7 @@ class Search:
         if self.problem.backward:
             refinement = self._advanced(refinement)  # the first plans meanwhile
         if not self.plans and not self.done():
-            limit = time.monotonic() + 0.3 * (self.effort.deadline - time.monotonic())
+            limit = time.monotonic() + 0.3 * (self.options.deadline - time.monotonic())
             self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
         before = None
         while refinement is not before and not self.done():
@@ -152,11 +152,11 @@ class Search:
         """Take note of a plan once its excess is repaired, and what is redundant dropped."""
         state = PlanState(self.tables, plan)
         weights = weights_for(state, self.rng, 1.0, 0.0)
-        if not repair(state, self.budget_bytes, weights, self.effort.deadline):
+        if not repair(state, self.budget_bytes, weights, self.options.deadline):
             self.others.append(normalise(self.problem, state.recompute()))
             return
-        polish(state, self.budget_bytes, self.effort.deadline)
-        improve(state, self.budget_bytes, rounds, self.effort.deadline, self.rng)
+        polish(state, self.budget_bytes, self.options.deadline)
+        improve(state, self.budget_bytes, rounds, self.options.deadline, self.rng)
         self.add(solver, state.recompute())
 
     def _advanced(self, refinement: Refinement) -> Refinement:
@@ -164,9 +164,9 @@ class Search:
         best = self.plans[0] if self.plans else None
         incumbent = best.recompute if best else self.problem.no_recompute
         overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
-        gap = min(0.05, 0.25 * self.effort.gap / max(overhead, 1e-9))  # of the recomputation's time
+        gap = min(0.05, 0.25 * self.options.gap / max(overhead, 1e-9))  # of the recomputation's time
         limit_s = max(1.0, (0.4 if refinement.rounds else 0.1) * self._left_s())
-        target = Target(best.time_ms * (1 - self.effort.gap) if best else float("inf"), limit_s, gap)
+        target = Target(best.time_ms * (1 - self.options.gap) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), refinement.advanced, incumbent, target)
         self.work(MEANWHILE if refinement.rounds else 2)
         refinement = self.process.wait(refinement)
@@ -174,7 +174,7 @@ class Search:
         return refinement
 
     def _left_s(self) -> float:
-        return max(0.1, self.effort.deadline - time.monotonic())
+        return max(0.1, self.options.deadline - time.monotonic())
 
     def _combine(self) -> None:
         """The best of the plans together, if there are new ones."""
@@ -194,11 +194,11 @@ class Search:
 
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""
-        problem, effort = self.problem, self.effort
+        problem, options = self.problem, self.options
         baselines = [normalise(problem, plan) for plan in baseline_plans(problem, self.chain)]
         for plan in baselines:
             self.add("baseline", plan)
-        starts = attempts(self.tables, self.budget_bytes, baselines, effort.seed, effort.tries, effort.deadline)
+        starts = attempts(self.tables, self.budget_bytes, baselines, options.seed, options.tries, options.deadline)
         for number, state in enumerate(starts):
             if state.peak_bytes > self.budget_bytes:
                 self.others.append(normalise(problem, state.recompute()))
@@ -214,5 +214,5 @@ class Search:
         while True:
             if self.plans:
                 chosen = self.rng.choice(self.plans[:4])
-                self.add_repaired(chosen.solver, chosen.recompute, max(1, effort.rounds // 4))
+                self.add_repaired(chosen.solver, chosen.recompute, max(1, options.rounds // 4))
             yield

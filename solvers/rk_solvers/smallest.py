@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .baselines import baseline_plans
 from .evaluate import evaluate, normalise, peak_and_time
-from .local_search import costly_first, drop_redundant, weights_for
+from .local_search import polish, weights_for
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
 from .repair import repair
@@ -128,13 +128,6 @@ def _repaired(tables: Tables, starts: list[Recompute], budget_bytes: int, deadli
 def _shortened(tables: Tables, plan: Recompute, deadline: float) -> Recompute:
     """The plan without the recomputations that its peak can do without, as far as the deadline allows."""
     state = PlanState(tables, plan)
-    most = state.peak_bytes
-    changed = True
-    while changed:
-        changed = False
-        for key in costly_first(state):
-            if time.monotonic() >= deadline:
-                break
-            changed |= drop_redundant(state, most, [key])
+    polish(state, state.peak_bytes, deadline)
     shorter = normalise(tables.problem, state.recompute())
     return min(plan, shorter, key=lambda candidate: peak_and_time(tables.problem, candidate))

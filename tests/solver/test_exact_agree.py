@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import Auto, BackwardOp, Intervals, Oracle, Problem, Solution, Status, check, intervals, peak_and_time
+from rk_solvers import Auto, BackwardOp, Intervals, Oracle, Problem, Solution, Status, check, peak_and_time
 from rk_solvers.checkmate import Checkmate, build, saved_bytes_of
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.oracle import least_peak
-from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import SAME
 from tests.solver.instances import gpt2, random_problem, random_step
 
@@ -23,13 +20,7 @@ SOLVERS = ("scipy", "gurobi", "sweep", "intervals", "auto")
 NEEDS = {"gurobi": "gurobipy", "intervals": "ortools"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    """One process for all searches by `Intervals`: its start takes longer than a small problem does."""
-    with SideProcess() as process:
-        kept = contextlib.nullcontext(process)
-        with mock.patch.object(intervals, "SideProcess", return_value=kept):
-            yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def drawn(seed: int, count: int) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import signal
@@ -26,14 +25,7 @@ if importlib.util.find_spec("ortools") is None:
 from rk_solvers import intervals
 from rk_solvers.intervals import Intervals
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    """One process for all searches of this file: its start takes longer than a small problem does."""
-    with SideProcess() as process:
-        kept = contextlib.nullcontext(process)
-        with mock.patch.object(intervals, "SideProcess", return_value=kept):
-            yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def own_process():
