@@ -16,7 +16,7 @@ from benchmarks.random_dags import SIZES, random_problem
 from rk_solvers import Chain, Problem, problem_from_json, problem_to_json
 
 if TYPE_CHECKING:
-    from rockmate.planner import Measured
+    from rockmate.measured import Measured
 
 MODELS = ("gpt2-demo", "resnet50-demo", "resnet101-demo", "unet-demo", "t5-6", "mixer-demo", "gpt2-deep")
 
@@ -36,7 +36,8 @@ def problem_named(name: str, cache: Path) -> tuple[Problem, Chain | None]:
 def measured(name: str) -> Measured:
     """The problem and chain of one of `MODELS`, or of any model of the zoo."""
     from rockmate import zoo  # torch is needed for this only
-    from rockmate.planner import PlanRequest, measure
+    from rockmate.measured import measure
+    from rockmate.request import PlanRequest
 
     if name in OTHERS:
         model, sample, loss = OTHERS[name]()

@@ -12,12 +12,14 @@ from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
 from rockmate.errors import PickleError
+from rockmate.measured import Measured
 from rockmate.memory_split import MemorySplit, Scope
 from rockmate.optimizer_state import OptimizerLike
 from rockmate.pinned import Pins, as_pins
 from rockmate.plan import Plan
-from rockmate.planner import Measured, Planned, PlanRequest, plan_model
+from rockmate.planner import Planned, plan_model
 from rockmate.progress import Progress, progress_display
+from rockmate.request import PlanRequest
 from rockmate.runner import Runner
 
 

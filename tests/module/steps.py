@@ -16,8 +16,10 @@ from rkgb.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
 from rockmate.codegen import compile_program
-from rockmate.planner import Measured, Planned, PlanRequest, make_plan, measure
+from rockmate.measured import Measured, measure
+from rockmate.planner import Planned, make_plan
 from rockmate.program import Program, make_program
+from rockmate.request import PlanRequest
 from rockmate.runner import Runner
 
 Loss = Callable[[Any], Tensor]

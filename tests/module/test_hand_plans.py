@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from rk_solvers import Recompute, Schedule, check, normalise, peak_and_time, schedule_of
-from rockmate.planner import Measured
+from rockmate.measured import Measured
 from rockmate.simulator import simulate
 from tests.module.models import Layers, Normalised, SharedMask, Smooth, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.random_modules import RandomModule, random_plan

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import BudgetTooSmall, PinError, Rockmate, TraceError
-from rockmate.planner import Measured, PlanRequest, measure
+from rockmate.measured import Measured, measure
+from rockmate.request import PlanRequest
 from tests.module.steps import assert_trains_exactly, following, keep_nothing, squares
 
 aten = torch.ops.aten

@@ -1,0 +1,108 @@
+"""From a module and a sample to what planning needs: graphs, costs, and the eager step beside them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rk_solvers import Chain, KeepAll, Problem
+from rkgb import AllGraphs, Sample, d_to_s, make_sample
+from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
+from rkgb.sgraph import run_once
+from rkgb.state import autocast_in_force, module_devices, training_mode
+from rockmate.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
+from rockmate.errors import NothingToTrain
+from rockmate.memory_split import Residents, above_gradients, count_residents
+from rockmate.optimizer_state import optimizer_state_bytes
+from rockmate.pattern import CallPattern
+from rockmate.pinned import check_pins, pinned_operations
+from rockmate.real_step import eager_peak_bytes
+from rockmate.request import PlanRequest
+
+
+@dataclass(eq=False, slots=True)
+class Measured:
+    """A module ready to be planned for any budget: graphs, costs, and the eager step beside them.
+
+    Where the budget is for all of training there are `residents`, gradients of parameters among them: then `problem`
+    and `eager_peak_bytes` are of a step above them.
+    """
+
+    sample: Sample | None  # None once planned: its tensors are the user's to free
+    pattern: CallPattern
+    graphs: AllGraphs
+    problem: Problem
+    chain: Chain
+    eager_peak_bytes: int
+    device: torch.device
+    measuring_s: float
+    residents: Residents | None = None
+
+
+def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measured:
+    """Trace and measure `model`; leaves it as it was.
+
+    Raises `SampleError`, `TraceError`, `PinError`, `LossError`, and `NothingToTrain` for a module without any gradient.
+    """
+    started = time.perf_counter()
+    arguments = make_sample(model, sample)
+    check_pins(model, request.pin)
+    state_bytes = None  # known before what takes minutes
+    if request.scope == "total":
+        place = _main_device(module_devices(model, arguments.tensors))
+        state_bytes = optimizer_state_bytes(request.optimizer, model.parameters(), place)
+    if not any(tensor.requires_grad for tensor in (*model.parameters(), *arguments.tensors)):
+        raise NothingToTrain(
+            f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
+            "training step to plan. Unfreeze a parameter, or use the module as it is."
+        )
+    with training_mode(model):
+        graphs, loss_cost = _graphs(model, arguments, request)
+    if not graphs.K_graph.backward:
+        raise NothingToTrain(
+            f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
+            "requires one. Return the tensor that the loss is made of."
+        )
+    device = _device(graphs)
+    residents = None
+    if state_bytes is not None:
+        constants = [leaf.constant for leaf in graphs.D_graph.leaves.values() if leaf.constant is not None]
+        residents = count_residents(model, arguments.tensors, constants, device, state_bytes)
+    with training_mode(model):
+        problem, chain = build_problem(graphs, loss_cost or assumed_loss_cost(graphs.K_graph))
+        problem = problem if residents is None else above_gradients(problem, graphs)
+        request.progress("eager step", 0, 1)
+        keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
+        eager = eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak, residents)
+        request.progress("eager step", 1, 1)
+    pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
+    measuring_s = time.perf_counter() - started
+    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, residents)
+
+
+def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> tuple[AllGraphs, LossCost | None]:
+    """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be; what the loss takes."""
+    loss, costs = request.loss, list[LossCost]()
+    basic, dataflow = exact_trace(model, sample, on_stage=request.progress)
+    pinned = pinned_operations(model, dataflow, request.pin)
+    request.progress("loss", 0, 1)
+    if loss is not None:
+        dataflow = with_trained_outputs(
+            dataflow, model, sample, lambda output: costs.append(measure_loss(loss, output))
+        )
+    request.progress("loss", 1, 1)
+    simplified = run_once(d_to_s(dataflow), pinned)
+    return measured_graphs(basic, simplified, model, sample, request.progress), costs[0] if costs else None
+
+
+def _device(graphs: AllGraphs) -> torch.device:
+    return _main_device(info.device for info in graphs.D_graph.values.values())
+
+
+def _main_device(devices: Iterable[torch.device]) -> torch.device:
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

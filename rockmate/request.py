@@ -1,0 +1,60 @@
+"""What a user asks for when a module is to be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rk_solvers import SOLVERS, Solver
+from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rockmate.budget import Budget, check_budget
+from rockmate.costs import LossFunction
+from rockmate.errors import LossError, SolverError
+from rockmate.memory_split import Scope, check_scope
+from rockmate.optimizer_state import OptimizerLike
+from rockmate.pinned import Pin
+
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Nobody asked to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user asked for."""
+
+    budget: Budget
+    loss: LossFunction | None = None
+    solver: Solver | str = "auto"
+    progress: Progress = no_progress
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # for one search; a plan may take a few, and measuring takes its own
+    gap: float = DEFAULT_GAP  # the search ends where no plan is faster by more than this share of the step's time
+    pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
+    scope: Scope = "step"  # what the budget is for
+    optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
+
+
+def check_request(request: PlanRequest) -> None:
+    """Refuse what could only fail after minutes of measuring.
+
+    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`.
+    """
+    check_budget(request.budget)
+    known = request.solver in SOLVERS if isinstance(request.solver, str) else isinstance(request.solver, Solver)
+    if not known:
+        raise SolverError(
+            f"solver must be one of {', '.join(sorted(SOLVERS))}, or an instance of rk_solvers.Solver such as "
+            f'Greedy(), but is {request.solver!r}. Leave it out, or say "auto", to have the best of several.'
+        )
+    check_scope(request.scope, request.optimizer)
+    if not request.time_limit_s >= 0:
+        raise SolverError(f"time_limit is {request.time_limit_s!r}; give the seconds that a search may take.")
+    if not 0 <= request.gap < 1:
+        raise SolverError(
+            f"gap is {request.gap!r}; give the share of the step's time that a faster plan may save, such "
+            "as 0.01 for 1 %, and 0 for a proof."
+        )
+    if request.loss is not None and not callable(request.loss):
+        raise LossError(f"loss must be a function of the model's output, but is {request.loss!r}.")
