@@ -42,8 +42,8 @@ from rk_solvers import (
     solver_named,
 )
 from rk_solvers.blocks import Block, Option, parts_of
+from rk_solvers.least_peak import least_bytes
 from rk_solvers.rotor_tables import ChainNumbers, fill
-from rk_solvers.smallest import least_bytes
 from rockmate.units import format_bytes, format_ms
 
 AUTO, GREEDY = "auto", "greedy"

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from .checkmate import Checkmate
 from .evaluate import peak_and_time, serving
+from .least_peak import is_infeasible
 from .problem import Chain, Problem
 from .search import POOL, Search, SearchOptions
 from .side_process import SideProcess
-from .smallest import least_bytes, lowest_peak_plan
+from .smallest import PROOF_S, lowest_peak_plan
 from .solver import SAME, Solution, Solver, solution_of
 
 EXACT = 400  # binaries of a problem that the exact program solves in about a second
@@ -51,10 +52,10 @@ class Auto(Solver):
         with SideProcess() as process:
             search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process)
             try:
-                if budget_bytes >= least_bytes(problem):
-                    self._search(search)
-                else:
+                if is_infeasible(problem, budget_bytes, PROOF_S):
                     search.bound_ms = float("inf")
+                else:
+                    self._search(search)
             except KeyboardInterrupt:
                 if not search.plans:
                     raise
@@ -82,7 +83,10 @@ class Auto(Solver):
             optimal = search.gap <= SAME
             solution = solution_of(problem, budget_bytes, best.recompute, best.solver, optimal=optimal)
             return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms))
-        lowest = lowest_peak_plan(problem, search.others[:POOL], self.chain, search.options.deadline)
+        # In time of its own, whatever the search took: the smallest budget that a refusal names was found like this,
+        # and must be met when it is asked for.
+        deadline = time.monotonic() + self.time_limit_s
+        lowest = lowest_peak_plan(problem, search.others[:POOL], self.chain, deadline)
         return replace(solution_of(problem, budget_bytes, lowest, self.name), lower_bound_ms=search.bound_ms)
 
 

@@ -6,9 +6,10 @@ import math
 import time
 
 from .evaluate import peak_and_time
+from .least_peak import is_infeasible
 from .problem import Chain, Problem, Recompute
 from .refinement import Refinement, Target
-from .smallest import least_bytes
+from .smallest import PROOF_S
 
 
 def lower_bound_ms(
@@ -30,7 +31,7 @@ def lower_bound_ms(
         chain.check(problem)
     if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
         return problem.keep_all_time_ms
-    if budget_bytes < least_bytes(problem) or not problem.backward:
+    if not problem.backward or is_infeasible(problem, budget_bytes, PROOF_S):
         return math.inf
     deadline = time.monotonic() + time_limit_s
     found = Refinement(problem, budget_bytes, chain, bound_ms=problem.keep_all_time_ms)

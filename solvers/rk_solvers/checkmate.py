@@ -25,10 +25,10 @@ import numpy as np
 
 from .evaluate import Bytes, Step, evaluate, instances_of, peak_and_time, recompute_time_ms, serving
 from .greedy import Greedy
+from .least_peak import least_bytes
 from .milp import Floats, Limits, Model, Outcome, solve
 from .problem import Problem, Recompute
 from .schedule import schedule_of
-from .smallest import least_bytes
 from .solver import Solution, Solver, Status, solution_of
 from .state_sweep import MOST_STATES, sweep_states
 

@@ -1,24 +1,28 @@
 """The smallest budget: a search for the plan of lowest peak.
 
 Bisection between a bound that no plan can beat (what each operation holds at once) and the best plan known,
-by greedy repair from keep-all and from that plan. The result is the lowest peak that the solvers know how to
-reach, not a proof.
+by greedy repair from keep-all and from that plan. Times do not matter here, and are left out: the same bytes give the
+same plan, so that a budget named as the smallest is met again when the model is measured anew.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .baselines import baseline_plans
 from .evaluate import evaluate, normalise, peak_and_time
-from .local_search import polish, weights_for
+from .least_peak import least_bytes, least_peak_bytes
+from .local_search import polish, take_out, weights_for
 from .plan_state import PlanState, Tables
-from .problem import Chain, Problem, Recompute
+from .problem import Chain, ForwardOp, Problem, Recompute
 from .repair import repair
 
 STEPS = 12  # of the bisection
+SHAKES = 60  # attempts to get below it, at most
+SHAKEN = 8000  # … times the operations of the forward, at most
+PROOF_S = 2.0  # most seconds for the proof that no plan takes much less
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class SmallestBudget:
     budget_bytes: int
     binding_op: str  # operation of that peak, such as "backward linear_3"
     recompute: Recompute  # a plan with that peak
+    proven_bytes: int  # no plan's peak is lower (see `least_peak`)
 
 
 def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: float = 10.0) -> SmallestBudget:
@@ -38,25 +43,8 @@ def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: 
     """
     plan = lowest_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
     result = evaluate(problem, plan)
-    return SmallestBudget(result.peak_bytes, result.peak_at, plan)
-
-
-def least_bytes(problem: Problem) -> int:
-    """A bound that no schedule can be below: what one operation holds at once."""
-    size = [item.size_bytes for item in problem.data]
-    held = sum(size[item] for item in problem.held)
-    least = problem.base_bytes
-    for index, op in enumerate(problem.forward):
-        items = {
-            *op.inputs,
-            *op.outputs,
-            *(item for item in problem.held if problem.data[item].producer <= index),
-        }
-        least = max(least, problem.base_bytes + op.workspace_bytes + sum(size[item] for item in items))
-    for backward in problem.backward:
-        free = sum(size[item] for item in backward.needs if item not in problem.held)
-        least = max(least, problem.base_bytes + held + free + backward.peak_bytes)
-    return least
+    proven_bytes = least_peak_bytes(problem, result.peak_bytes, PROOF_S)
+    return SmallestBudget(result.peak_bytes, result.peak_at, plan, proven_bytes)
 
 
 def lowest_peak_plan(
@@ -70,16 +58,29 @@ def lowest_peak_plan(
 
     The search ends when `time.monotonic` reaches `deadline`, with the best plan so far, also of `plans`.
     """
-    search = _Search(Tables(problem), deadline)
-    start = [problem.no_recompute, min(baseline_plans(problem, chain), key=search.cost)]
-    lowest = search.lowest(start)
-    starts = [*start, *(normalise(problem, plan) for plan in plans)]
+    best = problem.no_recompute
+    for timeless in (_timeless(problem, by_bytes=True), _timeless(problem, by_bytes=False)):
+        search = _Search(Tables(timeless), deadline)
+        start = [problem.no_recompute, best, min(baseline_plans(timeless, chain), key=search.cost)]
+        best = search.shaken(min([best, search.lowest(start)], key=search.cost))
+    starts = [problem.no_recompute, best, *(normalise(problem, plan) for plan in plans)]
     if time.monotonic() >= deadline:
-        return min([lowest, *starts], key=search.cost)
-    if budget_bytes is not None and search.cost(lowest)[0] > budget_bytes and plans:
+        return min(starts, key=search.cost)
+    if budget_bytes is not None and search.cost(best)[0] > budget_bytes and plans:
         found = search.lowest(starts)
-        return found if search.cost(found)[0] <= budget_bytes else lowest
-    return lowest
+        return found if search.cost(found)[0] <= budget_bytes else best
+    return best
+
+
+def _timeless(problem: Problem, *, by_bytes: bool) -> Problem:
+    """The same problem with times that nobody measured: by what an operation reads and writes, or all the same."""
+
+    def time_ms(op: ForwardOp) -> float:
+        moved_bytes = sum(problem.data[item].size_bytes for item in (*op.inputs, *op.outputs))
+        return 1.0 + moved_bytes / (1 << 20) if by_bytes else 1.0
+
+    forward = tuple(replace(op, time_ms=time_ms(op)) for op in problem.forward)
+    return replace(problem, forward=forward, backward=tuple(replace(op, time_ms=1.0) for op in problem.backward))
 
 
 @dataclass(slots=True)
@@ -110,6 +111,28 @@ class _Search:
             high = reached
         rivals = [plan for plan in _repaired(self.tables, [*starts, best], high, self.deadline) if plan != best]
         return _shortened(self.tables, min([best, *rivals], key=self.cost), self.deadline)
+
+    def shaken(self, plan: Recompute) -> Recompute:
+        """`plan`, or one of lower peak: what is recomputed near some stage is dropped, and the rest repaired."""
+        tables, rng = self.tables, random.Random(0)
+        least = least_bytes(tables.problem)
+        for _ in range(min(SHAKES, SHAKEN // max(1, tables.count)) if plan else 0):
+            peak_bytes = self.cost(plan)[0]
+            if peak_bytes - least <= peak_bytes // 500 or time.monotonic() >= self.deadline:
+                break
+            state = PlanState(tables, plan)
+            middle, reach, share = rng.randrange(len(plan)), rng.choice([3, 10, 30, 100]), rng.choice([0.2, 0.5, 1.0])
+            for key in state.recomputations():
+                if (
+                    abs(tables.split(key)[0] - middle) <= reach
+                    and rng.random() < share
+                    and state.has(*tables.split(key))
+                ):
+                    take_out(state, key)
+            weights = weights_for(state, rng, rng.choice([0.0, 0.5, 1.0]), rng.choice([0.0, 0.5, 1.0]))
+            repair(state, peak_bytes - 1 - rng.choice([0, peak_bytes // 500]), weights, self.deadline)
+            plan = min([plan, normalise(tables.problem, state.recompute())], key=self.cost)
+        return plan
 
 
 def _repaired(tables: Tables, starts: list[Recompute], budget_bytes: int, deadline: float) -> list[Recompute]:

@@ -29,7 +29,7 @@ from rk_solvers import (
     peak_and_time,
     solver_named,
 )
-from rk_solvers.smallest import least_bytes
+from rk_solvers.least_peak import least_bytes
 from rk_solvers.solver import best_solution
 from rk_solvers.sweep import solve_sweep
 from tests.solver.instances import chain_of, gpt2, random_problem, random_step
