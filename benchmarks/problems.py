@@ -18,6 +18,7 @@ from rk_solvers import Chain, Problem, problem_from_json, problem_to_json
 if TYPE_CHECKING:
     from rockmate.measured import Measured
 
+Trainable = tuple[Any, Any, Callable[[Any], Any]]  # a module, a sample, and the loss of its output
 MODELS = ("gpt2-demo", "resnet50-demo", "resnet101-demo", "unet-demo", "t5-6", "mixer-demo", "gpt2-deep")
 
 
@@ -35,18 +36,24 @@ def problem_named(name: str, cache: Path) -> tuple[Problem, Chain | None]:
 
 def measured(name: str) -> Measured:
     """The problem and chain of one of `MODELS`, or of any model of the zoo."""
-    from rockmate import zoo  # torch is needed for this only
-    from rockmate.measured import measure
+    from rockmate.measured import measure  # torch is needed for this only
     from rockmate.request import PlanRequest
 
+    model, sample, loss = model_named(name)
+    return measure(model, sample, PlanRequest(1.0, loss))
+
+
+def model_named(name: str) -> Trainable:
+    """One of `MODELS`, or any model of the zoo, with a sample and the loss of its output."""
+    from rockmate import zoo
+
     if name in OTHERS:
-        model, sample, loss = OTHERS[name]()
-        return measure(model, sample, PlanRequest(1.0, loss))
+        return OTHERS[name]()
     entry = zoo.get(name)
-    return measure(entry.model, entry.sample, PlanRequest(1.0, entry.loss))
+    return entry.model, entry.sample, entry.loss
 
 
-def t5(layers: int) -> tuple[Any, Any, Callable[[Any], Any]]:
+def t5(layers: int) -> Trainable:
     """Hugging Face's T5-small, with as many layers in the encoder as in the decoder."""
     import torch
     import transformers
@@ -59,7 +66,29 @@ def t5(layers: int) -> tuple[Any, Any, Callable[[Any], Any]]:
     return model, {"input_ids": tokens[0], "labels": tokens[1]}, lambda output: output.loss
 
 
-def deep_gpt2(layers: int) -> tuple[Any, Any, Callable[[Any], Any]]:
+def llama(layers: int) -> Trainable:
+    """Hugging Face's Llama, narrow, with grouped queries and dropout in its attention."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=256,
+        intermediate_size=688,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=2048,
+        max_position_embeddings=256,
+        attention_dropout=0.1,
+        use_cache=False,
+    )
+    tokens = torch.randint(2048, (4, 256))
+    model = transformers.LlamaForCausalLM(config).train()
+    return model, {"input_ids": tokens, "labels": tokens}, lambda output: output.loss
+
+
+def deep_gpt2(layers: int) -> Trainable:
     """A narrow GPT-2 of very many layers: 100 are 2,500 forward operations."""
     import torch
 
@@ -72,7 +101,8 @@ def deep_gpt2(layers: int) -> tuple[Any, Any, Callable[[Any], Any]]:
     return model, tokens[0], lambda output: cross_entropy(output.flatten(0, 1), tokens[1].flatten())
 
 
-OTHERS: dict[str, Callable[[], tuple[Any, Any, Callable[[Any], Any]]]] = {
+OTHERS: dict[str, Callable[[], Trainable]] = {
+    "llama-8": functools.partial(llama, 8),
     "t5-6": functools.partial(t5, 6),
     "gpt2-deep": functools.partial(deep_gpt2, 100),
 }

@@ -7,6 +7,7 @@ process-level figures such as the resident set size are not.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -15,16 +16,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
-
-try:
-    import resource
-except ImportError:  # there are no such limits on Windows
-    resource = None  # type: ignore[assignment]
 
 # Marks are allocations of a size that no model uses, made and released at once: the allocator's own
 # order then places them exactly, which time stamps would not.
@@ -71,16 +66,22 @@ class AllocationLog:
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
         self._profile = profile(use_cpu=True, profile_memory=True)
         self._quiet.__enter__()
-        self._profile.__enter__()
+        try:
+            self._profile.__enter__()
+        except BaseException:  # such as out of memory: what is held back is still to come out
+            self._quiet.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            trace = self._history()[self._before :]
-            torch.cuda.memory._record_memory_history(None)
+            try:
+                torch.cuda.synchronize(self.device)
+                trace = self._history()[self._before :]
+            finally:
+                torch.cuda.memory._record_memory_history(None)
             self._split(_cuda_events(trace))
             return
         assert self._profile is not None
@@ -162,16 +163,65 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     return _round_up(size_bytes) if device.type == "cuda" else size_bytes
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that an allocation on `device` could still get: what its caching allocator holds unused included."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = int(psutil.virtual_memory().available)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS) if resource is not None else (-1, -1)
-    if limit < 0 or resource is None or limit == resource.RLIM_INFINITY:
-        return free
-    return min(free, max(0, limit - int(psutil.Process().memory_info().vms)))
+# What allocators say in errors of no class of their own: PyTorch's for the CPU, CUDA and its libraries, and C++.
+_SAID_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+# oneDNN's, in full: the longer messages that begin alike are of operations that it does not have.
+_MEANT_OUT_OF_MEMORY = (
+    "could not create a primitive",
+    "could not create a memory object",
+    "could not execute a primitive",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that the device, the machine or the process has no memory left, or was raised from one."""
+    return _out_of_memory_in(error) is not None
+
+
+def _out_of_memory_in(error: BaseException) -> BaseException | None:
+    """The error, among `error` and those it was raised from, that an allocation failed with."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, (torch.OutOfMemoryError, MemoryError)):
+            return found
+        if isinstance(found, OSError) and found.errno == errno.ENOMEM:
+            return found
+        if isinstance(found, RuntimeError):
+            text = str(found)
+            if text in _MEANT_OUT_OF_MEMORY or any(said in text for said in _SAID_OUT_OF_MEMORY):
+                return found
+        found = found.__cause__
+    return None
+
+
+@contextlib.contextmanager
+def out_of_memory_told(doing: str, advice: str) -> Iterator[None]:
+    """Add to an out-of-memory error what was being done and what to do instead.
+
+    It is raised as what it was, for those who catch it: without the errors that took it for something else.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  it is raised again, or what it came from
+        cause = _out_of_memory_in(error)
+        try:
+            if cause is None:
+                raise
+            if not getattr(cause, "__notes__", None):  # told once, by who knows most
+                cause.add_note(f"No memory was left {doing}. {advice}")
+            if cause is error:
+                raise
+            error.__cause__ = error.__context__ = None  # no cycle: it would hold every tensor of the frames
+            raise cause from None
+        finally:
+            del cause
 
 
 _NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 
+from rkgb.available import available_bytes
 from rkgb.bgraph import BGraph, LeafKind
+from rkgb.context import measure_in_context
 from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
@@ -20,7 +23,7 @@ from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
 from rkgb.expand import expand_composites
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measure import measure_blocks
-from rkgb.memory import free_bytes
+from rkgb.memory import is_out_of_memory, out_of_memory_told
 from rkgb.partition import SubGraph, partition
 from rkgb.profile import BlockProfile
 from rkgb.replay import replay_check, run_graph
@@ -34,6 +37,11 @@ from rkgb.varying import without_varying_guards
 Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
 
+
+_ADVICE = (
+    "Planning takes what a forward without gradients takes, and the step of the largest block: give a sample with a "
+    "smaller batch, or free memory first."
+)
 
 Backward = Callable[[Any], object]
 """Called with an output like the model's: runs a backward into its tensors, as a loss does."""
@@ -84,10 +92,13 @@ def make_all_graphs(
     standard error stream what is being done, `on_stage` is told of it. `tracer` is
     ``"jit"``, ``"record"`` or ``"auto"``: the first of the two whose trace proves exact. `low_memory`
     checks the trace with autograd's saved tensors on disk; None does so where a whole training step might
-    not fit. `backward`, called once with an output like the model's, does what the loss does: what it hands no
-    gradient to has none in the K graph; without it, every differentiable output has one. The model is left as it
-    was: modes, buffers, gradients, random streams. Raises `SampleError` for a sample that does not fit, `TraceError`
-    for a module that cannot be traced exactly.
+    not fit, or did not; False never. `backward`, called once with an output like the model's, does what the loss
+    does: what it hands no gradient to has none in the K graph; without it, every differentiable output has one. The
+    model is left as it was: modes, buffers, gradients, random streams.
+
+    Raises `SampleError` for a sample that does not fit, `TraceError` for a module that cannot be traced exactly, and
+    what the allocator raises, with a note, where there is less memory than a forward without gradients and the step
+    of the largest block take.
     """
     tell = on_stage or (_say if verbose else _say_nothing)
     arguments = make_sample(model, sample, model_kwargs)
@@ -108,16 +119,19 @@ def measured_graphs(
     """
     tell = on_stage or _say_nothing
     blocks = cut(simplified, chain(simplified).pins)
-    profiles = measure_blocks(simplified, blocks, model, sample, tell)
-    tell("measure", len(blocks), len(blocks))
+    with out_of_memory_told(f"while the blocks of {type(model).__name__} were measured", _ADVICE):
+        profiles = measure_blocks(simplified, blocks, model, sample, tell)
     whole = s_to_k(simplified, blocks, profiles)
+    measure_in_context(whole, profiles, model, sample)
+    tell("measure", len(blocks), len(blocks))
     classes = equivalent_classes(simplified.dgraph, blocks)
     return AllGraphs(basic, simplified.dgraph, simplified, blocks, classes, whole, profiles)
 
 
 def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
     """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient."""
-    with borrowed(model):
+    doing = f"while the loss ran on the output of {type(model).__name__}, to see what it takes"
+    with out_of_memory_told(doing, _ADVICE), borrowed(model):
         values: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             output = run_graph(graph, model, sample.copy())
@@ -164,19 +178,28 @@ def exact_trace(
             f'autocast is on for {cast[0][0]}, whose casts torch.jit.trace does not record. Use tracer="record".'
         )
     tracer = "record" if cast else tracer
-    try:
-        basic, dataflow = _front_end(model, sample, "jit" if tracer == "auto" else tracer, low_memory, tell)
-    except TraceError as first:
-        if tracer != "auto":
-            raise
-        try:
-            basic, dataflow = _front_end(model, sample, "record", low_memory, tell)
-        except TraceError as error:
-            error.add_note(f"(torch.jit.trace, tried first: {first})")
-            raise error from None
+    with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
+        basic, dataflow = _believed_trace(model, sample, tracer, low_memory, tell)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
     return basic, dataflow
+
+
+def _believed_trace(
+    model: torch.nn.Module, sample: Sample, tracer: Tracer, low_memory: bool | None, tell: Stage
+) -> tuple[BGraph, DGraph]:
+    try:
+        return _front_end(model, sample, "jit" if tracer == "auto" else tracer, low_memory, tell)
+    except TraceError as first:
+        if tracer != "auto" or is_out_of_memory(first):
+            raise
+        try:
+            return _front_end(model, sample, "record", low_memory, tell)
+        except TraceError as error:
+            error.add_note(f"(torch.jit.trace, tried first: {first})")
+            if is_out_of_memory(error):
+                raise
+            raise error from None
 
 
 def _front_end(
@@ -195,24 +218,39 @@ def _front_end(
         ) from error
     _refuse_input_writes(model, dataflow)
     tell("trace", 2, 4)
-    frugal = _step_is_too_large(model, dataflow) if low_memory is None else low_memory
+    if low_memory is None and _step_is_too_large(model, dataflow):
+        low_memory = True
     if tracer == "jit":
         fine = expand_composites(basic, model, sample)
         tell("trace", 3, 4)
         if len(fine.nodes) > len(basic.nodes):
             with contextlib.suppress(ReplayMismatch):
                 inspected = b_to_d(fine, model, sample)
-                replay_check(inspected, model, sample, frugal)
+                _check(inspected, model, sample, low_memory, tell)
                 tell("trace", 4, 4)
                 return fine, inspected
     else:
         basic, dataflow = without_varying_guards(basic, dataflow, model, sample)
     try:
-        replay_check(dataflow, model, sample, frugal)
+        _check(dataflow, model, sample, low_memory, tell)
     except ReplayMismatch as error:
         raise ReplayMismatch(" ".join([f"{error}", *(f"Besides, {told}" for told in basic.side_effects)])) from error
     tell("trace", 4, 4)
     return basic, dataflow
+
+
+def _check(graph: DGraph, model: torch.nn.Module, sample: Sample, low_memory: bool | None, tell: Stage) -> None:
+    """The replay check in memory, or, where that may not or does not suffice, on disk."""
+    if not low_memory:
+        try:
+            replay_check(graph, model, sample, False)
+            return
+        except Exception as error:
+            if low_memory is False or not is_out_of_memory(error):
+                raise
+        gc.collect()  # of the step that was too large
+    tell("trace (checked on disk: a whole step may not fit the memory)", 3, 4)
+    replay_check(graph, model, sample, True)
 
 
 _STEP_OVER_VALUES = 3  # a step holds gradients and what operations save beside the values that the graph names
@@ -224,7 +262,7 @@ def _step_is_too_large(model: torch.nn.Module, graph: DGraph) -> bool:
         own = [info for name, info in graph.values.items() if info.owner == name and info.device == device]
         values_bytes = sum(info.storage_bytes for info in own)
         gradients_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.device == device)
-        if _STEP_OVER_VALUES * values_bytes + 2 * gradients_bytes > free_bytes(device):
+        if _STEP_OVER_VALUES * values_bytes + 2 * gradients_bytes > available_bytes(device):
             return True
     return False
 

@@ -56,8 +56,9 @@ class StageProfile:
     op: str
     time_ms: float
     needs: tuple[str, ...]  # owners (values, phantoms) of the saved storages that it reads
-    resident_bytes: int  # gradients alive when it starts
+    resident_bytes: int  # gradients alive when it reads what was saved
     peak_bytes: int  # most gradients and workspace alive while it runs
+    nodes: tuple[str, ...] = ()  # the operation of each of its autograd nodes, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,13 @@ class BlockProfile:
                 for name, op in self.ops.items()
             },
             stages=tuple(
-                replace(stage, op=rename(stage.op), needs=tuple(map(rename, stage.needs))) for stage in self.stages
+                replace(
+                    stage,
+                    op=rename(stage.op),
+                    needs=tuple(map(rename, stage.needs)),
+                    nodes=tuple(map(rename, stage.nodes)),
+                )
+                for stage in self.stages
             ),
             parameter_gradient_bytes={
                 rename(name): size_bytes for name, size_bytes in self.parameter_gradient_bytes.items()

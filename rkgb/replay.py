@@ -14,6 +14,7 @@ from rkgb.bgraph import BGraph
 from rkgb.call import is_ref
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
+from rkgb.memory import is_out_of_memory
 from rkgb.record import computed_digests, digest
 from rkgb.sample import Sample
 from rkgb.spool import Spool, Spooled, gradients_taken, saved_on
@@ -160,7 +161,9 @@ def _move_on(module: torch.nn.Module, sample: Sample, seed: int) -> None:
     """One call on other data, for the sake of the state that it leaves behind."""
     try:
         fresh_sample(sample, seed).call(module)
-    except _REFUSALS:
+    except _REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
         sample.copy().call(module)  # integers in another order are nothing to this module: sorted lengths
 
 
@@ -218,9 +221,9 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
             raise ReplayMismatch(
                 f"the trace of {type(module).__name__} does not hold for other data: {error}"
             ) from error
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # such as a write into a leaf, which the module made where the trace cannot tell
+            if is_out_of_memory(error):
+                raise
             raise ReplayMismatch(f"the trace of {type(module).__name__} fails on other data: {error}") from error
         difference = expected.first_difference_at(found)
         if difference is None:
@@ -231,7 +234,8 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
         cause = f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
     else:
         cause = "Control flow that depends on data, or side effects in forward, are the usual causes."
-    place = first_difference_place(graph, module, fresh, difference[0])
+    # Looking for it takes what a whole forward saves.
+    place = None if low_memory else first_difference_place(graph, module, fresh, difference[0])
     cause = f"The first operation that differs is {place}. {cause}" if place else cause
     raise ReplayMismatch(
         f"the trace of {type(module).__name__} is not exact on fresh data: {difference[1]}. {cause} "
@@ -246,7 +250,9 @@ def _reference(module: torch.nn.Module, sample: Sample, spool: Spool | None) -> 
         return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
     except RockmateError:
         raise
-    except _REFUSALS:
+    except _REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
         fresh = fresh_sample(sample, permuted=False)
         return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
 

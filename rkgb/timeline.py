@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rkgb.memory import AllocationLog, highest_level
 
@@ -18,6 +18,7 @@ class StageWindow:
     time_ms: float = 0.0
     resident_bytes: int = 0
     peak_bytes: int = 0
+    nodes: list[str] = field(default_factory=list)  # the operation of each autograd node in it
 
 
 def forward_peaks(log: AllocationLog, op_marks: list[int]) -> list[int]:
@@ -29,17 +30,16 @@ def forward_peaks(log: AllocationLog, op_marks: list[int]) -> list[int]:
     return peaks
 
 
-def merge_stages(log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]) -> list[StageWindow]:
-    """Fill in the windows' bytes, then join those that need not be told apart.
+def measure_windows(log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]) -> None:
+    """Fill in the windows' bytes.
 
     `known` lists the storages that the forward made and that may live on, each by its address and
     by a mark that follows its allocation. They are no gradients: their bytes are counted by
     whoever decides how long they live. Everything else that is alive during the backward is
-    gradient or workspace. A window joins the one before it when both belong to one operation, or
-    when it reads no saved tensor and does not raise the other's peak.
+    gradient or workspace.
     """
     if not windows:
-        return []
+        return
     saved = _allocations(log, known)
     starts = [log.marks[window.mark] for window in windows]
     alive = _alive_before(log, starts[0])
@@ -55,7 +55,6 @@ def merge_stages(log: AllocationLog, windows: list[StageWindow], known: Sequence
                 del alive_saved[event.address]
             else:
                 other += event.size_bytes
-    return _join(windows)
 
 
 def _allocations(log: AllocationLog, known: Sequence[tuple[int, int]]) -> set[int]:
@@ -83,15 +82,41 @@ def _alive_before(log: AllocationLog, end: int) -> dict[int, tuple[int, int]]:
     return alive
 
 
-def _join(windows: list[StageWindow]) -> list[StageWindow]:
+def merge_stages(log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]) -> list[StageWindow]:
+    """`measure_windows`, then `join_windows`."""
+    measure_windows(log, windows, known)
+    return join_windows(windows)
+
+
+def join_windows(windows: Sequence[StageWindow]) -> list[StageWindow]:
+    """Join the windows that need not be told apart.
+
+    A window joins the one before it when both belong to one operation, or when it reads no saved tensor and does
+    not raise the other's peak.
+    """
     joined: list[StageWindow] = []
     for window in windows:
         last = joined[-1] if joined else None
         same_op = last is not None and last.op == window.op
         if last is not None and (same_op or (not window.needs and window.peak_bytes <= last.peak_bytes)):
-            last.needs.update(window.needs)
-            last.time_ms += window.time_ms
-            last.peak_bytes = max(last.peak_bytes, window.peak_bytes)
+            joined[-1] = joined_windows([last, window])
         else:
             joined.append(window)
     return joined
+
+
+def joined_windows(windows: Sequence[StageWindow]) -> StageWindow:
+    """Consecutive windows as one.
+
+    What is recomputed for one of them is so where it is first read: above the gradients that are there when the
+    window that reads it starts.
+    """
+    reading = [window for window in windows if window.needs] or windows[:1]
+    return replace(
+        windows[0],
+        nodes=[node for window in windows for node in window.nodes],
+        needs={need: None for window in windows for need in window.needs},
+        time_ms=sum(window.time_ms for window in windows),
+        resident_bytes=max(window.resident_bytes for window in reading),
+        peak_bytes=max(window.peak_bytes for window in windows),
+    )

@@ -13,6 +13,7 @@ from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
 from rkgb.memory import AllocationLog, allocated_bytes
 from rkgb.profile import SavedKind
+from rkgb.state import without_autocast
 from rkgb.tree import leaves
 from rockmate.errors import LossError
 
@@ -38,7 +39,9 @@ def measure_loss(loss: LossFunction, output: Any) -> LossCost:
     """Run `loss` on what the model gave, as leaves of autograd, and back; tell what it took."""
     started = time.perf_counter()
     with AllocationLog(leaves(output)[0].device) as log:
-        evaluate_loss(loss, output).backward()
+        value = evaluate_loss(loss, output)
+        with without_autocast():  # where training calls it
+            value.backward()
     time_ms = (time.perf_counter() - started) * 1e3
     return LossCost(time_ms, log.peak_bytes)
 
@@ -64,9 +67,7 @@ def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:
     """The whole training step as the solvers see it, and its partition into blocks."""
     graph = graphs.K_graph
     index_of = {data.name: index for index, data in enumerate(_stored(graph))}
-    values = graph.sgraph.dgraph.values
-    outputs = {values[name].owner for name in graph.sgraph.dgraph.output_names}
-    held = frozenset(index_of[owner] for owner in outputs if owner in index_of)
+    held = frozenset(index_of[name] for name in held_storages(graph) if name in index_of)
     producer = {data: place for place, comp in enumerate(graph.forward) for data in comp.outputs}
     data = tuple(Data(d.name, d.size_bytes, producer[d], d.kind) for d in _stored(graph))
     once = unrepeatable_nodes(graph)
@@ -77,6 +78,29 @@ def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:
     )
     problem = Problem(data, forward, backward, held)
     return problem, _chain(graphs, len(graph.backward))
+
+
+def held_storages(graph: KGraph) -> set[str]:
+    """Storages alive to the end of the step whatever the plan: outputs, and what outputs without gradient saved.
+
+    No backward comes to the operations that lead to such an output alone: the output's own graph keeps what they saved.
+    """
+    dgraph = graph.sgraph.dgraph
+    held = {dgraph.owner(name) for name in dgraph.output_names}
+    staged = {comp.name.split(".backward")[0] for comp in graph.backward}
+    maker = {name: op for op in dgraph for name in op.output_names}
+    waiting = [name for name in dgraph.output_names if name not in dgraph.gradient_outputs]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in maker or not dgraph.values[name].requires_grad:
+            continue
+        seen.add(name)
+        op = maker[name]
+        if op.name not in staged and op.name in graph.op_profiles:
+            held |= {saved.source for saved in graph.op_profiles[op.name].saved if saved.kind is not SavedKind.LEAF}
+        waiting += op.call.inputs
+    return held
 
 
 def _stored(graph: KGraph) -> list[Any]:

@@ -10,12 +10,17 @@ class BudgetError(RockmateError, ValueError):
 
 
 class BudgetTooSmall(RockmateError):
-    """No schedule that any solver found fits the budget."""
+    """No schedule that any solver found fits the budget.
 
-    def __init__(self, message: str, smallest_budget_bytes: int, binding_op: str) -> None:
+    `smallest_budget_bytes` is the smallest for which one was found, and a step was run in it. `binding_op` is where its
+    peak occurs. No schedule takes less than `proven_bytes`: the truth is between the two.
+    """
+
+    def __init__(self, message: str, smallest_budget_bytes: int, binding_op: str, proven_bytes: int) -> None:
         super().__init__(message)
         self.smallest_budget_bytes = smallest_budget_bytes
         self.binding_op = binding_op
+        self.proven_bytes = proven_bytes
 
 
 class NothingToTrain(RockmateError):

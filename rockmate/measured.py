@@ -29,8 +29,9 @@ from rockmate.request import PlanRequest
 class Measured:
     """A module ready to be planned for any budget: graphs, costs, and the eager step beside them.
 
-    Where the budget is for all of training there are `residents`, gradients of parameters among them: then `problem`
-    and `eager_peak_bytes` are of a step above them.
+    `eager_peak_bytes` was measured, or is what keep-all is predicted to take where the eager step does not fit the
+    device. Where the budget is for all of training there are `residents`, gradients of parameters among them: then
+    `problem` and `eager_peak_bytes` are of a step above them.
     """
 
     sample: Sample | None  # None once planned: its tensors are the user's to free
@@ -47,7 +48,8 @@ class Measured:
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measured:
     """Trace and measure `model`; leaves it as it was.
 
-    Raises `SampleError`, `TraceError`, `PinError`, `LossError`, and `NothingToTrain` for a module without any gradient.
+    Raises `SampleError`, `TraceError`, `PinError`, `LossError`, `NothingToTrain` for a module without any gradient, and
+    what the allocator raises, with a note, where the memory does not suffice for planning.
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
@@ -79,6 +81,9 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         request.progress("eager step", 0, 1)
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         eager = eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak, residents)
+        if eager is None:
+            request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
+            eager = keep_all_peak
         request.progress("eager step", 1, 1)
     pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
     measuring_s = time.perf_counter() - started

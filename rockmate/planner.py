@@ -12,10 +12,13 @@ import torch
 
 from rk_solvers import Effort, KeepAll, Solution, check, solver_named
 from rk_solvers.bound import lower_bound_ms
+from rkgb.available import available_bytes
+from rkgb.memory import out_of_memory_told
 from rkgb.state import borrowed, training_mode
 from rockmate.budget import resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
+from rockmate.errors import BudgetError
 from rockmate.measured import Measured, measure
 from rockmate.memory_split import MemorySplit
 from rockmate.plan import Plan
@@ -64,6 +67,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         solution = _solve(measured, request, target_bytes, first=attempt == 0)
         planned = _planned(measured, solution, budget_bytes, module, split)
         request.progress("check", attempt, _ATTEMPTS)
+        _refuse_more_than_there_is(planned.plan, measured.device)
         runner = Runner(module, measured.graphs.D_graph, measured.pattern, planned.compile_for(module))
         peak_bytes = _measured_peak_bytes(module, runner, measured, request.loss)
         if peak_bytes <= budget_bytes:
@@ -85,6 +89,17 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     planning_s = measured.measuring_s + time.perf_counter() - started
     planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes, lower_bound_ms=bound_ms)
     return planned
+
+
+def _refuse_more_than_there_is(plan: Plan, device: torch.device) -> None:
+    """On the CPU the system may promise more than it has, and end the process that takes it at its word."""
+    free_bytes = available_bytes(device)
+    if device.type == "cpu" and plan.peak_bytes > free_bytes:
+        raise BudgetError(
+            f"the budget {format_bytes(plan.budget_bytes)} is more than there is: a step would take "
+            f"{format_bytes(plan.peak_bytes)}, and {format_bytes(free_bytes)} are free on {device}. Give a budget "
+            "below that, or None for what is free less a reserve."
+        )
 
 
 def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySplit | None]:
@@ -157,7 +172,12 @@ def _planned(
 def _measured_peak_bytes(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> int:
     """Peak of one real step of the plan on the sample. The module is left as it was."""
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
-    with training_mode(module), borrowed(module, {measured.device}):
+    doing = "when the module was set aside for a real step of the plan"
+    with (
+        out_of_memory_told(doing, "Free some memory first."),
+        training_mode(module),
+        borrowed(module, {measured.device}),
+    ):
         return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
 
 

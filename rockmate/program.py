@@ -14,6 +14,7 @@ from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.dgraph import last_uses
 from rkgb.profile import SavedKind, SavedTensor
+from rockmate.costs import held_storages
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
 
@@ -87,7 +88,7 @@ class _Assigner:
         self.dgraph = graph.sgraph.dgraph
         self.segment_of_stage = {stage: index for index, stage in enumerate(sorted(groups))}
         self.node_of_data = {name: node for node in graph.sgraph for name in node.data}
-        held = {self.dgraph.owner(name) for name in self.dgraph.output_names}
+        held = held_storages(graph)
         self.instances: dict[str, list[int]] = {}  # by storage: stages at which it is made anew
         for stage in sorted(groups):
             for node in groups[stage]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rkgb import Sample
-from rkgb.measure import FreshGradients
-from rkgb.memory import AllocationLog
-from rkgb.state import borrowed
+from rkgb.available import available_bytes
+from rkgb.block_run import FreshGradients
+from rkgb.memory import AllocationLog, is_out_of_memory, out_of_memory_told
+from rkgb.state import borrowed, without_autocast
 from rkgb.tree import leaves
 from rockmate.costs import LossFunction, evaluate_loss
 from rockmate.memory_split import Residents
+from rockmate.units import format_bytes
 
 StepFunction = Callable[..., Any]  # called like the module
 
@@ -25,9 +28,11 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
         if loss is None:
             # As a loss would: its gradients belong to autograd, which frees them once they are used.
             differentiable = [tensor for tensor in leaves(output) if tensor.requires_grad]
-            FreshGradients.apply(*differentiable).backward()  # type: ignore[no-untyped-call]
+            value = FreshGradients.apply(*differentiable)  # type: ignore[no-untyped-call]
         else:
-            evaluate_loss(loss, output).backward()
+            value = evaluate_loss(loss, output)
+        with without_autocast():  # where training calls it
+            value.backward()
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> int:
@@ -43,8 +48,21 @@ def real_peak_bytes(
 ) -> int:
     """Peak of a real step, from no gradients of parameters; above `residents`, if given, with and without gradients.
 
-    The module is to be borrowed: the first step leaves the gradients to which the second adds.
+    The module is to be borrowed: the first step leaves the gradients to which the second adds. Raises what the
+    allocator raises where the step does not fit the device, with a note of what does.
     """
+    free_bytes = available_bytes(device)
+    with out_of_memory_told(
+        "in a real step of the plan, to check its peak",
+        f"{format_bytes(free_bytes)} were free on {device} before it, gaps and libraries' scratch buffers included: "
+        "give a budget below that, or None for what is free less a reserve.",
+    ):
+        return _real_peak_bytes(step, sample, loss, device, residents)
+
+
+def _real_peak_bytes(
+    step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device, residents: Residents | None
+) -> int:
     without_bytes = peak_of(step, sample, loss, device)
     if residents is None:
         return without_bytes
@@ -58,14 +76,20 @@ def eager_peak_bytes(
     device: torch.device,
     keep_all_peak_bytes: int,
     residents: Residents | None,
-) -> int:
-    """Peak of the eager step, measured; what keep-all takes, where eager does not fit the device.
+) -> int | None:
+    """Peak of the eager step, measured; None where eager does not fit the device.
 
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
     """
+    if device.type == "cpu" and keep_all_peak_bytes > available_bytes(device):
+        return None  # not even tried: where the system promises more than it has, it would end the process
+    measured = None
     try:
         with borrowed(model, {device}):
-            measured = real_peak_bytes(model, sample, loss, device, residents)
-    except (torch.OutOfMemoryError, MemoryError):
-        return keep_all_peak_bytes
-    return max(measured, keep_all_peak_bytes) if loss is None else measured
+            measured = _real_peak_bytes(model, sample, loss, device, residents)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    if measured is None:
+        gc.collect()  # of the step that did not fit
+    return max(measured, keep_all_peak_bytes) if measured is not None and loss is None else measured

@@ -1,40 +1,139 @@
-"""What a user is told whose budget no plan fits."""
+"""What a user is told whose budget no plan fits: the smallest that would do, what binds there, and what would help."""
 
 from __future__ import annotations
 
-from rk_solvers import Solution
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rk_solvers import Backward, Compute, Forget, Problem, Solution
+from rk_solvers.least_peak import least_peak_bytes
+from rkgb import DNode
+from rockmate.costs import LOSS
 from rockmate.errors import BudgetTooSmall
 from rockmate.measured import Measured
 from rockmate.memory_split import MemorySplit
 from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
-_SPARE = 1.02  # on the smallest budget named: measured anew, times differ, and with them the plan that is found
+_PROOF_S = 3.0  # most seconds for the proof of how much less might do
+_MUCH = 0.15  # a part of the peak that is worth a word
 
 
 def too_small(
     measured: Measured, solution: Solution, budget_bytes: int, lowest_bytes: int, split: MemorySplit | None
 ) -> BudgetTooSmall:
-    """`lowest_bytes` was measured: a step of the plan of lowest peak really takes that much."""
-    op = solution.binding_op or simulate(measured.problem, solution.schedule).peak_op
-    smallest = max(round(lowest_bytes * _SPARE), budget_bytes + 1)
+    """The error of a budget that the plan of lowest peak, `solution`, exceeds.
+
+    `lowest_bytes` was measured: a step of that plan really takes that much.
+    """
+    problem = measured.problem
+    op = simulate(problem, solution.schedule).peak_op
+    smallest = max(lowest_bytes, budget_bytes + 1)
+    proven = solution.proven_bytes or least_peak_bytes(problem, max(solution.peak_bytes, 1), _PROOF_S)
+    proven = min(smallest, proven)
+    advice = " ".join(_advice(measured, _moment(problem, solution, op), smallest))
     divided = ""
     if split is not None:
         divided = f": {split}, and at least {format_bytes(smallest)} are needed"
-        budget_bytes, smallest = split.total_bytes, smallest + split.residents.total_bytes
+        resident_bytes = split.residents.total_bytes
+        budget_bytes, smallest, proven = split.total_bytes, smallest + resident_bytes, proven + resident_bytes
     return BudgetTooSmall(
         f"budget {format_bytes(budget_bytes)} < {format_bytes(smallest)}, the smallest for which a schedule was found "
-        f"(bound at {op}{_where(measured, op)}){divided}. Raise the budget to at least {smallest} bytes, reduce the "
-        "batch, or split that operation.",
+        f"({_proof(proven, smallest)}; bound at {op}{_where(measured, op)}){divided}. Raise the budget to at least "
+        f"{smallest} bytes, or: {advice}",
         smallest,
         op,
+        proven,
     )
+
+
+def _proof(proven_bytes: int, smallest_bytes: int) -> str:
+    if proven_bytes >= 0.999 * smallest_bytes:
+        return "proven: none takes less"
+    less = 1 - proven_bytes / smallest_bytes
+    return f"proven: none takes less than {format_bytes(proven_bytes)}, {less:.1%} below"
+
+
+def _operation(measured: Measured, name: str) -> DNode | None:
+    return next((op for op in measured.graphs.D_graph if op.name == name), None)
 
 
 def _where(measured: Measured, binding_op: str) -> str:
     """The user's own words for an operation: submodule and source line."""
-    name = binding_op.split()[-1].split(".backward")[0]
-    for op in measured.graphs.D_graph:
-        if op.name == name:
-            return f", {op.source}"
-    return ""
+    op = _operation(measured, binding_op.split()[-1].split(".backward")[0])
+    return f", {op.source}" if op is not None else ""
+
+
+# ---- what would help ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What is alive at the peak, in bytes."""
+
+    op: str
+    held_bytes: int  # the outputs of the model
+    gradient_bytes: int  # gradients, of parameters and of activations, and workspace
+    once: dict[str, int]  # values that nothing can recompute, by name
+
+
+def _moment(problem: Problem, solution: Solution, peak_op: str) -> _Moment:
+    """The moment of the schedule's peak."""
+    forward = {op.name: op for op in problem.forward}
+    item = {data.name: index for index, data in enumerate(problem.data)}
+    alive: set[str] = set()
+    stages = iter(problem.backward)
+    stage, begun = next(stages), False
+    gradient_bytes = 0
+    for op in solution.schedule.ops:
+        here = str(op) == peak_op
+        if isinstance(op, Compute):
+            gradient_bytes = forward[op.name].workspace_bytes + (stage.resident_bytes if begun else 0)
+            alive |= {problem.data[index].name for index in forward[op.name].outputs}
+            begun = begun or op.name == problem.forward[-1].name
+        elif isinstance(op, Backward):
+            gradient_bytes = stage.peak_bytes
+        elif isinstance(op, Forget):
+            alive.discard(op.name)
+        if here:
+            break
+        if isinstance(op, Backward):
+            stage = next(stages, stage)
+    size = {name: problem.data[item[name]].size_bytes for name in alive}
+    held = {problem.data[index].name for index in problem.held}
+    once = {name for name in alive - held if not problem.forward[problem.data[item[name]].producer].recomputable}
+    return _Moment(
+        peak_op,
+        sum(size[name] for name in alive & held),
+        gradient_bytes,
+        {name: size[name] for name in once},
+    )
+
+
+def _advice(measured: Measured, moment: _Moment, smallest_bytes: int) -> Iterator[str]:
+    """Sentences, the most helpful first."""
+    parameters_bytes = sum(
+        {name: size for profile in measured.graphs.profiles for name, size in profile.parameter_gradient_bytes.items()}
+        .values()
+    )  # fmt: skip
+    if measured.residents is not None:
+        parameters_bytes = 0  # counted beside the step
+    fixed_bytes = min(parameters_bytes, smallest_bytes)
+    half = fixed_bytes + (smallest_bytes - fixed_bytes) // 2
+    yield f"halve the batch (about {format_bytes(half)} would do, if all but gradients of parameters shrink with it);"
+    if moment.held_bytes > _MUCH * smallest_bytes:
+        held = format_bytes(moment.held_bytes)
+        yield f"return less, such as the loss instead of what it is made of (outputs hold {held} throughout);"
+    kept_bytes = sum(moment.once.values())
+    if kept_bytes > _MUCH * smallest_bytes:
+        largest = max(moment.once, key=lambda name: moment.once[name])
+        yield (
+            f"keep less that cannot be recomputed ({format_bytes(kept_bytes)}, of which {largest} is "
+            f"{format_bytes(moment.once[largest])});"
+        )
+    if parameters_bytes > _MUCH * smallest_bytes:
+        yield f"freeze parameters (their gradients take {format_bytes(parameters_bytes)} at the end of the step);"
+    if moment.op.split()[-1] == LOSS:
+        yield "compute the loss in parts, as the peak is there."
+    else:
+        yield f"split {moment.op.split()[-1]} into parts, as the peak is there."

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from .checkmate import Checkmate
 from .evaluate import peak_and_time, serving
-from .least_peak import is_infeasible
+from .least_peak import PROOF_S, is_infeasible
 from .problem import Chain, Problem
-from .search import POOL, Search, SearchOptions
+from .search import Search, SearchOptions
 from .side_process import SideProcess
-from .smallest import PROOF_S, lowest_peak_plan
+from .smallest import smallest_budget
 from .solver import SAME, Solution, Solver, solution_of
 
 EXACT = 400  # binaries of a problem that the exact program solves in about a second
@@ -85,9 +85,10 @@ class Auto(Solver):
             return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms))
         # In time of its own, whatever the search took: the smallest budget that a refusal names was found like this,
         # and must be met when it is asked for.
-        deadline = time.monotonic() + self.time_limit_s
-        lowest = lowest_peak_plan(problem, search.others[:POOL], self.chain, deadline)
-        return replace(solution_of(problem, budget_bytes, lowest, self.name), lower_bound_ms=search.bound_ms)
+        smallest = smallest_budget(problem, self.chain, self.time_limit_s)
+        solution = solution_of(problem, budget_bytes, smallest.recompute, self.name)
+        proven_bytes = None if solution.status.fits else smallest.proven_bytes
+        return replace(solution, lower_bound_ms=search.bound_ms, proven_bytes=proven_bytes)
 
 
 def _is_small(problem: Problem) -> bool:

@@ -6,10 +6,9 @@ import math
 import time
 
 from .evaluate import peak_and_time
-from .least_peak import is_infeasible
+from .least_peak import PROOF_S, is_infeasible
 from .problem import Chain, Problem, Recompute
 from .refinement import Refinement, Target
-from .smallest import PROOF_S
 
 
 def lower_bound_ms(

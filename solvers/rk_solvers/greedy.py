@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from .baselines import baseline_plans
 from .evaluate import normalise, peak_and_time
 from .local_search import improve, polish, weights_for
+from .lowest_peak import lowest_peak_plan
 from .plan_state import PlanState, Tables
 from .problem import Problem, Recompute
 from .repair import repair
-from .smallest import lowest_peak_plan
 from .solver import Solution, Solver, best_solution, solution_of
 
 

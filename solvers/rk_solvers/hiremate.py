@@ -32,12 +32,12 @@ from .blocks import Block, Part, blocks_of, bounded, bounded_plan, bounds_of, ha
 from .checkmate import Checkmate
 from .evaluate import normalise, peak_and_time
 from .local_search import improve, improve_nearby, polish, weights_for
+from .lowest_peak import lowest_peak_plan
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
 from .repair import repair
 from .rockmate import ExactPlanner, coarser
 from .rotor import prepare_table
-from .smallest import lowest_peak_plan
 from .solver import Solution, Solver, best_solution, solution_of
 
 FINALISTS = 3  # plans of the whole graph that are improved

@@ -29,10 +29,10 @@ from .intervals_cuts import add_cuts
 from .intervals_memory import add_hints, add_memory, values_of
 from .intervals_model import IntervalModel, Window
 from .intervals_windows import Windows
+from .lowest_peak import lowest_peak_plan
 from .problem import Chain, Problem, Recompute
 from .rotor import Rotor
 from .side_process import SideProcess
-from .smallest import lowest_peak_plan
 from .solver import Solution, Solver, best_solution, solution_of
 
 SMALL = 32  # forward operations of what is taken for a block: more computations, denser cuts, no windows

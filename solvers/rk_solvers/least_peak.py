@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from .problem import Problem
 
 ROUNDS = 20  # of propagation; a few do for most problems
+PROOF_S = 2.0  # most seconds for such a proof, where nobody says otherwise
 PRECISION = 1 / 10_000  # of the bound, as a share of the budget
 
 Bools = NDArray[np.bool_]

@@ -18,6 +18,7 @@ from .combine import combination
 from .evaluate import normalise, peak_and_time
 from .greedy import attempts
 from .local_search import improve, polish, weights_for
+from .lowest_peak import lowest_peak_plan
 from .milp import Limits, Result, solve
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
@@ -25,7 +26,6 @@ from .refinement import Refinement, Target
 from .repair import repair
 from .rotor import Rotor
 from .side_process import SideProcess
-from .smallest import lowest_peak_plan
 from .solver import SAME
 
 POOL = 12  # plans kept for combination

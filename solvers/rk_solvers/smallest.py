@@ -1,28 +1,21 @@
-"""The smallest budget: a search for the plan of lowest peak.
-
-Bisection between a bound that no plan can beat (what each operation holds at once) and the best plan known,
-by greedy repair from keep-all and from that plan. Times do not matter here, and are left out: the same bytes give the
-same plan, so that a budget named as the smallest is met again when the model is measured anew.
-"""
+"""The smallest budget: the lowest peak that a search reaches, and what is proven of it."""
 
 from __future__ import annotations
 
-import random
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from .baselines import baseline_plans
+from .checkmate import PROVEN, build
 from .evaluate import evaluate, normalise, peak_and_time
-from .least_peak import least_bytes, least_peak_bytes
-from .local_search import polish, take_out, weights_for
-from .plan_state import PlanState, Tables
-from .problem import Chain, ForwardOp, Problem, Recompute
-from .repair import repair
+from .least_peak import PROOF_S, least_bytes, least_peak_bytes
+from .lowest_peak import lowest_peak_plan
+from .milp import Limits, Outcome, solve
+from .problem import Chain, Problem, Recompute
+from .side_process import SideProcess
 
-STEPS = 12  # of the bisection
-SHAKES = 60  # attempts to get below it, at most
-SHAKEN = 8000  # … times the operations of the forward, at most
-PROOF_S = 2.0  # most seconds for the proof that no plan takes much less
+NEAR = 0.998  # a bound that is this part of the peak is near enough
+EXACT_SIZE = 25_000  # operations of the forward times those of the backward, in the exact program for a nearer bound
+EXACT_S = 12.0  # seconds for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,115 +35,23 @@ def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: 
     and those of the baselines, are always made. Raises `ValueError` if `chain` is not one of the problem.
     """
     plan = lowest_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
+    peak_bytes = peak_and_time(problem, plan)[0]
+    proven_bytes = least_peak_bytes(problem, peak_bytes, PROOF_S)
+    if proven_bytes < NEAR * peak_bytes and len(problem.forward) * len(problem.backward) <= EXACT_SIZE:
+        with SideProcess() as process:  # whose back end prints, and cannot be interrupted
+            process.start(2 * EXACT_S, least_peak_bound, problem, EXACT_S)
+            exact, bound_bytes = process.wait((None, 0))
+        proven_bytes = max(proven_bytes, bound_bytes)
+        if exact is not None:
+            plan = min([plan, normalise(problem, exact)], key=lambda one: peak_and_time(problem, one))
     result = evaluate(problem, plan)
-    proven_bytes = least_peak_bytes(problem, result.peak_bytes, PROOF_S)
-    return SmallestBudget(result.peak_bytes, result.peak_at, plan, proven_bytes)
+    return SmallestBudget(result.peak_bytes, result.peak_at, plan, min(proven_bytes, result.peak_bytes))
 
 
-def lowest_peak_plan(
-    problem: Problem, plans: list[Recompute], chain: Chain | None, deadline: float, budget_bytes: int | None = None
-) -> Recompute:
-    """The plan of least peak found from the baselines by greedy repair; redundant recomputations dropped.
-
-    A plan found from `plans` is returned instead if it fits `budget_bytes`, which the other does not. A lower peak that
-    is still above the budget does not count: `plans` are made for one budget, so the search under a budget of that peak
-    has others, and what is named as the smallest budget must be met by the solver that names it.
-
-    The search ends when `time.monotonic` reaches `deadline`, with the best plan so far, also of `plans`.
-    """
-    best = problem.no_recompute
-    for timeless in (_timeless(problem, by_bytes=True), _timeless(problem, by_bytes=False)):
-        search = _Search(Tables(timeless), deadline)
-        start = [problem.no_recompute, best, min(baseline_plans(timeless, chain), key=search.cost)]
-        best = search.shaken(min([best, search.lowest(start)], key=search.cost))
-    starts = [problem.no_recompute, best, *(normalise(problem, plan) for plan in plans)]
-    if time.monotonic() >= deadline:
-        return min(starts, key=search.cost)
-    if budget_bytes is not None and search.cost(best)[0] > budget_bytes and plans:
-        found = search.lowest(starts)
-        return found if search.cost(found)[0] <= budget_bytes else best
-    return best
-
-
-def _timeless(problem: Problem, *, by_bytes: bool) -> Problem:
-    """The same problem with times that nobody measured: by what an operation reads and writes, or all the same."""
-
-    def time_ms(op: ForwardOp) -> float:
-        moved_bytes = sum(problem.data[item].size_bytes for item in (*op.inputs, *op.outputs))
-        return 1.0 + moved_bytes / (1 << 20) if by_bytes else 1.0
-
-    forward = tuple(replace(op, time_ms=time_ms(op)) for op in problem.forward)
-    return replace(problem, forward=forward, backward=tuple(replace(op, time_ms=1.0) for op in problem.backward))
-
-
-@dataclass(slots=True)
-class _Search:
-    """Bisection for the least peak that repair reaches."""
-
-    tables: Tables
-    deadline: float
-    costs: dict[Recompute, tuple[int, float]] = field(default_factory=dict)  # plans are compared again and again
-
-    def cost(self, plan: Recompute) -> tuple[int, float]:
-        """Peak and time of a plan."""
-        if plan not in self.costs:
-            self.costs[plan] = peak_and_time(self.tables.problem, plan)
-        return self.costs[plan]
-
-    def lowest(self, starts: list[Recompute]) -> Recompute:
-        """The plan of least peak found from `starts` until the deadline."""
-        best = min(starts, key=self.cost)
-        high, low = self.cost(best)[0], least_bytes(self.tables.problem) - 1
-        for step in range(STEPS):
-            if high - low <= max(1, high // 500) or time.monotonic() >= self.deadline:
-                break
-            middle = (low + high) // 2 if step else low + 1  # the bound is often reached
-            best = min([best, *_repaired(self.tables, [*starts, best], middle, self.deadline)], key=self.cost)
-            reached = self.cost(best)[0]
-            low = max(low, middle) if reached > middle else low
-            high = reached
-        rivals = [plan for plan in _repaired(self.tables, [*starts, best], high, self.deadline) if plan != best]
-        return _shortened(self.tables, min([best, *rivals], key=self.cost), self.deadline)
-
-    def shaken(self, plan: Recompute) -> Recompute:
-        """`plan`, or one of lower peak: what is recomputed near some stage is dropped, and the rest repaired."""
-        tables, rng = self.tables, random.Random(0)
-        least = least_bytes(tables.problem)
-        for _ in range(min(SHAKES, SHAKEN // max(1, tables.count)) if plan else 0):
-            peak_bytes = self.cost(plan)[0]
-            if peak_bytes - least <= peak_bytes // 500 or time.monotonic() >= self.deadline:
-                break
-            state = PlanState(tables, plan)
-            middle, reach, share = rng.randrange(len(plan)), rng.choice([3, 10, 30, 100]), rng.choice([0.2, 0.5, 1.0])
-            for key in state.recomputations():
-                if (
-                    abs(tables.split(key)[0] - middle) <= reach
-                    and rng.random() < share
-                    and state.has(*tables.split(key))
-                ):
-                    take_out(state, key)
-            weights = weights_for(state, rng, rng.choice([0.0, 0.5, 1.0]), rng.choice([0.0, 0.5, 1.0]))
-            repair(state, peak_bytes - 1 - rng.choice([0, peak_bytes // 500]), weights, self.deadline)
-            plan = min([plan, normalise(tables.problem, state.recompute())], key=self.cost)
-        return plan
-
-
-def _repaired(tables: Tables, starts: list[Recompute], budget_bytes: int, deadline: float) -> list[Recompute]:
-    """What repair makes of each of `starts` until the deadline, within `budget_bytes` or not."""
-    rng = random.Random(0)
-    plans: list[Recompute] = []
-    for start in dict.fromkeys(starts):
-        if time.monotonic() >= deadline:
-            break
-        state = PlanState(tables, start)
-        repair(state, budget_bytes, weights_for(state, rng, 1.0, 0.0), deadline)
-        plans.append(normalise(tables.problem, state.recompute()))
-    return plans
-
-
-def _shortened(tables: Tables, plan: Recompute, deadline: float) -> Recompute:
-    """The plan without the recomputations that its peak can do without, as far as the deadline allows."""
-    state = PlanState(tables, plan)
-    polish(state, state.peak_bytes, deadline)
-    shorter = normalise(tables.problem, state.recompute())
-    return min(plan, shorter, key=lambda candidate: peak_and_time(tables.problem, candidate))
+def least_peak_bound(problem: Problem, time_limit_s: float) -> tuple[Recompute | None, int]:
+    """The plan of least peak, or None where that is not proven in time, and bytes that no plan is below."""
+    program = build(problem, None)
+    result = solve(program.model, "scipy", Limits(time_limit_s))
+    plan = program.plan(result.values) if result.outcome is Outcome.OPTIMAL and result.values is not None else None
+    bound_bytes = int(result.bound * (1 - PROVEN)) if result.bound > 0 else 0
+    return plan, max(bound_bytes, least_bytes(problem))

@@ -44,6 +44,7 @@ class Solution:
     solver: str  # name of the solver that found it
     smallest_budget_bytes: int | None = None  # infeasible only: the peak of this schedule
     binding_op: str | None = None  # infeasible only: the operation of that peak, such as "compute linear_3"
+    proven_bytes: int | None = None  # infeasible only: no schedule's peak is lower; None if not known
     lower_bound_ms: float | None = None  # no schedule that fits takes less; infinite if none fits, None if unknown
 
     @property

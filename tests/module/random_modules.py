@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rk_solvers import Problem, Recompute, normalise
-from tests.module.models import WIDTH
+from tests.module.models import ROWS, WIDTH
 
 Operation = Callable[[Tensor, Tensor], Tensor]  # (value, an earlier value) -> value, all [ROWS, WIDTH]
 
@@ -85,6 +85,66 @@ FUNCTIONS: tuple[Operation, ...] = (
     masked_without_gradient,
     written_twice,
     written_through_a_view,
+)
+
+
+def pooled(value: Tensor, earlier: Tensor) -> Tensor:
+    found, places = F.max_pool2d(value.reshape(-1, 8, 16, 32), 2, return_indices=True)
+    return F.max_unpool2d(found, places, 2).reshape(value.shape) + earlier
+
+
+def shuffled(value: Tensor, earlier: Tensor) -> Tensor:
+    return value.sort(dim=1).values + earlier[torch.randperm(ROWS)].tanh()
+
+
+def scattered(value: Tensor, earlier: Tensor) -> Tensor:
+    best, places = value.topk(WIDTH // 4, dim=1)
+    return torch.zeros_like(value).scatter_add(1, places, best) * torch.sigmoid(earlier)
+
+
+def spectrum(value: Tensor, earlier: Tensor) -> Tensor:
+    found = torch.fft.rfft(value.float())
+    return torch.fft.irfft(found * found.conj().sgn()).to(value.dtype) + earlier
+
+
+def windows(value: Tensor, earlier: Tensor) -> Tensor:
+    padded = F.pad(value[None], (1, 1), mode="reflect")[0]
+    return padded.unfold(1, 3, 1).amax(-1) + earlier
+
+
+def channels_dropped(value: Tensor, earlier: Tensor) -> Tensor:
+    images = F.dropout2d(value.reshape(-1, 8, 16, 32), 0.3)
+    return F.pixel_shuffle(F.pixel_unshuffle(images.sin(), 2), 2).reshape(value.shape)
+
+
+def noise_in_place(value: Tensor, earlier: Tensor) -> Tensor:
+    noise = torch.empty_like(value).uniform_(-0.1, 0.1)
+    return F.rrelu(value + noise, training=True) * (1 + noise).clamp_(max=1.05)
+
+
+def means_broadcast(value: Tensor, earlier: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(value, 1, keepdim=True)
+    return (value - mean.expand_as(value)) * (variance + 1).rsqrt() + earlier.mean(0)
+
+
+def products(value: Tensor, earlier: Tensor) -> Tensor:
+    first, second = value.view(8, -1, WIDTH), earlier.reshape(8, -1, WIDTH).to(value.dtype)
+    mixed = torch.einsum("btw,btv->bwv", first, second) * 0.01
+    return torch.matmul(first, mixed.tanh().to(first.dtype)).reshape(value.shape)
+
+
+def drawn_choices(value: Tensor, earlier: Tensor) -> Tensor:
+    return F.gumbel_softmax(value, tau=2.0) * earlier + F.alpha_dropout(value, 0.1, True).tanh()
+
+
+def summed_up(value: Tensor, earlier: Tensor) -> Tensor:
+    chunks = [part.cumsum(0).mul_(0.01) for part in value.chunk(3)]
+    return torch.tanh(torch.cat(chunks)).index_add(0, torch.arange(8), earlier[:8].to(value.dtype))
+
+
+RARE_FUNCTIONS: tuple[Operation, ...] = (
+    *(pooled, shuffled, scattered, spectrum, windows, channels_dropped, noise_in_place),
+    *(means_broadcast, products, drawn_choices, summed_up),
 )
 
 

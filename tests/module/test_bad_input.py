@@ -175,7 +175,11 @@ def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
     assert re.search(r"budget 10\.0 KiB < \d+ KiB, the smallest for which a schedule was found", str(error))
     assert re.search(r"models\.py:\d+", str(error)), "the user's own source line"
     assert error.binding_op in str(error)
-    assert re.search(rf"Raise the budget to at least {error.smallest_budget_bytes} bytes, reduce the batch", str(error))
+    assert re.search(
+        rf"Raise the budget to at least {error.smallest_budget_bytes} bytes, or: halve the batch", str(error)
+    )
+    assert f"split {error.binding_op.split()[-1]} into parts" in str(error)
+    assert 0.98 * error.smallest_budget_bytes <= error.proven_bytes <= error.smallest_budget_bytes
 
     model = Rockmate(network, rows(), error.smallest_budget_bytes, loss=squares)
     assert model.plan.budget_bytes == error.smallest_budget_bytes
@@ -187,14 +191,32 @@ def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
     assert_trains_exactly(model, [rows(1)])
 
 
-def test_one_byte_less_than_the_smallest_budget_is_refused_or_fits():
-    """The smallest budget is the smallest known, not a bound; but it must not be far off."""
+def test_less_than_the_proven_bytes_is_refused_with_the_same_figures():
     network = built(Layers)
     with pytest.raises(BudgetTooSmall) as refusal:
         Rockmate(network, rows(), 1, loss=squares)
-    smallest = refusal.value.smallest_budget_bytes
-    with pytest.raises(BudgetTooSmall):
-        Rockmate(network, rows(), smallest * 9 // 10, loss=squares)
+    smallest, proven = refusal.value.smallest_budget_bytes, refusal.value.proven_bytes
+    with pytest.raises(BudgetTooSmall) as again:
+        Rockmate(network, rows(), proven - 1, loss=squares)
+    assert (again.value.smallest_budget_bytes, again.value.proven_bytes) == (smallest, proven)
+
+
+class Heavy(nn.Module):
+    """Large outputs that it holds, and large parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 16 * WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(torch.tanh(hidden.sin()))
+
+
+def test_the_refusal_says_what_would_help():
+    with pytest.raises(BudgetTooSmall, match=r"return less, .* \(outputs hold [\d.]+ MiB throughout\)"):
+        Rockmate(built(Heavy), rows(), 1, loss=squares)
+    with pytest.raises(BudgetTooSmall, match=r"freeze parameters \(their gradients take"):
+        Rockmate(built(Heavy), rows()[:8].clone(), 1, loss=squares)
 
 
 # ---- calls ------------------------------------------------------------------------------------------

@@ -6,9 +6,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
-from rkgb.memory import free_bytes
+try:
+    import resource
+except ImportError:  # there are no such limits on Windows
+    resource = None  # type: ignore[assignment]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
@@ -21,21 +25,27 @@ def available_bytes(device: torch.device) -> int:
     """Bytes that could still be allocated on `device` now.
 
     On CUDA: what the device has free and what the caching allocator holds unused, within the share of the device
-    that the process may take. On the CPU: what the system says is available, within the limits of the process
+    that the process may take. Elsewhere: what the system says is available, within the limits of the process
     (RLIMIT_AS) and of the container that it runs in (cgroups).
     """
-    free = free_bytes(device)
     if device.type == "cuda":
-        share = torch.cuda.get_per_process_memory_fraction(device)
+        free, _ = torch.cuda.mem_get_info(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        return max(0, min(free, int(share * total) - torch.cuda.memory_allocated(device)))
-    if device.type != "cpu":
-        return free
+        share_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        held = torch.cuda.memory_reserved(device)  # by the allocator, in use or not
+        return max(0, min(free + held, share_bytes) - torch.cuda.memory_allocated(device))
+    free = min(int(psutil.virtual_memory().available), _free_address_space_bytes())
     try:
         membership = _CGROUP_MEMBERSHIP.read_text(encoding="utf-8")
     except OSError:  # no control groups on this system
         return free
     return min(free, cgroup_free_bytes(membership, _CGROUP_ROOT))
+
+
+def _free_address_space_bytes() -> int:
+    """What the limit on the process's address space leaves; `sys.maxsize` where there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS) if resource is not None else (-1, -1)
+    return sys.maxsize if limit < 0 else max(0, limit - int(psutil.Process().memory_info().vms))
 
 
 def cgroup_free_bytes(membership: str, root: Path) -> int:

@@ -1,0 +1,162 @@
+"""What a run of a block allocates and saves, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rkgb.block_run import Observer, run_block, stand_ins
+from rkgb.cut import Block
+from rkgb.dgraph import DGraph, DNode
+from rkgb.errors import GraphError
+from rkgb.memory import AllocationLog
+from rkgb.profile import BlockProfile, OpProfile, Phantom, SavedKind, SavedTensor, StageProfile
+from rkgb.timeline import StageWindow, forward_peaks, join_windows, measure_windows
+
+
+class _Packed:
+    """Stands in the autograd graph for a saved tensor, so that its use is seen."""
+
+    __slots__ = ("source", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, source: str) -> None:
+        self.tensor = tensor
+        self.source = source
+
+
+class MemoryObserver(Observer):
+    """Records storages, saved tensors, and the windows of the allocation log."""
+
+    def __init__(self, graph: DGraph, block: Block, log: AllocationLog) -> None:
+        self.graph = graph
+        self.block = block
+        self.log = log
+        self.saved: dict[str, list[SavedTensor]] = {}
+        self.phantoms: dict[str, list[Phantom]] = {op.name: [] for op in block.ops}
+        self.storages: list[tuple[int, int]] = []  # that may live on: address, and a mark after its allocation
+        self.marks_of_op: dict[str, int] = {}
+        self.windows: list[StageWindow] = []
+        self._marks = 0
+        self._packed: list[_Packed] = []
+        self._sources: dict[int, tuple[StorageWeakRef, str, SavedKind]] = {}
+        self.parameter_gradient_bytes: dict[str, int] = {}
+        self.input_gradient_bytes: dict[str, int] = {}
+
+    def mark(self) -> int:
+        self.log.mark()
+        self._marks += 1
+        return self._marks - 1
+
+    def know(self, name: str, tensor: torch.Tensor, kind: SavedKind) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._sources.setdefault(reference.cdata, (reference, name, kind))
+
+    def pack(self, tensor: torch.Tensor) -> _Packed:
+        packed = _Packed(tensor.detach(), "")
+        self._packed.append(packed)
+        return packed
+
+    def unpack(self, packed: _Packed) -> torch.Tensor:
+        if self.windows:
+            self.windows[-1].needs[packed.source] = None
+        return packed.tensor
+
+    def given(self, leaves: dict[str, torch.Tensor]) -> None:
+        for name, tensor in leaves.items():
+            kind = SavedKind.LEAF if name in self.graph.leaves else SavedKind.DATA
+            self.know(self.graph.owner(name), tensor, kind)
+
+    def before_op(self, op: DNode) -> None:
+        self._packed = []
+        self.marks_of_op[op.name] = self.mark()
+
+    def after_op(self, op: DNode, values: dict[str, Any]) -> None:
+        for name in op.output_names:
+            owner = self.graph.owner(name)
+            fresh = owner == name
+            self.know(owner, values[name], SavedKind.DATA if owner not in self.graph.leaves else SavedKind.LEAF)
+            if fresh:
+                self._remember(values[name])
+        self.saved[op.name] = [self._describe(op, packed) for packed in self._packed]
+        self._packed = []
+        self.mark()  # before anything is freed, and its address used again
+
+    def before_node(self, op: DNode) -> None:
+        self.windows.append(StageWindow(op.name, self.mark(), nodes=[op.name]))
+
+    def gathered(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        names = [name for name in self.block.inputs if self.graph.values[name].requires_grad]
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                self.input_gradient_bytes[name] = gradient.untyped_storage().nbytes()
+        self.mark()
+
+    def finished(self) -> None:
+        self.mark()
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        self.storages.append((tensor.untyped_storage().data_ptr(), self._marks))  # the next mark follows it
+
+    def _describe(self, op: DNode, packed: _Packed) -> SavedTensor:
+        tensor = packed.tensor
+        if tensor.layout != torch.strided:
+            raise GraphError(f"%{op.name} saves a {tensor.layout} tensor: only dense tensors are supported.")
+        reference = StorageWeakRef(tensor.untyped_storage())
+        known = self._sources.get(reference.cdata)
+        if known is None:
+            name = f"{op.name}.saved{len(self.phantoms[op.name])}"
+            known = (reference, name, SavedKind.PHANTOM)
+            self._sources[reference.cdata] = known
+            self.phantoms[op.name].append(Phantom(name, tensor.untyped_storage().nbytes()))
+            self._remember(tensor)
+        _, source, kind = known
+        packed.source = source if kind is not SavedKind.LEAF else ""
+        info = self.graph.values.get(source)
+        plain = not tensor.is_conj() and not tensor.is_neg() and (info is None or info.dtype == tensor.dtype)
+        return SavedTensor(
+            kind, source, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), refillable=plain
+        )
+
+    def measured_windows(self) -> list[StageWindow]:
+        """Each autograd node's stretch of the backward, in order, with its bytes."""
+        for window in self.windows:
+            window.needs.pop("", None)
+        measure_windows(self.log, self.windows, self.storages)
+        return self.windows
+
+    def profile(self, op_ms: Mapping[str, float], node_ms: Sequence[float]) -> BlockProfile:
+        """What was seen, with the times of the operations, by name, and of the autograd nodes, in order."""
+        peaks = forward_peaks(self.log, [self.marks_of_op[op.name] for op in self.block.ops])
+        ops = {
+            op.name: OpProfile(op_ms[op.name], peak_bytes, tuple(self.saved[op.name]), tuple(self.phantoms[op.name]))
+            for op, peak_bytes in zip(self.block.ops, peaks, strict=True)
+        }
+        for window, time_ms in zip(self.windows, node_ms, strict=True):
+            window.time_ms = time_ms
+        return BlockProfile(
+            ops,
+            tuple(
+                StageProfile(w.op, w.time_ms, tuple(w.needs), w.resident_bytes, w.peak_bytes, tuple(w.nodes))
+                for w in join_windows(self.measured_windows())
+            ),
+            self.parameter_gradient_bytes,
+            self.input_gradient_bytes,
+        )
+
+
+def observe_memory(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
+    """Run `block` on the `values` that it reads, by name, and watch."""
+    leaves = stand_ins(graph, block, values)  # outside of the log: copies of buffers are not the block's bytes
+    with AllocationLog(device) as log:
+        observer = MemoryObserver(graph, block, log)
+        with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):
+            run_block(graph, block, leaves, observer)
+        observer.parameter_gradient_bytes = {
+            name: leaf.grad.untyped_storage().nbytes()
+            for name, leaf in leaves.items()
+            if name in graph.leaves and leaf.grad is not None
+        }
+    return observer
