@@ -11,6 +11,7 @@ import torch
 
 from rkgb.call import Call, ref_names
 from rkgb.errors import GraphError
+from rkgb.generators import OwnGenerator
 
 
 class LeafKind(enum.Enum):
@@ -72,6 +73,7 @@ class BGraph:
     tracer: str = ""  # the front end that made it
     varying: frozenset[str] = frozenset()  # values that had another shape on other data
     side_effects: list[str] = field(default_factory=list)  # what forward does that no run of the graph repeats
+    generators: tuple[OwnGenerator, ...] = ()  # those of the user's own that it draws from
 
     def __iter__(self) -> Iterator[BNode]:
         return iter(self.nodes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rkgb.generators import OwnGenerator
 from rkgb.tree import leaves, map_leaves
 
 
@@ -40,7 +41,7 @@ def ref_names(tree: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``function(*args, **kwargs)`` where arguments may hold `Ref`s."""
+    """``function(*args, **kwargs)`` where arguments may hold `Ref`s, and `OwnGenerator`s in place of generators."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -67,8 +68,12 @@ class Call:
         ]
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        """Call the function on the values of that environment."""
-        args, kwargs = map_leaves(lambda ref: values[ref.name], (self.args, self.kwargs), is_ref)
+        """Call the function on the values of that environment, which may hold other generators than the trace's."""
+
+        def given(named: Any) -> Any:
+            return values[named.name] if isinstance(named, Ref) else values.get(named.name, named.generator)
+
+        args, kwargs = map_leaves(given, (self.args, self.kwargs), _is_named)
         return self.function(*args, **kwargs)
 
     def _schema_pairs(self) -> list[tuple[Any, Any]]:
@@ -79,6 +84,10 @@ class Call:
             (argument, self.args[position] if position < len(self.args) else self.kwargs.get(argument.name))
             for position, argument in enumerate(arguments)
         ]
+
+
+def _is_named(leaf: object) -> bool:
+    return isinstance(leaf, Ref | OwnGenerator)
 
 
 def bind(pattern: Any, result: Any, values: dict[str, Any]) -> None:

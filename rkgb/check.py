@@ -31,8 +31,9 @@ def test_rkgb(
         graph.verify()
     arguments = make_sample(model, sample, model_kwargs)
     with training_mode(model):
-        expected = record_step(model, arguments.copy(), lambda data: data.call(model))
-        found = record_step(model, arguments.copy(), lambda data: run_graph(graphs.D_graph, model, data))
+        own = graphs.D_graph.generators
+        expected = record_step(model, arguments.copy(), lambda data: data.call(model), own=own)
+        found = record_step(model, arguments.copy(), lambda data: run_graph(graphs.D_graph, model, data), own=own)
     difference = expected.first_difference(found)
     assert difference is None, f"the graphs of {type(model).__name__} differ from it: {difference}"
     print(summary(graphs, type(model).__name__, len(expected.tensors)))

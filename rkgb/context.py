@@ -63,7 +63,7 @@ def measure_in_context(
 def _windows_of_the_step(graph: KGraph, module: torch.nn.Module, sample: Sample) -> list[StageWindow]:
     dgraph = graph.sgraph.dgraph
     whole = BlockMaker(graph.sgraph).block(list(graph.sgraph.nodes))
-    with borrowed(module, module_devices(module, sample.tensors)), without_autocast():
+    with borrowed(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
         values: dict[str, Any] = dict(leaf_tensors(dgraph.leaves, module, sample.tensors))
         return observe_memory(dgraph, whole, values, _device(graph)).measured_windows()
 

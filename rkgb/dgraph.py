@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind, Source, verify_order
 from rkgb.call import Call, bind, ref_names
+from rkgb.generators import OwnGenerator, generators_for
 from rkgb.sample import Sample
 from rkgb.state import borrowed, module_devices, random_states, without_autocast
 from rkgb.values import ValueInfo, info_of
@@ -49,6 +50,7 @@ class DGraph:
     values: dict[str, ValueInfo]  # of every leaf and every node's output
     varying: frozenset[str] = frozenset()  # values whose shape depends on data: `values` has the sample's
     trained: frozenset[str] | None = None  # outputs that the loss hands a gradient to; None: all that take one
+    generators: tuple[OwnGenerator, ...] = ()  # those of the user's own that it draws from
 
     def __iter__(self) -> Iterator[DNode]:
         return iter(self.nodes)
@@ -142,8 +144,8 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
 
     Autograd's saved tensors are dropped while inspecting, so this takes no more memory than inference.
     """
-    inspector = _Inspector(module)
-    with borrowed(module):
+    inspector = _Inspector(module, graph.generators)
+    with borrowed(module, own=graph.generators):
         values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
         for name, tensor in values.items():
             inspector.note(name, tensor)
@@ -159,6 +161,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         output=graph.output,
         values=inspector.values,
         varying=graph.varying,
+        generators=graph.generators,
     )
     result.verify()
     return result
@@ -167,10 +170,11 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
 class _Inspector:
     """Notes the facts of values while the trace runs."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, own: tuple[OwnGenerator, ...]) -> None:
         self.nodes: list[DNode] = []
         self.values: dict[str, ValueInfo] = {}
         self._devices = module_devices(module)
+        self._generators = generators_for(module, own)
         # Weak references keep the storages' identities unique after the storages themselves are gone.
         self._owners: dict[int, tuple[StorageWeakRef, str]] = {}
         self._held: dict[str, list[str]] = {}  # by owner: the values in its storage
@@ -186,6 +190,7 @@ class _Inspector:
     def refresh_random_states(self) -> bool:
         """Whether a generator has moved since the last call."""
         states = [state for _, state in random_states(self._devices)]
+        states += [generator.get_state() for generator in self._generators]
         moved = len(states) != len(self._random) or not all(
             torch.equal(new, old) for new, old in zip(states, self._random, strict=True)
         )

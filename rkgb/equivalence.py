@@ -13,6 +13,7 @@ from rkgb.bgraph import LeafKind
 from rkgb.call import Ref
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
+from rkgb.generators import OwnGenerator
 
 # Facts of an operation that decide nothing, or that are written down in their own way.
 _WRITTEN_APART = frozenset({"name", "call", "outputs", "source", "written", "inputs"})
@@ -77,6 +78,8 @@ class _Writer:
             return "{" + ",".join(f"{key!r}={self.write(tree[key])}" for key in sorted(tree, key=repr)) + "}"
         if isinstance(tree, torch.Tensor):
             return f"tensor {tree.dtype} {tuple(tree.shape)} {_digest(tree)}"  # its repr leaves out elements
+        if isinstance(tree, OwnGenerator):
+            return f"generator on {tree.generator.device}"  # which one it is decides no cost
         return repr(tree)
 
     def _describe(self, name: str) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rkgb.bgraph import BGraph, BNode
 from rkgb.call import Call, Ref, bind, function_name, ref_names
 from rkgb.dgraph import last_uses, leaf_tensors
+from rkgb.generators import is_own_generator
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
@@ -34,7 +35,7 @@ def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) ->
     replay check to tell. The module is left as it was.
     """
     nodes: list[BNode] = []
-    with borrowed(module):
+    with borrowed(module, own=graph.generators):
         values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
         given = set(values)
         with torch.enable_grad():
@@ -56,7 +57,7 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
         storage = tensor.untyped_storage()
         saved.append((storage._cdata, storage.nbytes()))
 
-    composite = _is_composite(node.call)
+    composite = _is_composite(node.call) and not leaves((node.call.args, node.call.kwargs), is_own_generator)
     recorder = _Recorder()
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, _never_unpacked)
     with torch.set_grad_enabled(node.grad_enabled), hooks:

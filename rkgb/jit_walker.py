@@ -16,6 +16,7 @@ import torch
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref, function_name, is_ref
 from rkgb.errors import TraceError
+from rkgb.generators import GeneratorsMet, is_generator, is_own_generator
 from rkgb.naming import Namer
 from rkgb.sample import Sample
 from rkgb.tree import leaves, map_leaves
@@ -56,12 +57,18 @@ def _is_number(leaf: object) -> bool:
     return isinstance(leaf, _Number)
 
 
+def _runs_later(leaf: object) -> bool:
+    """Whether what reads `leaf` is an operation of the graph: no number can be made of it now."""
+    return is_ref(leaf) or is_own_generator(leaf)
+
+
 class JitWalker:
     """Walks the inlined graph once, turning its C++ values into Python data."""
 
-    def __init__(self, module: torch.nn.Module, sample: Sample) -> None:
+    def __init__(self, module: torch.nn.Module, sample: Sample, generators: GeneratorsMet) -> None:
         self.module = module
         self.sample = sample
+        self.generators = generators
         self.nodes: list[BNode] = []
         self.leaves: dict[str, Leaf] = {}
         self.output_refs: list[Ref] = []
@@ -125,6 +132,8 @@ class JitWalker:
             )
 
     def _constant(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return self.generators.own(value)
         if not isinstance(value, torch.Tensor):
             return value
         # Python numbers that meet tensors are traced as 0-dim tensors of these two dtypes; they must stay
@@ -173,7 +182,8 @@ class JitWalker:
     def _visit_python_op(self, node: Any) -> None:
         values = iter(node.inputs())
         scalars = iter(node.scalar_args())
-        args = tuple(self._read(next(values)) if kind == "d" else next(scalars) for kind in node.cconv())
+        read = tuple(self._read(next(values)) if kind == "d" else next(scalars) for kind in node.cconv())
+        args = map_leaves(self.generators.own, read, is_generator)
         function = node.pyobj()
         owner = getattr(function, "__self__", function)  # the Function class; `function` is its bound apply
         name = self._namer.numbered(getattr(owner, "__name__", "function").lower())
@@ -185,7 +195,7 @@ class JitWalker:
         read = [self._read(value) for value in node.inputs()]
         function = _overload(node, read)
         schema = function._schema.arguments
-        if leaves(read, _is_number) and not leaves(read, is_ref):
+        if leaves(read, _is_number) and not leaves(read, _runs_later):
             numbers = map_leaves(lambda number: number.tensor, read, _is_number)
             result = function(**{a.name: _plain(v, a) for v, a in zip(numbers, schema, strict=True)})
             self._define(node, _Number(result) if isinstance(result, torch.Tensor) else result)

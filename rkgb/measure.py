@@ -46,7 +46,7 @@ def measure_blocks(
     profiles: list[BlockProfile] = []
     last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
     devices = module_devices(module, sample.tensors)
-    with borrowed(module, devices), without_autocast():
+    with borrowed(module, devices, graph.dgraph.generators), without_autocast():
         values: dict[str, Any] = dict(leaf_tensors(graph.dgraph.leaves, module, sample.tensors))
         for index, (block, form) in enumerate(zip(blocks, forms, strict=True)):
             if progress is not None:

@@ -131,7 +131,7 @@ def measured_graphs(
 def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
     """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient."""
     doing = f"while the loss ran on the output of {type(model).__name__}, to see what it takes"
-    with out_of_memory_told(doing, _ADVICE), borrowed(model):
+    with out_of_memory_told(doing, _ADVICE), borrowed(model, own=graph.generators):
         values: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             output = run_graph(graph, model, sample.copy())

@@ -26,16 +26,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref, function_name
 from rkgb.errors import TraceError
+from rkgb.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
 from rkgb.guard import Guard, shape_guard, snapshot
 from rkgb.naming import Namer
 from rkgb.sample import Sample
-from rkgb.side_effects import (
-    refuse_attribute,
-    refuse_collective,
-    refuse_function,
-    refuse_storage,
-    refuse_wrappers,
-)
+from rkgb.side_effects import refuse_attribute, refuse_collective, refuse_function, refuse_storage, refuse_wrappers
 from rkgb.source import caller_is_torch, python_location
 from rkgb.tree import is_tensor, leaves, map_leaves
 
@@ -64,6 +59,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[BNode] = []
         self.leaves: dict[str, Leaf] = {}
+        self.generators = GeneratorsMet(module)
         self._namer = Namer()
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -85,6 +81,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.generators.meet((args, kwargs))
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result
@@ -118,7 +115,7 @@ class Recorder(TorchDispatchMode):
         self._note(function, args, kwargs, result, any(self.is_from_data(tensor) for tensor in tensors))
 
     def _note(self, function: Any, args: Any, kwargs: Any, result: Any, depends: bool) -> None:
-        arguments, keywords = map_leaves(self.ref, (tuple(args), dict(kwargs)))
+        arguments, keywords = map_leaves(self._named, (tuple(args), dict(kwargs)), _is_named)
         stem = function_name(function).strip("_") if hasattr(function, "_schema") else _stem(function)
         name = self._namer.numbered(stem)
         produced = leaves(result)
@@ -159,6 +156,9 @@ class Recorder(TorchDispatchMode):
         leaf = Leaf(self._namer.numbered("constant"), LeafKind.CONSTANT, constant=tensor.detach())
         self.leaves[leaf.name] = leaf
         return self._name(tensor, leaf.name)
+
+    def _named(self, thing: torch.Tensor | torch.Generator) -> Ref | OwnGenerator:
+        return self.ref(thing) if isinstance(thing, torch.Tensor) else self.generators.own(thing)
 
     def _alias(self, base: str, tensor: torch.Tensor) -> Ref:
         place = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
@@ -219,7 +219,7 @@ class _PythonReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        refuse_function(name, args, kwargs or {})
+        refuse_function(name, args)
         if name == "__get__":
             refuse_attribute(func, args)
         if name in _NUMBER_READS:
@@ -297,7 +297,8 @@ def _whole_functions() -> Iterator[None]:
             return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
         if recorder is None:
             return plain(*args, **kwargs)
-        with _disable_current_modes():
+        recorder.generators.meet((args, kwargs))
+        with _disable_current_modes(), MeetingGenerators(recorder.generators):
             result = plain(*args, **kwargs)
         recorder.note_function(_as_called_now(cls), args, kwargs, result)
         return result
@@ -361,6 +362,10 @@ def _shape_depends_on_data(func: Any, args: Any) -> bool:
     if func._schema.name == "aten::index":  # with positions it has the positions' shape
         return any(tensor.dtype in _BOOLEAN for tensor in leaves(args[1]))
     return True
+
+
+def _is_named(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor | torch.Generator)
 
 
 def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from rkgb.bgraph import BGraph
 from rkgb.call import is_ref
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
+from rkgb.generators import OwnGenerator, is_own_generator
 from rkgb.memory import is_out_of_memory
 from rkgb.record import computed_digests, digest
 from rkgb.sample import Sample
@@ -21,6 +23,9 @@ from rkgb.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.state import borrowed, module_devices, random_states
 from rkgb.tree import leaves, map_leaves
 
+_SHOWN = 3  # submodules named in a message
+# Their values are whatever was in memory: not even those of two equal runs are the same.
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 # What a module raises that refuses its data.
 _REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
@@ -124,20 +129,21 @@ def record_step(
     forward: Callable[[Sample], Any],
     seed: int = 0,
     spool: Spool | None = None,
+    own: Sequence[OwnGenerator] = (),
 ) -> StepRecord:
-    """Forward and backward by `forward`, from a seed; `module` is given back unchanged.
+    """Forward and backward by `forward`, from a seed; `module` and the generators `own` are given back unchanged.
 
     The backward starts from fixed random gradients, so that no cancellation hides a difference. With a
     `spool`, what autograd saves and every gradient go to disk: it takes little more memory than inference.
     """
     devices = module_devices(module, sample.tensors)
     record = StepRecord({}, spool)
-    with borrowed(module, devices):
+    with borrowed(module, devices, own):
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
         with torch.enable_grad(), _set_aside(module, sample, record):
             _move_on(module, sample, seed + 1)
         torch.clear_autocast_cache()
-        torch.manual_seed(seed)
+        seed_streams(seed, module, own)
         with torch.enable_grad(), _set_aside(module, sample, record):
             outputs = leaves(forward(sample))
             for index, tensor in enumerate(outputs):
@@ -152,9 +158,18 @@ def record_step(
             record.add(f"buffer {name}", buffer.detach().clone())
         for index, (_, state) in enumerate(random_states(devices)):
             record.add(f"random stream {index}", state)
+        for one in own:
+            record.add(f"state of {one.name}", one.in_module(module).get_state())
     for tensor in sample.tensors:
         tensor.grad = None
     return record
+
+
+def seed_streams(seed: int, module: torch.nn.Module, own: Sequence[OwnGenerator]) -> None:
+    """Start every random stream anew, those of the generators `own` too: what forward itself seeds does not follow."""
+    torch.manual_seed(seed)
+    for place, one in enumerate(own):
+        one.in_module(module).manual_seed(seed + place + 1)
 
 
 def _move_on(module: torch.nn.Module, sample: Sample, seed: int) -> None:
@@ -200,9 +215,15 @@ def backward_from(outputs: list[torch.Tensor], seed: int = 0) -> None:
 
 def run_graph(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -> Any:
     """The module's output, computed by the graph's operations."""
-    values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
+    values = _given(graph, module, sample.tensors)
     run_nodes(graph.nodes, values, graph.output_names)
     return map_leaves(lambda ref: values[ref.name], graph.output, is_ref)
+
+
+def _given(graph: BGraph | DGraph, module: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    """What a run of the graph on `module`, or on a copy of it, starts from."""
+    values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, inputs))
+    return values | {one.name: one.in_module(module) for one in graph.generators}
 
 
 def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample, low_memory: bool = False) -> None:
@@ -214,12 +235,13 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
     """
     with Spool() if low_memory else contextlib.nullcontext() as spool:
         # Each run has its own copy of the data: a module may write into its inputs.
-        fresh, expected = _reference(module, sample, spool)
+        own = graph.generators
+        fresh, expected = _reference(module, sample, spool, own)
         try:
-            found = record_step(module, fresh.copy(), lambda data: run_graph(graph, module, data), spool=spool)
+            found = record_step(module, fresh.copy(), lambda data: run_graph(graph, module, data), 0, spool, own)
         except GuardError as error:
             raise ReplayMismatch(
-                f"the trace of {type(module).__name__} does not hold for other data: {error}"
+                f"the trace of {type(module).__name__} does not hold for other data: {error}{_count_read(module)}"
             ) from error
         except RuntimeError as error:  # such as a write into a leaf, which the module made where the trace cannot tell
             if is_out_of_memory(error):
@@ -228,7 +250,7 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
         difference = expected.first_difference_at(found)
         if difference is None:
             return
-        again = record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
+        again = record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
         itself = again.first_difference(expected)
     if itself is not None:
         cause = f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
@@ -243,18 +265,36 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
     )
 
 
-def _reference(module: torch.nn.Module, sample: Sample, spool: Spool | None) -> tuple[Sample, StepRecord]:
+def _count_read(module: torch.nn.Module) -> str:
+    """What to do about normalisations that read in Python how many batches they have averaged over."""
+    counting = [
+        repr(path or "(root)")
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, _BatchNorm) and submodule.momentum is None and submodule.training
+        if submodule.track_running_stats
+    ]
+    if not counting:
+        return ""
+    return (
+        f" Submodule {', '.join(counting[:_SHOWN])} averages over all batches (momentum=None), and reads their count "
+        "for that: give it a number as momentum, or keep it in eval mode."
+    )
+
+
+def _reference(
+    module: torch.nn.Module, sample: Sample, spool: Spool | None, own: Sequence[OwnGenerator]
+) -> tuple[Sample, StepRecord]:
     """Fresh data that the module accepts, and its own step on them."""
     try:
         fresh = fresh_sample(sample)
-        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
+        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
     except RockmateError:
         raise
     except _REFUSALS as error:
         if is_out_of_memory(error):
             raise
         fresh = fresh_sample(sample, permuted=False)
-        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), spool=spool)
+        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
 
 
 def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fresh: Sample, entry: str) -> str | None:
@@ -262,24 +302,33 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fres
 
     Where all results are right and a gradient is not, the operation that reads that parameter.
     """
-    with borrowed(module):
+    with borrowed(module, own=graph.generators):
         with torch.enable_grad():
             _move_on(module, fresh, 1)  # as in `record_step`
-        torch.manual_seed(0)
+        seed_streams(0, module, graph.generators)
         with borrowed(module):  # the graph is to start from the same buffers
             digests = computed_digests(module, fresh.copy())
-        torch.manual_seed(0)
+        seed_streams(0, module, graph.generators)
         wrong: list[Any] = []
 
         def observe(node: Any, values: dict[str, Any]) -> None:
+            if node.call.op_name in _UNINITIALISED:
+                return
             if not wrong and any(digest(values[name]) not in digests for name in node.output_names):
                 wrong.append(node)
 
-        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.copy().tensors))
+        values = _given(graph, module, fresh.copy().tensors)
         with torch.no_grad():
             run_nodes(graph.nodes, values, [], observe)
     if not wrong:
         path = entry.removeprefix("gradient of ")
         names = {leaf.name for leaf in graph.leaves.values() if leaf.path == path}
         wrong = [node for node in graph.nodes if not names.isdisjoint(node.call.inputs)][:1]
-    return f"%{wrong[0].name} ({wrong[0].source})" if wrong else None
+    if not wrong:
+        return None
+    place = f"%{wrong[0].name} ({wrong[0].source})"
+    if leaves((wrong[0].call.args, wrong[0].call.kwargs), is_own_generator):
+        place += (
+            ", which draws from a generator that must be made before the first call, and be seeded outside of forward"
+        )
+    return place

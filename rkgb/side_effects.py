@@ -151,8 +151,10 @@ def other_random_states_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Take back what a forward sets on the module and its submodules: attributes, and hooks."""
+    """Take back what a forward sets on the module and its submodules: attributes, states of generators, and hooks."""
     before = [(submodule, attributes_of(submodule)) for submodule in module.modules()]
+    generators = [held for _, attributes in before for held in attributes.values() if isinstance(held, torch.Generator)]
+    states = [(generator, generator.get_state()) for generator in generators]
     # Together: models that add hooks at their first call note in an attribute that they have.
     hooks = [(held, dict(held)) for submodule in module.modules() for held in _hooks_of(submodule)]
     try:
@@ -167,6 +169,8 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
                 if name not in attributes:
                     del submodule.__dict__[name]
             submodule.__dict__.update(attributes)
+        for generator, state in states:
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -190,17 +194,13 @@ def _no_packing_of_its_own() -> Iterator[None]:
         kind.__enter__ = enter
 
 
-def refuse_function(name: str, args: Any, kwargs: Any) -> None:
+def refuse_function(name: str, args: Any) -> None:
     """Refuse calls whose effect no graph can hold, by the function's name."""
     if name == "register_hook" and args[0].grad_fn is not None:
-        what = "registers a hook on a tensor"
-        instead = "Put what it does to the gradient into a torch.autograd.Function"
-    elif any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-        what = "draws from a random generator of its own"
-        instead = "Draw from the default generator"
-    else:
-        return
-    raise TraceError(f"at {python_location()} forward {what}: the graph would run without it. {instead}.")
+        raise TraceError(
+            f"at {python_location()} forward registers a hook on a tensor: the graph would run without it. Put what it "
+            "does to the gradient into a torch.autograd.Function."
+        )
 
 
 def refuse_attribute(getter: Any, args: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from rkgb.generators import OwnGenerator, generators_for
 from rkgb.side_effects import attributes_kept, other_random_states_kept
 
 
@@ -39,23 +40,39 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def borrowed(module: torch.nn.Module, devices: set[torch.device] | None = None) -> Iterator[None]:
+def borrowed(
+    module: torch.nn.Module, devices: set[torch.device] | None = None, own: Iterable[OwnGenerator] = ()
+) -> Iterator[None]:
     """Run code on `module` that leaves its buffers, gradients, attributes and the random streams as they were.
 
-    Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None.
+    Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None. Of the generators
+    of the user's own, those of `own` are given back: a graph has them as `generators`.
     """
     torch.clear_autocast_cache()  # of weights cast in runs that are not this one's
     with contextlib.ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(other_random_states_kept())
         stack.enter_context(attributes_kept(module))
-        stack.enter_context(_tensors_kept(module, devices))
+        stack.enter_context(_streams_kept(module, devices, own))
+        stack.enter_context(_tensors_kept(module))
         yield
 
 
 @contextlib.contextmanager
-def _tensors_kept(module: torch.nn.Module, devices: set[torch.device] | None) -> Iterator[None]:
-    generators = random_states(devices if devices is not None else module_devices(module))
+def _streams_kept(
+    module: torch.nn.Module, devices: set[torch.device] | None, own: Iterable[OwnGenerator]
+) -> Iterator[None]:
+    states = random_states(devices if devices is not None else module_devices(module))
+    states += [(generator, generator.get_state()) for generator in generators_for(module, own)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def _tensors_kept(module: torch.nn.Module) -> Iterator[None]:
     # A forward may put other tensors in the places of buffers: the places are restored, then the values.
     places = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -73,8 +90,6 @@ def _tensors_kept(module: torch.nn.Module, devices: set[torch.device] | None) ->
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for generator, state in generators:
-            generator.set_state(state)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.jit._trace import TracerWarning
 
 from rkgb.bgraph import BGraph
 from rkgb.errors import TraceError
+from rkgb.generators import GeneratorsMet, MeetingGenerators
 from rkgb.guard import Guard
 from rkgb.jit_walker import JitWalker
 from rkgb.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
@@ -70,9 +71,9 @@ def trace(module: torch.nn.Module, sample: Sample, tracer: FrontEnd = "jit") -> 
 def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
     flat = _Flat(module, sample)
     flat.training = module.training
-    effects = _refuse_reads(module, sample, frugal)
+    effects, generators = _refuse_reads(module, sample, frugal)
     with (
-        borrowed(module),
+        borrowed(module, own=generators.found),
         nothing_saved(frugal),
         warnings.catch_warnings(record=True) as caught,
     ):
@@ -85,7 +86,7 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tupl
             raise _failed(module, error) from error
     # The traced module is part of a cycle: through the output it would hold every activation until it is collected.
     output, flat.output = flat.output, None
-    walker = JitWalker(module, sample)
+    walker = JitWalker(module, sample, generators)
     walker.walk(traced.inlined_graph)
     remaining = iter(walker.output_refs)
     told = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
@@ -95,11 +96,12 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tupl
         output=map_leaves(lambda _: next(remaining), output),
         warnings=told,
         side_effects=effects.told,
+        generators=generators.found,
     )
     return graph, output
 
 
-def _refuse_reads(module: torch.nn.Module, sample: Sample, frugal: bool) -> SideEffects:
+def _refuse_reads(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[SideEffects, GeneratorsMet]:
     """Refuse what reads out of its data on the way that it takes under ``torch.jit.trace``.
 
     That tracer takes all that Python reads for fixed. Whether it read of shapes or of data shows when the
@@ -113,14 +115,21 @@ def _refuse_reads(module: torch.nn.Module, sample: Sample, frugal: bool) -> Side
             f"{type(module).__name__} reads out of its data: {guards[0]!r} at {guards[0].place}. torch.jit.trace takes "
             'what it read for fixed, and nothing would check it: use tracer="record".'
         )
-    return effects
+    return effects, recorder.generators
 
 
 def _trace_by_recording(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
     recorder = Recorder(module, sample)
     output, effects = _record(module, sample, recorder, frugal, contextlib.nullcontext())
     result = map_leaves(recorder.ref, output)
-    return BGraph(recorder.nodes, recorder.leaves, result, side_effects=effects.told), output
+    graph = BGraph(
+        recorder.nodes,
+        recorder.leaves,
+        result,
+        side_effects=effects.told,
+        generators=recorder.generators.found,
+    )
+    return graph, output
 
 
 def _record(
@@ -131,7 +140,7 @@ def _record(
     inside: contextlib.AbstractContextManager[None],
 ) -> tuple[Any, SideEffects]:
     effects = SideEffects(module)
-    with borrowed(module):
+    with borrowed(module), recorder.generators.given_back():
         with effects.watched(), inside, recording(recorder, frugal):
             try:
                 output = sample.call(module)
@@ -139,7 +148,7 @@ def _record(
                 raise
             except Exception as error:
                 raise _failed(module, error) from error
-        with nothing_saved(frugal):
+        with nothing_saved(frugal), MeetingGenerators(recorder.generators):
             effects.tell(lambda: sample.copy().call(module))
     return output, effects
 

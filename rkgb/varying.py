@@ -60,7 +60,7 @@ def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sampl
             if name in dataflow.values and tuple(values[name].shape) != dataflow.values[name].shape:
                 varying.add(name)
 
-    with borrowed(module), torch.no_grad():
+    with borrowed(module, own=graph.generators), torch.no_grad():
         for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
             torch.manual_seed(0)
             fresh = fresh_sample(sample, permuted=permuted)

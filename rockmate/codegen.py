@@ -16,8 +16,9 @@ import torch
 from rkgb import DNode, Leaf, LeafKind
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import RUNNING_STATISTICS
+from rkgb.generators import OwnGenerator, is_own_generator
 from rkgb.profile import SavedKind
-from rkgb.tree import leaves
+from rkgb.tree import leaves, map_leaves
 from rockmate.program import Program, Segment, Slot, dropped_after
 from rockmate.runtime import ForgottenTensor, SegmentCode, Step, StepTables, differentiable
 
@@ -47,7 +48,8 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
     code = GeneratedCode(writer.source(header), writer.namespace)
     functions = execute(code)
     dgraph = program.graph.sgraph.dgraph
-    devices = {str(_device_of(program, op)) for op in dgraph if op.name in program.random_marks}
+    repeated = [op for op in dgraph if op.name in program.random_marks and _own_generator(op) is None]
+    devices = {str(_device_of(program, op)) for op in repeated}
     tables = StepTables(
         saved_counts={op: len(program.graph.op_profiles[op].saved) for op in program.slots},
         forgotten={
@@ -92,6 +94,12 @@ def _generator(device: torch.device) -> torch.Generator:
         torch.cuda.init()
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
+
+
+def _own_generator(op: DNode) -> OwnGenerator | None:
+    """The generator of the user's own that `op` draws from; None if it draws from its device's."""
+    found: list[OwnGenerator] = leaves((op.call.args, op.call.kwargs), is_own_generator)
+    return found[0] if found else None
 
 
 def _device_of(program: Program, op: DNode) -> torch.device:
@@ -172,9 +180,8 @@ class _Writer:
                 self._line(1, f"# never repeated: {reasons[op]}")
             indent = 1
             if op.is_random:
-                marked = op.name in self.program.random_marks
-                device = str(_device_of(self.program, op)) if marked else None
-                self._line(indent, f"with step.draws({op.name!r}, {device!r}):")
+                stream = f", {self._stream(op)}" if op.name in self.program.random_marks else ""
+                self._line(indent, f"with step.draws({op.name!r}{stream}):")
                 indent += 1
             if op.name in self.program.slots:
                 self._line(indent, f"with step.forgets({op.name!r}):")
@@ -200,7 +207,7 @@ class _Writer:
         for position, op in enumerate(segment.ops):
             if op.is_random:
                 last = segment.index == self.program.random_marks[op.name]
-                self._line(1, f"step.rewind({op.name!r}, {str(_device_of(self.program, op))!r}, last={last})")
+                self._line(1, f"step.rewind({op.name!r}, {self._stream(op)}, last={last})")
             self._write_repeated(op, op.name in segment.captured)
             for fill in fills:
                 if fill.position == position:
@@ -267,6 +274,17 @@ class _Writer:
 
     # ---- expressions -------------------------------------------------------------------------------
 
+    def _stream(self, op: DNode) -> str:
+        own = _own_generator(op)
+        return repr(str(_device_of(self.program, op))) if own is None else self._generator(own)
+
+    def _generator(self, own: OwnGenerator) -> str:
+        if not own.steps:
+            return self._bind("generator", own.generator)
+        # Read from the module at each call, as parameters are: another one may have been put there.
+        submodule = self._module.get_submodule(own.module_path)
+        return f"{self._bind(own.module_path.replace('.', '_') or 'model', submodule)}{own.text}"
+
     def _text(self, op: DNode, repeated: bool, tracked: bool) -> str:
         args = list(op.call.args)
         statistics = _statistics(op) if repeated else None
@@ -297,7 +315,9 @@ class _Writer:
             if tracked and self.graph.values[value.name].requires_grad and not parameter:
                 return f"differentiable({text})"
             return text
-        if isinstance(value, (list, tuple)) and leaves(value, is_ref):
+        if isinstance(value, OwnGenerator):
+            return self._generator(value)
+        if isinstance(value, (list, tuple)) and (leaves(value, is_ref) or leaves(value, is_own_generator)):
             items = ", ".join(self._value(item, tracked) for item in value)
             return f"[{items}]" if isinstance(value, list) else f"({items},)"
         return self._literal(value)
@@ -314,7 +334,7 @@ class _Writer:
         if isinstance(value, (list, tuple)):
             items = ", ".join(self._literal(item) for item in value)
             return f"[{items}]" if isinstance(value, list) else f"({items},)"
-        return self._bind("constant", value)
+        return self._bind("constant", map_leaves(lambda own: own.in_module(self._module), value, is_own_generator))
 
     def _leaf(self, name: str) -> str:
         leaf = self.graph.leaves[name]

@@ -80,7 +80,8 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         problem = problem if residents is None else above_gradients(problem, graphs)
         request.progress("eager step", 0, 1)
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
-        eager = eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak, residents)
+        own = graphs.D_graph.generators
+        eager = eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak, residents, own)
         if eager is None:
             request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
             eager = keep_all_peak

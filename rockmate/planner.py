@@ -172,11 +172,11 @@ def _planned(
 def _measured_peak_bytes(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> int:
     """Peak of one real step of the plan on the sample. The module is left as it was."""
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
-    doing = "when the module was set aside for a real step of the plan"
+    doing, own = "when the module was set aside for a real step of the plan", measured.graphs.D_graph.generators
     with (
         out_of_memory_told(doing, "Free some memory first."),
         training_mode(module),
-        borrowed(module, {measured.device}),
+        borrowed(module, {measured.device}, own),
     ):
         return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
 

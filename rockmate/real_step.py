@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from rkgb import Sample
 from rkgb.available import available_bytes
 from rkgb.block_run import FreshGradients
+from rkgb.generators import OwnGenerator
 from rkgb.memory import AllocationLog, is_out_of_memory, out_of_memory_told
 from rkgb.state import borrowed, without_autocast
 from rkgb.tree import leaves
@@ -76,8 +77,9 @@ def eager_peak_bytes(
     device: torch.device,
     keep_all_peak_bytes: int,
     residents: Residents | None,
+    own: Iterable[OwnGenerator] = (),
 ) -> int | None:
-    """Peak of the eager step, measured; None where eager does not fit the device.
+    """Peak of the eager step, measured; None where eager does not fit the device. The generators `own` are given back.
 
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
     """
@@ -85,7 +87,7 @@ def eager_peak_bytes(
         return None  # not even tried: where the system promises more than it has, it would end the process
     measured = None
     try:
-        with borrowed(model, {device}):
+        with borrowed(model, {device}, own):
             measured = _real_peak_bytes(model, sample, loss, device, residents)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -55,7 +55,7 @@ class StepTables:
     saved_counts: dict[str, int]  # by operation: how many tensors it saves
     forgotten: dict[str, dict[int, ForgottenTensor]]  # by operation and packing order
     segments: list[SegmentCode]
-    generators: dict[str, torch.Generator]  # by device, of the operations that are repeated
+    generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
 
 
@@ -89,12 +89,24 @@ def _unpack(handle: Handle) -> torch.Tensor:
 class Step:
     """One call of the module: what it keeps for recomputation, and the handles that it has given out."""
 
-    __slots__ = ("__weakref__", "_handles", "_leaves", "_places", "_ran", "_random", "_tables", "_values", "_versions")
+    __slots__ = (
+        "__weakref__",
+        "_handles",
+        "_leaves",
+        "_places",
+        "_ran",
+        "_random",
+        "_rewound",
+        "_tables",
+        "_values",
+        "_versions",
+    )
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
+        self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back
         self._ran: set[int] = set()  # segments that have run, or run now
         self._leaves = {name: place[key] for name, (place, key) in tables.places.items()}
         self._versions = {name: leaf._version for name, leaf in self._leaves.items()}
@@ -114,11 +126,14 @@ class Step:
         self._versions[key] = value._version
 
     @contextlib.contextmanager
-    def draws(self, op: str, device: str | None) -> Iterator[None]:
-        """Context of a random operation; with a `device`, it will be repeated from that stream's state of now."""
+    def draws(self, op: str, stream: str | torch.Generator = "") -> Iterator[None]:
+        """Context of a random operation; with a `stream`, it will be repeated from the state of now.
+
+        The stream is PyTorch's own of a device, given by that, or a generator of the user's.
+        """
         with _streams:
-            if device is not None:
-                self._random[op] = self._tables.generators[device].get_state()
+            if stream != "":
+                self._random[op] = self._generator(op, stream).get_state()
             yield
 
     def accept(self, op: str, handles: list[Handle]) -> None:
@@ -156,12 +171,22 @@ class Step:
             yield
             return
         with _streams:
-            states = [(generator, generator.get_state()) for generator in self._tables.generators.values()]
+            outer, self._rewound = self._rewound, []
             try:
                 yield
             finally:
-                for generator, state in states:
+                states, self._rewound = self._rewound, outer
+                for generator, state in reversed(states):  # of two names for one generator, the state noted first
                     generator.set_state(state)
+
+    def _generator(self, op: str, stream: str | torch.Generator) -> torch.Generator:
+        generator = self._tables.generators[stream] if isinstance(stream, str) else stream
+        if not isinstance(generator, torch.Generator):
+            raise PlanMismatch(
+                f"%{op} drew from a generator of the module's own when it was planned, in whose place there is a "
+                f"{type(generator).__name__} now. Put a generator there, or plan the module again."
+            )
+        return generator
 
     def _refuse_changed(self, name: str) -> None:
         """Recomputation reads parameters and inputs again, also those that eager autograd would not save."""
@@ -196,9 +221,12 @@ class Step:
             f"the kept value {key} is gone: the backward ran a second time. Pass retain_graph=True to the first."
         )
 
-    def rewind(self, op: str, device: str, last: bool) -> None:
-        """Put the random stream where it was when `op` first ran."""
-        self._tables.generators[device].set_state(self._random[op])
+    def rewind(self, op: str, stream: str | torch.Generator, last: bool) -> None:
+        """Put the random stream where it was when `op` first ran: that of the generator which is in place now."""
+        generator = self._generator(op, stream)
+        if not any(known is generator for known, _ in self._rewound):
+            self._rewound.append((generator, generator.get_state()))
+        generator.set_state(self._random[op])
         if last and self._is_over(index for index, code in enumerate(self._tables.segments) if op in code.repeats):
             del self._random[op]
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from rkgb import ModelError, RockmateError, Sample, make_sample
+from rkgb.generators import OwnGenerator
 from rkgb.record import digest
-from rkgb.replay import StepRecord, backward_from, first_difference_place, largest_difference
+from rkgb.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
 from rkgb.side_effects import attributes_of, other_random_states_kept
 from rkgb.state import module_devices, random_states
 from rkgb.tree import is_tensor, leaves
@@ -87,11 +88,16 @@ def verify(
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise ValueError(f"no optimizer is called {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give one")
     arguments = make_sample(model.original if isinstance(model, Rockmate) else model, sample)
-    training = _Training(arguments, loss, steps, learning_rate, optimizer)
-    with _streams_restored(model, arguments), other_random_states_kept():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_streams_restored(random_states(module_devices(model, arguments.tensors))))
+        stack.enter_context(other_random_states_kept())
         planned = copied(model)
         if not isinstance(planned, Rockmate):
             planned = Rockmate(planned, copied_sample(arguments), budget, loss=loss)
+        own = planned._measured.graphs.D_graph.generators
+        # Copies have copies of what the module's attributes hold, and share what closures hold.
+        stack.enter_context(_streams_restored([(one.generator, one.generator.get_state()) for one in own]))
+        training = _Training(arguments, loss, steps, learning_rate, optimizer, own)
         original = model.original if isinstance(model, Rockmate) else model
         expected, repeated = (training.run(copied(original)) for _ in range(2))
         itself = _first_difference(expected, repeated)
@@ -112,8 +118,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def _streams_restored(model: torch.nn.Module, sample: Sample) -> Iterator[None]:
-    states = random_states(module_devices(model, sample.tensors))
+def _streams_restored(states: list[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -184,18 +189,22 @@ class _Training:
     steps: int
     learning_rate: float
     optimizer: str | MakeOptimizer
+    generators: tuple[OwnGenerator, ...]
 
     def run(self, module: torch.nn.Module) -> list[StepRecord]:
         """What each step left behind; the parameters are in the last record."""
         if not module.training:
             module.train()
-        torch.manual_seed(_SEED)
+        traced = module.original if isinstance(module, Rockmate) else module
+        seed_streams(_SEED, traced, self.generators)
         optimizer = self._optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
         records: list[StepRecord] = []
         for _ in range(self.steps):
             for parameter in module.parameters():
                 parameter.grad = None
             records.append(_step(module, copied_sample(self.sample), self.loss))
+            for one in self.generators:
+                records[-1].add(f"state of {one.name}", one.in_module(traced).get_state())
             if optimizer is not None:
                 optimizer.step()
         for name, parameter in module.named_parameters():

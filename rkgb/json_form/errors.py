@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from rkgb.errors import RockmateError
 
 
@@ -38,6 +40,14 @@ class Place:
     def __str__(self) -> str:
         shown = self._steps if len(self._steps) <= 16 else [*self._steps[:16], "…"]
         return "$" + "".join(_step(step) for step in shown)
+
+
+def refuse_generator(place: Place) -> NoReturn:
+    """Raise the error for a random generator of the user's own."""
+    raise place.error(
+        "a random generator of the module's own has no form in JSON: a graph that draws from it runs in this process "
+        "only. Draw from PyTorch's default generator to store the graph"
+    )
 
 
 def _step(step: str | int) -> str:

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from rkgb.call import Ref, is_ref
+from rkgb.generators import OwnGenerator
 from rkgb.json_form import names
 from rkgb.json_form.containers import LeftOut, NamedDict, NamedNamespace
-from rkgb.json_form.errors import Place, shortly
+from rkgb.json_form.errors import Place, refuse_generator, shortly
 from rkgb.tree import attributes_of, leaves
 
 MOST = 2**64  # numbers are less: tensors hold no others
@@ -94,6 +95,8 @@ class TreeWriter:
         return {"dict": pairs, "class": value.class_name if isinstance(value, NamedDict) else _class_name(value)}
 
     def _other(self, value: Any, strict: bool) -> Any:
+        if isinstance(value, OwnGenerator | torch.Generator):
+            refuse_generator(self._place)
         if strict:
             raise self._place.error(f"{_class_name(value)} has no form in JSON")
         if isinstance(value, LeftOut):

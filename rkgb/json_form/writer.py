@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from rkgb.generators import OwnGenerator
 from rkgb.json_form import names
 from rkgb.json_form.classes import Classes, Things, is_identity
-from rkgb.json_form.errors import Place
+from rkgb.json_form.errors import Place, refuse_generator
 from rkgb.json_form.functions import write_function
 from rkgb.json_form.tensors import TensorWriter
 from rkgb.json_form.trees import TreeWriter
@@ -63,6 +64,8 @@ class Writer:
             return names.name_in(names.DTYPES, value)
         if isinstance(value, torch.device):
             return str(value)
+        if isinstance(value, OwnGenerator):
+            refuse_generator(self.place)
         if isinstance(value, enum.Enum):
             return value.value
         if dataclasses.is_dataclass(origin):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rkgb import DGraph, RockmateError, Sample, make_sample
+from rkgb.generators import OwnGenerator
 from rkgb.pipeline import exact_trace
 from rkgb.replay import bitwise_equal, run_graph
 from rkgb.state import borrowed
@@ -30,14 +31,17 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, RockmateError 
 
 def step_difference(graph: DGraph, module: nn.Module, sample: Sample, seed: int) -> str | None:
     """The first thing in which a training step of the graph differs from one of the module on `sample`, or None."""
-    expected = training_step(module, sample.copy(), lambda data: data.call(module), seed)
-    found = training_step(module, sample.copy(), lambda data: run_graph(graph, module, data), seed)
+    own = graph.generators
+    expected = training_step(module, sample.copy(), lambda data: data.call(module), seed, own)
+    found = training_step(module, sample.copy(), lambda data: run_graph(graph, module, data), seed, own)
     return next(differences(expected, found, "step", set()), None)
 
 
-def training_step(module: nn.Module, sample: Sample, run: Callable[[Sample], Any], seed: int) -> dict[str, Any]:
+def training_step(
+    module: nn.Module, sample: Sample, run: Callable[[Sample], Any], seed: int, own: Sequence[OwnGenerator] = ()
+) -> dict[str, Any]:
     """All that training sees of one step from fixed random gradients; the module is left as it was."""
-    with borrowed(module), torch.enable_grad():
+    with borrowed(module, own=own), torch.enable_grad():
         torch.manual_seed(seed)
         outputs = leaves(run(sample))
         values = [output.detach().clone() for output in outputs]
@@ -52,6 +56,7 @@ def training_step(module: nn.Module, sample: Sample, run: Callable[[Sample], Any
             "gradients of inputs": [tensor.grad for tensor in sample.tensors],
             "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
             "random stream": torch.get_rng_state(),
+            "generators": [one.in_module(module).get_state() for one in own],
         }
 
 
