@@ -32,8 +32,16 @@ class Sample:
         return Sample(args, kwargs)
 
     def copy(self) -> Sample:
-        """The same arguments in storages of their own."""
-        return self.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors])
+        """The same values and strides in storages of their own. Tensors given twice or sharing a storage still do."""
+        given = {id(tensor): tensor for tensor in self.tensors}
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor in given.values():
+            if _is_plain(tensor):
+                by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        twins = {key: t.detach().clone() for key, t in given.items() if not _is_plain(t)}
+        for sharing in by_storage.values():
+            twins.update(zip(map(id, sharing), _copied(sharing), strict=True))
+        return self.with_tensors([twins[id(t)].requires_grad_(t.requires_grad) for t in self.tensors])
 
     def skeleton(self) -> Any:
         """The structure with every tensor blanked: what must be equal from call to call."""
@@ -42,6 +50,39 @@ class Sample:
     def call(self, module: torch.nn.Module) -> Any:
         """``module(*args, **kwargs)``."""
         return module(*self.args, **self.kwargs)
+
+
+_ALIGNMENT_BYTES = 64  # a copy starts as far from such a boundary as its original: kernels may depend on that
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than a place in its storage."""
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return usual and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _copied(sharing: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors of one storage, in one storage: of what they span, which may be a small part of a data set."""
+    storage = sharing[0].untyped_storage()
+    starts = [tensor.storage_offset() * tensor.element_size() for tensor in sharing]
+    first_byte = min(starts) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    end_byte = max(start + _span_bytes(tensor) for start, tensor in zip(starts, sharing, strict=True))
+    whole = torch.empty(0, dtype=torch.uint8, device=sharing[0].device).set_(storage)
+    copy = whole[first_byte:end_byte].clone().untyped_storage()
+    return [
+        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            copy, (start - first_byte) // tensor.element_size(), tensor.size(), tensor.stride()
+        )
+        for start, tensor in zip(starts, sharing, strict=True)
+    ]
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """From a tensor's first byte to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def make_sample(module: torch.nn.Module, sample: Any, kwargs: Mapping[str, Any] | None = None) -> Sample:

@@ -93,7 +93,7 @@ def verify(
         stack.enter_context(other_random_states_kept())
         planned = copied(model)
         if not isinstance(planned, Rockmate):
-            planned = Rockmate(planned, copied_sample(arguments), budget, loss=loss)
+            planned = Rockmate(planned, arguments.copy(), budget, loss=loss)
         own = planned._measured.graphs.D_graph.generators
         # Copies have copies of what the module's attributes hold, and share what closures hold.
         stack.enter_context(_streams_restored([(one.generator, one.generator.get_state()) for one in own]))
@@ -156,27 +156,6 @@ def _computed_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from (tensor for tensor in leaves(held) if is_tensor(tensor) and tensor.grad_fn is not None)
 
 
-def copied_sample(sample: Sample) -> Sample:
-    """The same values and strides in storages of its own; tensors given twice or sharing a storage still do."""
-    twins: dict[int, torch.Tensor] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def twin(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
-        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        return fresh.set_(storages[storage._cdata], *place).requires_grad_(tensor.requires_grad)
-
-    for tensor in sample.tensors:
-        if id(tensor) not in twins:
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-            plain = plain and not tensor.is_conj() and not tensor.is_neg()
-            twins[id(tensor)] = twin(tensor) if plain else tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return sample.with_tensors([twins[id(tensor)] for tensor in sample.tensors])
-
-
 # ---- training --------------------------------------------------------------------------------------------
 
 
@@ -202,7 +181,7 @@ class _Training:
         for _ in range(self.steps):
             for parameter in module.parameters():
                 parameter.grad = None
-            records.append(_step(module, copied_sample(self.sample), self.loss))
+            records.append(_step(module, self.sample.copy(), self.loss))
             for one in self.generators:
                 records[-1].add(f"state of {one.name}", one.in_module(traced).get_state())
             if optimizer is not None:
@@ -317,7 +296,7 @@ def _place_of(difference: _Difference, training: _Training, original: torch.nn.M
         return _wrong_recomputation(planned, *wrong[0])
     graph = planned._measured.graphs.D_graph
     with contextlib.suppress(RockmateError, RuntimeError):
-        return first_difference_place(graph, copied(original), copied_sample(training.sample), difference.entry)
+        return first_difference_place(graph, copied(original), training.sample.copy(), difference.entry)
     return None
 
 

@@ -114,3 +114,25 @@ def test_a_copy_shares_nothing_with_the_sample():
         assert tensor.data_ptr() != other.data_ptr()
         assert (tensor.requires_grad, tensor.stride()) == (other.requires_grad, other.stride())
         assert other.is_leaf
+
+
+def test_a_copy_keeps_strides_and_what_tensors_share():
+    wide, batch = rows(16, 8), rows(5)
+    given = (batch, batch, wide[:, :3], wide[3:, 1:], batch.to(torch.complex64).conj(), wide[:0], wide.t())
+    twins = Sample(given, {}).copy().tensors
+    assert twins[0] is twins[1]
+    assert len({twins[place].untyped_storage().data_ptr() for place in (2, 3, 5, 6)}) == 1
+    twins[3].zero_()
+    assert not twins[6].t()[3:, 1:].any()
+    for one, other in zip(given, Sample(given, {}).copy().tensors, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+        assert one.numel() == 0 or one.data_ptr() != other.data_ptr()
+        assert one.data_ptr() % 64 == other.data_ptr() % 64
+
+
+def test_a_copy_of_a_slice_of_a_data_set_is_not_one_of_the_data_set():
+    data = torch.randn(100_000, 16)
+    (copied,) = Sample((data[50_003:50_019],), {}).copy().tensors
+    assert torch.equal(copied, data[50_003:50_019])
+    assert copied.untyped_storage().nbytes() <= 16 * 16 * 4 + 64
