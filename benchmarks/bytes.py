@@ -9,7 +9,6 @@ Bytes do not vary, so nothing else need be idle; times of planning are told but 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import time
@@ -24,7 +23,7 @@ import torch
 
 from benchmarks.problems import model_named
 from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
-from rockmate import BudgetTooSmall, PeakMemory, Rockmate, verify, zoo
+from rockmate import BudgetTooSmall, PeakMemory, Rockmate, reduce_fragmentation, verify, zoo
 from rockmate.measured import Measured, measure
 from rockmate.planner import make_plan
 from rockmate.real_step import run_step
@@ -34,10 +33,10 @@ from rockmate.units import format_bytes
 FRACTIONS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 SMALLEST = "smallest"
 MIB = 1 << 20
+LEAST_GROWTH_BYTES = 16 * MIB  # of a process: less is hidden by what it has in reserve
 STEPS = 2  # whose peaks are measured, and which are compared with eager's
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class Row:
     budget: str  # a fraction of the eager peak, or "smallest"
     budget_bytes: int
     eager_bytes: int
-    needed_bytes: int | None = None  # the smallest budget named, where this one was refused; else what follows
+    needed_bytes: int | None = None  # the smallest budget named, where this one was refused …
+    proven_bytes: int | None = None  # … and what is proven to be needed; else what follows
     predicted_bytes: int = 0
     measured_bytes: int = 0  # the most of the step that planning runs and of later ones
     process_bytes: int | None = None  # by how much the process grew; None where the system does not tell
@@ -69,11 +69,7 @@ class Row:
 
 def give_freed_memory_back() -> bool:
     """Have the C library return freed blocks at once, so that the process's size tells what is in use."""
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # no glibc
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 16) and mallopt(_M_TRIM_THRESHOLD, 1 << 17))
+    return reduce_fragmentation().freed_memory_returned
 
 
 def process_growth(step: Callable[[], None]) -> int | None:
@@ -97,17 +93,14 @@ def _status_bytes(field: str) -> int:
 
 
 def rows_of(name: str, fractions: Sequence[float], time_limit_s: float) -> list[Row]:
-    """`name` under these fractions of its eager peak, and under the smallest budget that a refusal names."""
+    """`name` under these fractions of its eager peak, under nothing, and under the smallest budget named then."""
     model, sample, loss = model_named(name)
     base = PlanRequest(None, loss, time_limit_s=time_limit_s)
     measured = measure(model, sample, base)
     rows = [_row(name, f"{fraction:g}", fraction, measured, model, base) for fraction in fractions]
-    if all(row.needed_bytes is None for row in rows):
-        rows.append(_row(name, SMALLEST, 1, measured, model, base))
-    needed = rows[-1].needed_bytes
-    assert needed is not None, "a budget of one byte was not refused"
-    refused = [row for row in rows if row.budget != SMALLEST]
-    return [*refused, _row(name, SMALLEST, needed, measured, model, base)]
+    refusal = _row(name, "none", 1, measured, model, base)
+    assert refusal.needed_bytes is not None, "a budget of one byte was not refused"
+    return [*rows, refusal, _row(name, SMALLEST, refusal.needed_bytes, measured, model, base)]
 
 
 def _row(
@@ -119,7 +112,7 @@ def _row(
     try:
         planned = make_plan(measured, PlanRequest(asked, base.loss, time_limit_s=base.time_limit_s), model)
     except BudgetTooSmall as error:
-        return Row(name, label, asked, eager_bytes, error.smallest_budget_bytes)
+        return Row(name, label, asked, eager_bytes, error.smallest_budget_bytes, error.proven_bytes)
     planning_s = time.perf_counter() - started
     module = Rockmate.__new__(Rockmate)
     module._adopt(model, measured, planned)
@@ -137,7 +130,7 @@ def _row(
             step()
         peaks.append(memory.peak_bytes)
     model.zero_grad()
-    growth = process_growth(step)
+    growth = process_growth(step) if eager_bytes > LEAST_GROWTH_BYTES else None
     model.zero_grad()
     comparison = verify(module, sample.kwargs or sample.args, loss=base.loss, steps=STEPS)
     return Row(
@@ -145,6 +138,7 @@ def _row(
         label,
         plan.budget_bytes,
         eager_bytes,
+        None,
         None,
         plan.peak_bytes,
         max(peaks),
@@ -167,7 +161,10 @@ def print_rows(rows: list[Row]) -> None:
         table.add_column(heading, justify="right")
     for row in rows:
         if row.needed_bytes is not None:
-            table.add_row(row.budget, format_bytes(row.budget_bytes), f"refused: {format_bytes(row.needed_bytes)}")
+            needed = (
+                f"refused: {format_bytes(row.needed_bytes)}, proven {(row.proven_bytes or 0) / row.needed_bytes:.1%}"
+            )
+            table.add_row(row.budget, format_bytes(row.budget_bytes), needed)
             continue
         table.add_row(
             row.budget,
@@ -186,12 +183,14 @@ def print_rows(rows: list[Row]) -> None:
 def bars_of(rows: list[Row]) -> list[dict[str, Any]]:
     """What is promised, over all models and budgets."""
     ran = [row for row in rows if row.needed_bytes is None]
+    proven = [1 - row.proven_bytes / row.needed_bytes for row in rows if row.needed_bytes and row.proven_bytes]
     return [
         bar("prediction off, % of the measured peak", 100 * max(row.error for row in ran), 1.0),
         bar("prediction off, MiB", max(abs(row.predicted_bytes - row.measured_bytes) for row in ran) / MIB, 1.0),
         bar("measured peak, part of the budget", max(row.measured_bytes / row.budget_bytes for row in ran), 1.0),
         bar("keep-all's peak, part of eager's", max(r.measured_bytes / r.eager_bytes for r in ran), 1.0),
         bar("budgets whose training is not eager's to the bit", sum(not row.exact for row in ran), 0),
+        bar("smallest budget above what is proven to be needed, %", 100 * max(proven), 2.0),
         bar("lower budgets with a higher peak", not_monotone(ran), 0),
     ]
 
@@ -225,14 +224,13 @@ def main() -> None:
     for name in options.models:
         rows += rows_of(name, FRACTIONS, options.time_limit)
         print_rows([row for row in rows if row.model == name])
-    bars = bars_of(rows)
-    print_bars(bars)
-    report = {
-        "circumstances": circumstances(options) | {"freed memory is given back": returned, "steps": STEPS},
-        "rows": [asdict(row) for row in rows],
-        "bars": bars,
-    }
-    write_report(options.output, "bytes-cpu.json", report)
+        report = {
+            "circumstances": circumstances(options) | {"freed memory is given back": returned, "steps": STEPS},
+            "rows": [asdict(row) for row in rows],
+            "bars": bars_of(rows),
+        }
+        write_report(options.output, "bytes-cpu.json", report)  # after each model, as all of them take long
+    print_bars(bars_of(rows))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ class Bar:
 
 
 BARS = {
-    "gpt2": (Bar("rockmate 1.00", 1.02), Bar("rockmate 0.50", 1.15), Bar("rockmate 0.35", 1.25)),
+    "gpt2": (Bar("rockmate 1.00", 1.01), Bar("rockmate 0.50", 1.15), Bar("rockmate 0.35", 1.25)),
     "resnet50": (
-        Bar("rockmate 1.00", 1.02),
+        Bar("rockmate 1.00", 1.01),
         Bar("rockmate 0.50", 1.25),
         Bar(AT_CHECKPOINT_PEAK, 1.0, base=CHECKPOINT),
     ),

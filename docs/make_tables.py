@@ -30,30 +30,63 @@ HEADINGS = (
 )
 
 
-def with_tables(page: str, results: Sequence[Path], solvers: Path | None = None) -> str:
+def with_tables(page: str, results: Sequence[Path], memory: Path | None = None, solvers: Path | None = None) -> str:
     """The page with what stands between its marks replaced by the tables of these files.
 
-    `results` are those of training steps, between the first pair of marks; `solvers` is that of the second pair.
+    `results` are those of training steps, between the first pair of marks; `memory`, of benchmarks/bytes.py, and
+    `solvers` are those of the second and the third pair. A pair whose file is None is left as it is.
 
     Raises:
         ValueError: the page lacks a mark.
     """
-    sections = ["\n".join(section(json.loads(path.read_text(encoding="utf-8")))) for path in sorted(results)]
-    start, filled = _filled(page, 0, sections)
-    if solvers is None:
-        return filled
-    lines = list(solver_sections(json.loads(solvers.read_text(encoding="utf-8")))) if solvers.exists() else []
-    return _filled(filled, start, ["\n".join(lines)] if lines else [])[1]
+    texts: list[str | None] = ["\n\n".join("\n".join(section(_read(path))) for path in sorted(results))]
+    for path, sections in ((memory, bytes_sections), (solvers, solver_sections)):
+        exists = path is not None and path.exists()
+        texts.append(None if path is None else "\n".join(sections(_read(path))) if exists else "")
+    while texts and texts[-1] is None:
+        texts.pop()
+    parts = page.split(BEGIN)
+    if len(parts) <= len(texts) or any(END not in part for part in parts[1:]):
+        raise ValueError(f"the page must hold {BEGIN} and, after it, {END}, {len(texts)} times: the tables go between")
+    for place, text in enumerate(texts, start=1):
+        if text is not None:
+            parts[place] = f"\n\n{text or NO_RESULTS}\n\n{END}{parts[place].partition(END)[2]}"
+    return BEGIN.join(parts)
 
 
-def _filled(page: str, start: int, sections: list[str]) -> tuple[int, str]:
-    """The page with the sections between the first marks from `start` on, and where its rest begins."""
-    before, begin, rest = page[start:].partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page must hold {BEGIN} and, after it, {END}: the tables go between them")
-    head = page[:start] + f"{before}{begin}\n\n" + "\n\n".join(sections or [NO_RESULTS]) + f"\n\n{end}"
-    return len(head), head + after
+def _read(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def bytes_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of the comparison of predicted with measured peaks: one table of all models and budgets, and the bars."""
+    where = report["circumstances"]
+    yield f"PyTorch {where['torch']}, {where['threads']} CPU threads."
+    yield ""
+    headings = ["", "budget", "", "predicted", "measured", "off by", "process", "recomputed", "time", "exact"]
+    yield row(headings)
+    yield row(["---", "---", *["--:"] * (len(headings) - 2)])
+    for result in report["rows"]:
+        texts = [result["model"], result["budget"], format_bytes(result["budget_bytes"])]
+        if result["needed_bytes"] is not None:
+            least, proven = format_bytes(result["needed_bytes"]), result["proven_bytes"] / result["needed_bytes"]
+            yield row([*texts, f"refused: {least} needed, proven {100 * proven:.1f} %", *["–"] * (len(headings) - 4)])
+            continue
+        predicted, measured = result["predicted_bytes"], result["measured_bytes"]
+        texts += [format_bytes(predicted), format_bytes(measured), f"{100 * abs(predicted / measured - 1):.3f} %"]
+        texts += [optional_bytes(result["process_bytes"]), str(result["recomputations"])]
+        yield row([*texts, f"{100 * result['overhead']:+.1f} %", "yes" if result["exact"] else result["difference"]])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
+def bar_table(bars: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines of a table of bars, each with what was reached."""
+    yield "| what | reached | at most | |"
+    yield "| --- | --: | --: | --- |"
+    for bar in bars:
+        yield row([bar["label"], f"{bar['reached']:g}", f"{bar['limit']:g}", "met" if bar["met"] else "not met"])
 
 
 def solver_sections(report: dict[str, Any]) -> Iterator[str]:
@@ -79,10 +112,7 @@ def solver_sections(report: dict[str, Any]) -> Iterator[str]:
             f"alone takes {sizes['one_operation'] / sizes['keep_all']:.3f}."
         )
     yield ""
-    yield "| what | reached | at most | |"
-    yield "| --- | --: | --: | --- |"
-    for bar in report["bars"]:
-        yield row([bar["label"], f"{bar['reached']:g}", f"{bar['limit']:g}", "met" if bar["met"] else "not met"])
+    yield from bar_table(report["bars"])
 
 
 def solver_table(problem: str, results: list[dict[str, Any]], bounds: dict[tuple[str, float], float]) -> Iterator[str]:
@@ -155,8 +185,8 @@ def main() -> None:
     """Run the script."""
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    solvers = ROOT / "benchmarks" / "results" / "solvers.json"
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), results, solvers), encoding="utf-8")
+    memory, solvers = (ROOT / "benchmarks" / "results" / name for name in ("bytes-cpu.json", "solvers.json"))
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), results, memory, solvers), encoding="utf-8")
 
 
 if __name__ == "__main__":

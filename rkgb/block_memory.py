@@ -12,7 +12,7 @@ from rkgb.block_run import Observer, run_block, stand_ins
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
-from rkgb.memory import AllocationLog
+from rkgb.memory import AllocationLog, warm_up
 from rkgb.profile import BlockProfile, OpProfile, Phantom, SavedKind, SavedTensor, StageProfile
 from rkgb.timeline import StageWindow, forward_peaks, join_windows, measure_windows
 
@@ -148,7 +148,8 @@ class MemoryObserver(Observer):
 
 
 def observe_memory(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
-    """Run `block` on the `values` that it reads, by name, and watch."""
+    """Run `block` on the `values` that it reads, by name, and watch; on CUDA, in its second run."""
+    warm_up(device, lambda: run_block(graph, block, stand_ins(graph, block, values), Observer()))
     leaves = stand_ins(graph, block, values)  # outside of the log: copies of buffers are not the block's bytes
     with AllocationLog(device) as log:
         observer = MemoryObserver(graph, block, log)

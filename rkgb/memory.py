@@ -2,6 +2,10 @@
 
 CPU: the autograd profiler's memory events. CUDA: the caching allocator's history. Both are exact;
 process-level figures such as the resident set size are not.
+
+CUDA's history tells the sizes that were asked for. They are rounded up here as the allocator does by default. It may
+hand out larger blocks all the same, where it does not split one or was told to round more; then its own statistics,
+which are of blocks, are above the sum of the log. With expandable segments it always splits.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -25,6 +29,7 @@ from torch.autograd.profiler import profile
 # order then places them exactly, which time stamps would not.
 _MARK_BYTES = (1 << 20) + 4 * 4093
 CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to this
+_MOST_CUDA_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,9 @@ class AllocationLog:
     After the block, `events` holds the allocations and releases in order, and ``marks[k]`` the
     number of events before the k-th call of `mark`. Releases of what was allocated before the
     block are left out. Logs cannot be nested, nor run under another profiler.
+
+    On CUDA, every stream of `device` counts, and no other device. Raises `RuntimeError` where the allocator keeps no
+    history, where somebody else has it record one, and at the end of the block where events were lost.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,9 +66,7 @@ class AllocationLog:
 
     def __enter__(self) -> AllocationLog:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
-            self._before = len(self._history())  # of an earlier log, if the allocator still has it
+            self._start_history()
             return self
         if _profiler_enabled():
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
@@ -96,16 +102,35 @@ class AllocationLog:
         elif error is None:
             raise RuntimeError("another profiler was started and stopped inside the measurement, and ended it.")
 
+    def _start_history(self) -> None:
+        torch.cuda.synchronize(self.device)
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise RuntimeError(
+                f"memory cannot be measured on {self.device}: PyTorch runs with the allocator {backend!r} there, which "
+                "keeps no history. Use the native one: leave `backend:` out of PYTORCH_ALLOC_CONF."
+            )
+        if torch._C._cuda_isHistoryEnabled():
+            raise RuntimeError(
+                "memory cannot be measured while the history of CUDA's allocator is recorded for somebody else, or by "
+                "another log: end that first, with torch.cuda.memory._record_memory_history(None)."
+            )
+        # "python": nothing of C++'s stack is to be looked up, not even once.
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_CUDA_EVENTS)
+        try:
+            self._before = len(self._history())  # of an earlier recording, if the allocator still has it
+        except BaseException:
+            torch.cuda.memory._record_memory_history(None)
+            raise
+
     def _history(self) -> list[dict[str, Any]]:
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot(index)["device_traces"]
-        return traces[index] if index < len(traces) else traces[0]
+        return _trace_of(torch.cuda.memory._snapshot(index), index, _MOST_CUDA_EVENTS)
 
     def _split(self, events: list[AllocationEvent]) -> None:
-        mark_size = _MARK_BYTES if self.device.type == "cpu" else _round_up(_MARK_BYTES)
         alive: dict[int, int] = {}
         for event in events:
-            if event.size_bytes == mark_size:
+            if event.size_bytes == _MARK_BYTES:
                 self.marks.append(len(self.events))
             elif event.size_bytes > 0:
                 alive[event.address] = event.size_bytes
@@ -143,15 +168,36 @@ def _cpu_events(profiled: profile) -> list[AllocationEvent]:
     return sorted(found, key=lambda event: event.time_ns)
 
 
-def _cuda_events(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
-    signs = {"alloc": 1, "free_requested": -1}
-    return [
-        AllocationEvent(
-            entry["addr"], signs[entry["action"]] * _round_up(entry["size"]), entry.get("time_us", 0) * 1000
+def _trace_of(snapshot: dict[str, Any], index: int, most_events: int) -> list[dict[str, Any]]:
+    """What the allocator of device `index` did. Raises where it cannot have kept all of it."""
+    traces: list[list[dict[str, Any]]] = snapshot["device_traces"]  # of all devices, whichever was asked for
+    if index >= len(traces):
+        raise RuntimeError(
+            f"CUDA's allocator has a history of {len(traces)} devices, and none of cuda:{index}: its memory cannot be "
+            "measured. Is there such a device?"
         )
-        for entry in trace
-        if entry["action"] in signs
-    ]
+    if len(traces[index]) >= most_events:
+        raise RuntimeError(
+            f"CUDA's allocator keeps the last {most_events} events, and more happened on cuda:{index}: memory cannot "
+            "be measured over so many. Measure fewer steps at once."
+        )
+    return traces[index]
+
+
+def _cuda_events(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
+    """Allocations and releases. A block is free for others, and so counted as free, once its release is requested.
+
+    Segments and blocks told apart: what the allocator takes from the device is not what it hands out.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    events = []
+    for entry in trace:
+        if entry["action"] in signs:
+            size_bytes = entry["size"]  # as asked for: marks are told by it, before it is rounded like any other
+            block_bytes = size_bytes if size_bytes == _MARK_BYTES else _round_up(size_bytes)
+            time_ns = entry.get("time_us", 0) * 1000
+            events.append(AllocationEvent(entry["addr"], signs[entry["action"]] * block_bytes, time_ns))
+    return events
 
 
 def _round_up(size_bytes: int) -> int:
@@ -161,6 +207,18 @@ def _round_up(size_bytes: int) -> int:
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """What the allocator of `device` takes for a storage of that size."""
     return _round_up(size_bytes) if device.type == "cuda" else size_bytes
+
+
+def warm_up(device: torch.device, run: Callable[[], object]) -> None:
+    """On CUDA: do `run` once, unobserved, before it is measured. Elsewhere nothing.
+
+    Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: cuBLAS one for each
+    thread and stream. cuDNN, where it is to benchmark, tries algorithms out at the first run, with buffers of any size.
+    No later run takes them, so that they belong to what was there before.
+    """
+    if device.type == "cuda":
+        run()
+        torch.cuda.synchronize(device)
 
 
 # What allocators say in errors of no class of their own: PyTorch's for the CPU, CUDA and its libraries, and C++.

@@ -10,9 +10,11 @@ from rkgb.errors import (
     TraceError,
     TraceWarning,
 )
+from rockmate.allocators import AllocatorSettings, reduce_fragmentation
 from rockmate.errors import (
     BudgetError,
     BudgetTooSmall,
+    FragmentationWarning,
     InputMismatch,
     LossError,
     NothingToTrain,
@@ -28,8 +30,10 @@ from rockmate.plan import Plan
 from rockmate.verify import Verification, verify
 
 __all__ = [
+    "AllocatorSettings",
     "BudgetError",
     "BudgetTooSmall",
+    "FragmentationWarning",
     "GraphError",
     "GuardError",
     "InputMismatch",
@@ -50,5 +54,6 @@ __all__ = [
     "TraceError",
     "TraceWarning",
     "Verification",
+    "reduce_fragmentation",
     "verify",
 ]

@@ -11,7 +11,7 @@ import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
-from rkgb.memory import AllocationLog, allocated_bytes
+from rkgb.memory import AllocationLog, allocated_bytes, warm_up
 from rkgb.profile import SavedKind
 from rkgb.state import without_autocast
 from rkgb.tree import leaves
@@ -37,13 +37,21 @@ def assumed_loss_cost(graph: KGraph) -> LossCost:
 
 def measure_loss(loss: LossFunction, output: Any) -> LossCost:
     """Run `loss` on what the model gave, as leaves of autograd, and back; tell what it took."""
+    device = leaves(output)[0].device
+    warm_up(device, lambda: _loss_and_back(loss, output))
+    for leaf in leaves(output):
+        leaf.grad = None  # of the warm-up: the gradients are the loss's to allocate
     started = time.perf_counter()
-    with AllocationLog(leaves(output)[0].device) as log:
-        value = evaluate_loss(loss, output)
-        with without_autocast():  # where training calls it
-            value.backward()
+    with AllocationLog(device) as log:
+        _loss_and_back(loss, output)
     time_ms = (time.perf_counter() - started) * 1e3
     return LossCost(time_ms, log.peak_bytes)
+
+
+def _loss_and_back(loss: LossFunction, output: Any) -> None:
+    value = evaluate_loss(loss, output)
+    with without_autocast():  # where training calls it
+        value.backward()
 
 
 def evaluate_loss(loss: LossFunction, output: Any) -> torch.Tensor:

@@ -23,6 +23,10 @@ class BudgetTooSmall(RockmateError):
         self.proven_bytes = proven_bytes
 
 
+class FragmentationWarning(UserWarning):
+    """On CUDA, a plan's step reserves more memory than a tenth above its budget: the allocator leaves gaps."""
+
+
 class NothingToTrain(RockmateError):
     """The module has no gradient to compute, so there is no training step to plan."""
 

@@ -29,6 +29,8 @@ class Plan:
     measured_peak_bytes: int | None = None  # of one real step on the sample
     lower_bound_ms: float | None = None  # no plan for this budget is predicted to take less; None where unknown
     memory_split: MemorySplit | None = None  # of a budget for all of training; None of one for the step
+    # What CUDA's allocator held at most in that real step, gaps included, above what was allocated before it.
+    measured_reserved_bytes: int | None = None  # None on the CPU
 
     @property
     def gap(self) -> float | None:
@@ -52,12 +54,17 @@ class Plan:
             f"Plan(budget {self._budget_text()}, peak {format_bytes(self.peak_bytes)}"
             f" of {format_bytes(self.baseline_peak_bytes)} eager, time {format_ms(self.time_ms)}"
             f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations, {self.solver},"
+            f"{self._reserved_text()}"
             f" planned in {self.planning_s:.1f} s)"
         )
 
     def _budget_text(self) -> str:
         split = self.memory_split
         return format_bytes(self.budget_bytes) + (f" of {format_bytes(split.total_bytes)} in all" if split else "")
+
+    def _reserved_text(self) -> str:
+        reserved_bytes = self.measured_reserved_bytes
+        return "" if reserved_bytes is None else f" {format_bytes(reserved_bytes)} reserved,"
 
     def _gap_text(self) -> str:
         return "" if self.gap is None or not self.recomputations else f", gap {self.gap:.1%}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,16 +15,17 @@ from rk_solvers import Effort, KeepAll, Solution, check, solver_named
 from rk_solvers.bound import lower_bound_ms
 from rkgb.available import available_bytes
 from rkgb.memory import out_of_memory_told
-from rkgb.state import borrowed, training_mode
+from rkgb.state import borrowed, module_devices, training_mode
+from rockmate.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.budget import resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
-from rockmate.errors import BudgetError
+from rockmate.errors import BudgetError, FragmentationWarning
 from rockmate.measured import Measured, measure
 from rockmate.memory_split import MemorySplit
 from rockmate.plan import Plan
 from rockmate.program import Program, make_program
-from rockmate.real_step import real_peak_bytes
+from rockmate.real_step import real_peak_bytes, warm_step
 from rockmate.refusal import too_small
 from rockmate.request import PlanRequest, Progress, check_request
 from rockmate.runner import Runner
@@ -56,7 +58,8 @@ class Planned:
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
     """The fastest plan within the budget. Its peak is checked on one real step, and corrected if need be.
 
-    Raises `BudgetTooSmall` naming the smallest budget that would do and the operation that binds it.
+    Raises `BudgetTooSmall` naming the smallest budget that would do and the operation that binds it. Warns by
+    `FragmentationWarning` where CUDA's allocator reserves much more for the step than the budget.
     """
     started = time.perf_counter()
     budget_bytes, split = _resolved(measured, request)
@@ -69,7 +72,8 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         request.progress("check", attempt, _ATTEMPTS)
         _refuse_more_than_there_is(planned.plan, measured.device)
         runner = Runner(module, measured.graphs.D_graph, measured.pattern, planned.compile_for(module))
-        peak_bytes = _measured_peak_bytes(module, runner, measured, request.loss)
+        peak = _measured_peak(module, runner, measured, request.loss)
+        peak_bytes = peak.allocated_bytes
         if peak_bytes <= budget_bytes:
             break  # whatever was predicted: this was measured
         lowest_bytes = min(lowest_bytes, peak_bytes)
@@ -87,8 +91,24 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     bound_ms = _lower_bound_ms(measured, solution, target_bytes, budget_bytes, limit_s)
     request.progress("bound", 1, 1)
     planning_s = measured.measuring_s + time.perf_counter() - started
-    planned.plan = replace(planned.plan, planning_s=planning_s, measured_peak_bytes=peak_bytes, lower_bound_ms=bound_ms)
+    planned.plan = replace(
+        planned.plan,
+        planning_s=planning_s,
+        measured_peak_bytes=peak_bytes,
+        measured_reserved_bytes=peak.reserved_bytes,
+        lower_bound_ms=bound_ms,
+    )
+    _tell_fragmentation(peak, budget_bytes)
     return planned
+
+
+def _tell_fragmentation(peak: StepPeak, budget_bytes: int) -> None:
+    """A warning only: less for the tensors leaves no smaller gaps, but settings of the allocator do."""
+    if fragmentation_text(peak, budget_bytes, expandable=False) is None:
+        return
+    told = fragmentation_text(peak, budget_bytes, segments_are_expandable())
+    assert told is not None
+    warnings.warn(told, FragmentationWarning, stacklevel=5)  # who calls Rockmate(...)
 
 
 def _refuse_more_than_there_is(plan: Plan, device: torch.device) -> None:
@@ -169,22 +189,25 @@ def _planned(
     return Planned(plan, program, header)
 
 
-def _measured_peak_bytes(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> int:
+def _measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> StepPeak:
     """Peak of one real step of the plan on the sample. The module is left as it was."""
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
     doing, own = "when the module was set aside for a real step of the plan", measured.graphs.D_graph.generators
-    with (
-        out_of_memory_told(doing, "Free some memory first."),
-        training_mode(module),
-        borrowed(module, {measured.device}, own),
-    ):
-        return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
+    borrow = partial(borrowed, module, {measured.device}, own)
+    with out_of_memory_told(doing, "Free some memory first."), training_mode(module):
+        warm_step(runner, measured.sample, loss, measured.device, borrow)
+        with borrow():
+            return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
 
 
 def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> tuple[Measured, Planned]:
-    """Measure and plan in one go."""
+    """Measure and plan in one go. On CUDA, nothing is left in the allocator's cache."""
     check_request(request)
-    measured = measure(model, sample, request)
-    planned = make_plan(measured, request, model)
+    try:
+        measured = measure(model, sample, request)
+        planned = make_plan(measured, request, model)
+    finally:
+        for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
+            give_cache_back(device)
     measured.sample = None
     return measured, planned

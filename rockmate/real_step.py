@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from rkgb import Sample
 from rkgb.available import available_bytes
 from rkgb.block_run import FreshGradients
 from rkgb.generators import OwnGenerator
-from rkgb.memory import AllocationLog, is_out_of_memory, out_of_memory_told
+from rkgb.memory import AllocationLog, is_out_of_memory, out_of_memory_told, warm_up
 from rkgb.state import borrowed, without_autocast
 from rkgb.tree import leaves
+from rockmate.allocators import StepPeak, end_peak, start_peak
 from rockmate.costs import LossFunction, evaluate_loss
 from rockmate.memory_split import Residents
 from rockmate.units import format_bytes
@@ -36,38 +39,62 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
             value.backward()
 
 
-def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> int:
-    """Most bytes that one step allocates at once above what was there before."""
+def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
+    """Most bytes that one step allocates at once above what was there before, and what it makes CUDA reserve."""
     fresh = sample.copy()  # gradients of inputs are not the user's to find
+    before_bytes = start_peak(device)
     with AllocationLog(device) as log:
         run_step(step, fresh, loss)
-    return log.peak_bytes
+    return end_peak(device, before_bytes, log.peak_bytes)
+
+
+def warm_step(
+    step: StepFunction,
+    sample: Sample,
+    loss: LossFunction | None,
+    device: torch.device,
+    borrow: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """On CUDA: a step whose peak nobody measures, as libraries take what they keep in the first. Elsewhere nothing.
+
+    `borrow` is entered around it: its gradients are gone afterwards. Raises like `real_peak_bytes`.
+    """
+
+    def run() -> None:
+        with _lack_told(device), borrow():
+            run_step(step, sample.copy(), loss)
+
+    warm_up(device, run)
 
 
 def real_peak_bytes(
     step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device, residents: Residents | None
-) -> int:
+) -> StepPeak:
     """Peak of a real step, from no gradients of parameters; above `residents`, if given, with and without gradients.
 
     The module is to be borrowed: the first step leaves the gradients to which the second adds. Raises what the
     allocator raises where the step does not fit the device, with a note of what does.
     """
+    with _lack_told(device):
+        return _real_peak_bytes(step, sample, loss, device, residents)
+
+
+def _lack_told(device: torch.device) -> AbstractContextManager[None]:
     free_bytes = available_bytes(device)
-    with out_of_memory_told(
+    return out_of_memory_told(
         "in a real step of the plan, to check its peak",
         f"{format_bytes(free_bytes)} were free on {device} before it, gaps and libraries' scratch buffers included: "
         "give a budget below that, or None for what is free less a reserve.",
-    ):
-        return _real_peak_bytes(step, sample, loss, device, residents)
+    )
 
 
 def _real_peak_bytes(
     step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device, residents: Residents | None
-) -> int:
-    without_bytes = peak_of(step, sample, loss, device)
+) -> StepPeak:
+    without = peak_of(step, sample, loss, device)
     if residents is None:
-        return without_bytes
-    return max(peak_of(step, sample, loss, device), without_bytes - residents.gradient_bytes)
+        return without
+    return peak_of(step, sample, loss, device).or_higher(without.above(residents.gradient_bytes))
 
 
 def eager_peak_bytes(
@@ -86,9 +113,11 @@ def eager_peak_bytes(
     if device.type == "cpu" and keep_all_peak_bytes > available_bytes(device):
         return None  # not even tried: where the system promises more than it has, it would end the process
     measured = None
+    borrow = partial(borrowed, model, {device}, tuple(own))
     try:
-        with borrowed(model, {device}, own):
-            measured = _real_peak_bytes(model, sample, loss, device, residents)
+        warm_step(model, sample, loss, device, borrow)
+        with borrow():
+            measured = _real_peak_bytes(model, sample, loss, device, residents).allocated_bytes
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -1,10 +1,13 @@
 """The log holds every allocation and release, to the byte and in order."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.memory import AllocationEvent, AllocationLog, allocated_bytes, highest_level
+import rkgb.memory
+from rkgb.memory import AllocationEvent, AllocationLog, allocated_bytes, highest_level, warm_up
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -190,6 +193,175 @@ def test_cuda_rounds_up_to_its_blocks_and_the_cpu_does_not():
     assert allocated_bytes(513, torch.device("cuda")) == 1024
     assert allocated_bytes(512, torch.device("cuda")) == 512
     assert allocated_bytes(0, torch.device("cuda")) == 0
+
+
+class WrittenHistory:
+    """CUDA's allocators of two devices, of which a test writes down what they did. Stands in torch.cuda."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.traces: list[list[dict[str, Any]]] = [[], []]
+        self.recording = False
+        self.backend = "native"
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: self.backend)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(
+            torch.cuda.memory, "_snapshot", lambda device: {"device_traces": self.traces, "segments": []}
+        )
+        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.recording, raising=False)
+
+    def record(self, enabled: str | None, **options: Any) -> None:
+        self.recording = enabled is not None
+
+    def did(self, action: str, size_bytes: int, address: int = 1 << 20, device: int = 1) -> None:
+        assert self.recording
+        time_us = 7 + sum(map(len, self.traces))
+        entry = {"action": action, "size": size_bytes, "stream": 0, "frames": [], "time_us": time_us}
+        # Of an allocation that failed the allocator tells what was free, instead of an address.
+        self.traces[device].append(entry | ({"device_free": 0} if action == "oom" else {"addr": address}))
+
+    def did_often(self, action: str, times: int) -> None:
+        for _ in range(times):
+            self.did(action, KIB)
+
+    def did_and_failed(self, action: str, size_bytes: int) -> None:
+        self.did(action, size_bytes)
+        raise ZeroDivisionError
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> WrittenHistory:
+    return WrittenHistory(monkeypatch)
+
+
+SECOND = torch.device("cuda", 1)
+
+
+def test_sizes_asked_of_cuda_are_counted_in_blocks(history):
+    with AllocationLog(SECOND) as log:
+        history.did("alloc", 1000, address=512)
+        history.did("alloc", 512, address=4096)
+        history.did("free_requested", 1000, address=512)
+        history.did("alloc", 1, address=512)
+    assert sizes(log) == [1024, 512, -1024, 512]
+    assert [event.address for event in log.events] == [512, 4096, 512, 512]
+    assert [event.time_ns for event in log.events] == [7000, 8000, 9000, 10000]
+    assert log.peak_bytes == 1536
+
+
+def test_what_cuda_does_besides_handing_out_blocks_is_no_allocation(history):
+    with AllocationLog(SECOND) as log:
+        for action in ("segment_map", "segment_alloc", "oom", "snapshot", "an action of a later version"):
+            history.did(action, 20 << 20)
+        history.did("alloc", 1 << 20)
+        history.did("free_requested", 1 << 20)
+        history.did("free_completed", 1 << 20)
+        history.did("segment_unmap", 20 << 20)
+        history.did("segment_free", 20 << 20)
+    assert sizes(log) == [1 << 20, -(1 << 20)]
+
+
+def test_a_block_whose_stream_is_still_busy_is_free_once_its_release_is_requested(history):
+    with AllocationLog(SECOND) as log:
+        history.did("alloc", KIB, address=0)
+        history.did("free_requested", KIB, address=0)
+        history.did("alloc", KIB, address=KIB)
+        history.did("free_completed", KIB, address=0)
+    assert log.peak_bytes == KIB
+
+
+def test_marks_on_cuda_are_told_from_tensors_in_a_block_of_the_same_size(history):
+    mark_bytes = rkgb.memory._MARK_BYTES
+    block_bytes = allocated_bytes(mark_bytes, SECOND)
+    assert block_bytes != mark_bytes
+    with AllocationLog(SECOND) as log:
+        history.did("alloc", block_bytes, address=0)
+        history.did("alloc", mark_bytes, address=8 << 20)
+        history.did("free_requested", mark_bytes, address=8 << 20)
+        history.did("free_requested", block_bytes, address=0)
+    assert sizes(log) == [block_bytes, -block_bytes]
+    assert log.marks == [1]
+
+
+def test_other_devices_are_not_in_the_log(history, monkeypatch):
+    with AllocationLog(SECOND) as log:
+        history.did("alloc", KIB, device=0)
+        history.did("alloc", 2 * KIB, device=1)
+    assert sizes(log) == [2 * KIB]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with AllocationLog(torch.device("cuda")) as log:
+        history.did("alloc", 4 * KIB, device=0)
+        history.did("alloc", 8 * KIB, device=1)
+    assert sizes(log) == [4 * KIB]
+
+
+def test_what_cuda_did_before_the_block_is_left_out(history):
+    history.recording = True
+    history.did("alloc", KIB, address=0)
+    history.recording = False
+    with AllocationLog(SECOND) as log:
+        history.did("free_requested", KIB, address=0)
+        history.did("alloc", 2 * KIB, address=0)
+    assert sizes(log) == [2 * KIB]
+
+
+def test_a_history_that_lost_events_is_no_measurement(history, monkeypatch):
+    monkeypatch.setattr(rkgb.memory, "_MOST_CUDA_EVENTS", 3)
+    with AllocationLog(SECOND) as log:
+        history.did("alloc", KIB)
+        history.did("free_requested", KIB)
+    assert log.peak_bytes == KIB
+    history.traces = [[], []]
+    with (
+        pytest.raises(RuntimeError, match=r"keeps the last 3 events, and more happened on cuda:1"),
+        AllocationLog(SECOND),
+    ):
+        history.did_often("alloc", 3)
+    assert not history.recording
+
+
+def test_a_device_without_a_history_is_refused(history):
+    with (
+        pytest.raises(RuntimeError, match="history of 2 devices, and none of cuda:2"),
+        AllocationLog(torch.device("cuda", 2)),
+    ):
+        pass
+    assert not history.recording
+
+
+def test_a_history_that_somebody_else_records_is_left_alone(history):
+    with AllocationLog(SECOND) as log:
+        with pytest.raises(RuntimeError, match="recorded for somebody else"), AllocationLog(SECOND):
+            pass
+        history.did("alloc", KIB)
+    assert sizes(log) == [KIB]
+
+
+def test_an_allocator_without_a_history_is_refused(history):
+    history.backend = "cudaMallocAsync"
+    with (
+        pytest.raises(RuntimeError, match="allocator 'cudaMallocAsync' there, which keeps no history"),
+        AllocationLog(SECOND),
+    ):
+        pass
+    assert not history.recording
+
+
+def test_an_error_inside_ends_the_recording_on_cuda(history):
+    log = AllocationLog(SECOND)
+    with pytest.raises(ZeroDivisionError), log:
+        history.did_and_failed("alloc", KIB)
+    assert not history.recording
+    assert sizes(log) == [KIB]
+
+
+def test_cuda_is_warmed_up_once_and_the_cpu_is_not(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
+    warm_up(CPU, lambda: done.append("run"))
+    assert done == []
+    warm_up(SECOND, lambda: done.append("run"))
+    assert done == ["run", "wait for cuda:1"]
 
 
 @pytest.mark.cuda
