@@ -25,7 +25,7 @@ from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, SNode, d_to_s
 from rkgb.show import describe, print_all_graphs, print_graph, print_graph_list
 from rkgb.stages import B_to_D, D_to_S, S_list_to_K_list_eco, S_to_K, make_B
-from rkgb.trace import trace
+from rkgb.tracing.trace import trace
 from rkgb.values import ValueInfo
 
 __all__ = [

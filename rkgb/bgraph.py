@@ -11,7 +11,7 @@ import torch
 
 from rkgb.call import Call, ref_names
 from rkgb.errors import GraphError
-from rkgb.generators import OwnGenerator
+from rkgb.tracing.generators import OwnGenerator
 
 
 class LeafKind(enum.Enum):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.generators import OwnGenerator
+from rkgb.tracing.generators import OwnGenerator
 from rkgb.tree import leaves, map_leaves
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from rkgb.guard import Guard
-from rkgb.memory import allocated_bytes
+from rkgb.measuring.memory import allocated_bytes
 from rkgb.pipeline import AllGraphs, make_all_graphs
 from rkgb.render.style import format_bytes
-from rkgb.replay import record_step, run_graph
 from rkgb.sample import make_sample
 from rkgb.state import training_mode
-from rkgb.trace import Tracer
+from rkgb.tracing.guard import Guard
+from rkgb.tracing.replay import record_step, run_graph
+from rkgb.tracing.trace import Tracer
 
 
 def test_rkgb(

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind, Source, verify_order
 from rkgb.call import Call, bind, ref_names
-from rkgb.generators import OwnGenerator, generators_for
 from rkgb.sample import Sample
 from rkgb.state import borrowed, module_devices, random_states, without_autocast
+from rkgb.tracing.generators import OwnGenerator, generators_for
 from rkgb.values import ValueInfo, info_of
 
 

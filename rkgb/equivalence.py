@@ -13,7 +13,7 @@ from rkgb.bgraph import LeafKind
 from rkgb.call import Ref
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
-from rkgb.generators import OwnGenerator
+from rkgb.tracing.generators import OwnGenerator
 
 # Facts of an operation that decide nothing, or that are written down in their own way.
 _WRITTEN_APART = frozenset({"name", "call", "outputs", "source", "written", "inputs"})

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from rkgb.cut import Block
 from rkgb.dgraph import DNode
 from rkgb.errors import GraphError
-from rkgb.memory import allocated_bytes
-from rkgb.profile import BlockProfile, OpProfile, SavedTensor
+from rkgb.measuring.memory import allocated_bytes
+from rkgb.measuring.profile import BlockProfile, OpProfile, SavedTensor
 from rkgb.sgraph import SGraph, SNode
 
 

@@ -13,26 +13,26 @@ from typing import Any
 
 import torch
 
-from rkgb.available import available_bytes
 from rkgb.bgraph import BGraph, LeafKind
-from rkgb.context import measure_in_context
 from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
-from rkgb.expand import expand_composites
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
-from rkgb.measure import measure_blocks
-from rkgb.memory import is_out_of_memory, out_of_memory_told
+from rkgb.measuring.available import available_bytes
+from rkgb.measuring.context import measure_in_context
+from rkgb.measuring.measure import measure_blocks
+from rkgb.measuring.memory import is_out_of_memory, out_of_memory_told
+from rkgb.measuring.profile import BlockProfile
 from rkgb.partition import SubGraph, partition
-from rkgb.profile import BlockProfile
-from rkgb.replay import replay_check, run_graph
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import autocast_in_force, borrowed, module_devices, training_mode
-from rkgb.trace import FrontEnd, Tracer, trace
+from rkgb.tracing.expand import expand_composites
+from rkgb.tracing.replay import replay_check, run_graph
+from rkgb.tracing.trace import FrontEnd, Tracer, trace
+from rkgb.tracing.varying import without_varying_guards
 from rkgb.tree import leaves, map_leaves
-from rkgb.varying import without_varying_guards
 
 Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""

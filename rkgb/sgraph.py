@@ -18,7 +18,7 @@ import torch
 
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
-from rkgb.repetition import reason_against_repetition
+from rkgb.tracing.repetition import reason_against_repetition
 
 
 @dataclass(eq=False, slots=True)

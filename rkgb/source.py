@@ -9,12 +9,12 @@ from types import FrameType
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+OWN_FOLDER = str(Path(__file__).parent)  # its files stand between torch's tracers and the user's module
 
 
 def caller_is_torch(depth: int) -> bool:
     """Whether the frame that many calls above is torch's own, or this package's."""
-    return sys._getframe(depth + 1).f_code.co_filename.startswith((_TORCH, _OWN))
+    return sys._getframe(depth + 1).f_code.co_filename.startswith((_TORCH, OWN_FOLDER))
 
 
 def python_location() -> str:
@@ -23,7 +23,7 @@ def python_location() -> str:
     fallback = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN):
+        if not file.startswith(OWN_FOLDER):
             place = f"{file.rsplit('/', maxsplit=1)[-1]}:{frame.f_lineno}"
             if not file.startswith(_TORCH):
                 # Below the call of a module made of torch's own there is no line of the user's but this one.

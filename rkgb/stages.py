@@ -12,12 +12,12 @@ from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph, b_to_d
 from rkgb.equivalence import equivalent_classes
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
-from rkgb.measure import measure_blocks
+from rkgb.measuring.measure import measure_blocks
 from rkgb.pipeline import exact_trace
 from rkgb.sample import make_sample
 from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import training_mode
-from rkgb.trace import Tracer
+from rkgb.tracing.trace import Tracer
 
 
 def make_B(

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from rkgb.generators import OwnGenerator, generators_for
-from rkgb.side_effects import attributes_kept, other_random_states_kept
+from rkgb.tracing.generators import OwnGenerator, generators_for
+from rkgb.tracing.side_effects import attributes_kept, other_random_states_kept
 
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:

@@ -7,7 +7,7 @@ import numbers
 
 import torch
 
-from rkgb.available import available_bytes
+from rkgb.measuring.available import available_bytes
 from rockmate.errors import BudgetError
 from rockmate.units import parse_bytes
 

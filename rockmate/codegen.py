@@ -16,8 +16,8 @@ import torch
 from rkgb import DNode, Leaf, LeafKind
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import RUNNING_STATISTICS
-from rkgb.generators import OwnGenerator, is_own_generator
-from rkgb.profile import SavedKind
+from rkgb.measuring.profile import SavedKind
+from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tree import leaves, map_leaves
 from rockmate.program import Program, Segment, Slot, dropped_after
 from rockmate.runtime import ForgottenTensor, SegmentCode, Step, StepTables, differentiable

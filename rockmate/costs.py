@@ -11,8 +11,8 @@ import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
-from rkgb.memory import AllocationLog, allocated_bytes, warm_up
-from rkgb.profile import SavedKind
+from rkgb.measuring.memory import AllocationLog, allocated_bytes, warm_up
+from rkgb.measuring.profile import SavedKind
 from rkgb.state import without_autocast
 from rkgb.tree import leaves
 from rockmate.errors import LossError

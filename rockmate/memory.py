@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch._C._autograd import _profiler_enabled
 
-from rkgb.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog
 
 
 @dataclass(frozen=True, slots=True)

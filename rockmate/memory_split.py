@@ -10,7 +10,7 @@ import torch
 
 from rk_solvers import Problem
 from rkgb import AllGraphs
-from rkgb.memory import allocated_bytes
+from rkgb.measuring.memory import allocated_bytes
 from rockmate.errors import BudgetError, OptimizerError
 from rockmate.optimizer_state import check_optimizer
 from rockmate.units import format_bytes

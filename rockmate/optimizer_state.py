@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from rkgb.memory import allocated_bytes
+from rkgb.measuring.memory import allocated_bytes
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 

@@ -13,8 +13,8 @@ import torch
 
 from rk_solvers import Effort, KeepAll, Solution, check, solver_named
 from rk_solvers.bound import lower_bound_ms
-from rkgb.available import available_bytes
-from rkgb.memory import out_of_memory_told
+from rkgb.measuring.available import available_bytes
+from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, module_devices, training_mode
 from rockmate.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.budget import resolve_budget

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.dgraph import last_uses
-from rkgb.profile import SavedKind, SavedTensor
+from rkgb.measuring.profile import SavedKind, SavedTensor
 from rockmate.costs import held_storages
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from rkgb import Sample
-from rkgb.available import available_bytes
-from rkgb.block_run import FreshGradients
-from rkgb.generators import OwnGenerator
-from rkgb.memory import AllocationLog, is_out_of_memory, out_of_memory_told, warm_up
+from rkgb.measuring.available import available_bytes
+from rkgb.measuring.block_run import FreshGradients
+from rkgb.measuring.memory import AllocationLog, is_out_of_memory, out_of_memory_told, warm_up
 from rkgb.state import borrowed, without_autocast
+from rkgb.tracing.generators import OwnGenerator
 from rkgb.tree import leaves
 from rockmate.allocators import StepPeak, end_peak, start_peak
 from rockmate.costs import LossFunction, evaluate_loss

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from rkgb import ModelError, RockmateError, Sample, make_sample
-from rkgb.generators import OwnGenerator
-from rkgb.record import digest
-from rkgb.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
-from rkgb.side_effects import attributes_of, other_random_states_kept
 from rkgb.state import module_devices, random_states
+from rkgb.tracing.digest import digest
+from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
+from rkgb.tracing.side_effects import attributes_of, other_random_states_kept
 from rkgb.tree import is_tensor, leaves
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction

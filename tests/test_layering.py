@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rkgb.errors": (),
     "rk_solvers": ("rk_solvers",),
     "rockmate": ("rockmate", "rkgb", "rk_solvers"),
-    "rockmate.memory": ("rkgb.memory",),
+    "rockmate.memory": ("rkgb.measuring.memory",),
     "rockmate.report": ("rockmate.units",),
     "rockmate.units": (),
     "rockmate.zoo": ("rockmate.zoo",),

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from rkgb.guard import Guard
 from rkgb.json_form import names
 from rkgb.json_form.containers import MissingFunction
 from rkgb.json_form.errors import Place, shortly
 from rkgb.json_form.trees import TreeReader, TreeWriter
-from rkgb.record import UnderAutocast
+from rkgb.tracing.guard import Guard
+from rkgb.tracing.record import UnderAutocast
 
 _GUARD = {"read", "expected", "place", "may_vary"}
 _CUSTOM = {"custom", "autocast"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rkgb.guard import read_shape
+from rkgb.tracing.guard import read_shape
 
 
 def _named(kind: type) -> dict[str, Any]:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from rkgb.call import Ref, is_ref
-from rkgb.generators import OwnGenerator
 from rkgb.json_form import names
 from rkgb.json_form.containers import LeftOut, NamedDict, NamedNamespace
 from rkgb.json_form.errors import Place, refuse_generator, shortly
+from rkgb.tracing.generators import OwnGenerator
 from rkgb.tree import attributes_of, leaves
 
 MOST = 2**64  # numbers are less: tensors hold no others

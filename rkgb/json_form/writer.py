@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from rkgb.generators import OwnGenerator
 from rkgb.json_form import names
 from rkgb.json_form.classes import Classes, Things, is_identity
 from rkgb.json_form.errors import Place, refuse_generator
 from rkgb.json_form.functions import write_function
 from rkgb.json_form.tensors import TensorWriter
 from rkgb.json_form.trees import TreeWriter
+from rkgb.tracing.generators import OwnGenerator
 
 OPTIONAL = (types.UnionType, typing.Union)
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from rkgb import AllGraphs
 from rkgb.call import bind
 from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.profile import BlockProfile
-from rkgb.replay import bitwise_equal
+from rkgb.measuring.profile import BlockProfile
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.replay import bitwise_equal
 
 Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset
 

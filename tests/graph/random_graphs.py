@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkgb.replay import backward_from
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.replay import backward_from
 from rkgb.tree import leaves
 
 ROWS, WIDTH = 6, 8

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb.dgraph import b_to_d
-from rkgb.expand import expand_composites
-from rkgb.replay import replay_check
 from rkgb.sample import make_sample
-from rkgb.trace import trace
+from rkgb.tracing.expand import expand_composites
+from rkgb.tracing.replay import replay_check
+from rkgb.tracing.trace import trace
 from tests.graph.programs import op_names
 
 

@@ -28,7 +28,7 @@ from rkgb.json_form import (
 )
 from rkgb.json_form.reader import Reader
 from rkgb.json_form.writer import Writer
-from rkgb.replay import run_graph
+from rkgb.tracing.replay import run_graph
 from rkgb.tree import leaves
 from rockmate import zoo
 from tests.graph.programs import TINY, Program, bytes_of, graphs_of, linear, rows, simplified, traced, zoo_graphs

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import AllGraphs, cut, d_to_s, make_sample, s_to_k
-from rkgb.measure import measure_blocks
-from rkgb.memory import AllocationLog
-from rkgb.profile import SavedKind
+from rkgb.measuring.measure import measure_blocks
+from rkgb.measuring.memory import AllocationLog
+from rkgb.measuring.profile import SavedKind
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rockmate import zoo

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from rkgb import SGraph, d_to_s, make_B, make_sample, to_networkx
 from rkgb.call import Call, Ref
 from rkgb.dgraph import DGraph, DNode, b_to_d
-from rkgb.repetition import reason_against_repetition
 from rkgb.sgraph import run_once
+from rkgb.tracing.repetition import reason_against_repetition
 from tests.graph.cases import program
 from tests.graph.programs import Program, linear, rows, simplified, traced
 

@@ -7,7 +7,7 @@ from torch import nn
 from rk_solvers import peak_and_time
 from rkgb import AllGraphs, cut, make_sample, s_to_k
 from rkgb.cut import chain
-from rkgb.measure import measure_blocks
+from rkgb.measuring.measure import measure_blocks
 from rkgb.tree import map_leaves
 from rockmate.costs import build_problem, measure_loss
 from rockmate.memory import PeakMemory

@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb import GuardError, ReplayMismatch, RockmateError, TraceError, make_all_graphs, make_sample, trace
 from rkgb.dgraph import b_to_d
-from rkgb.replay import replay_check, run_graph
+from rkgb.tracing.replay import replay_check, run_graph
 from tests.graph.cases import program
 from tests.graph.programs import bytes_of, linear, rows, state_of, with_gradients
 

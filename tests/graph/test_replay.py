@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb import DNode, ReplayMismatch, make_sample
 from rkgb.call import Call, Ref
-from rkgb.replay import (
+from rkgb.tracing.replay import (
     StepRecord,
     bitwise_equal,
     fresh_sample,

@@ -12,7 +12,7 @@ import torch
 from rkgb import DGraph, b_to_d, cut, d_to_s, equivalent_classes, make_sample, trace
 from rkgb.cut import BlockMaker, chain
 from rkgb.partition import partition
-from rkgb.replay import replay_check
+from rkgb.tracing.replay import replay_check
 from rockmate import zoo
 
 FEW, MANY = 4, 24  # layers; each makes about 20 S nodes

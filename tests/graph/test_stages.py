@@ -9,8 +9,8 @@ from torch import nn
 import rkgb
 from rkgb import TraceWarning, make_all_graphs
 from rkgb.check import summary
-from rkgb.replay import run_graph
 from rkgb.sample import make_sample
+from rkgb.tracing.replay import run_graph
 from rockmate import zoo
 from tests.graph.programs import Program, bytes_of, linear, rows, state_of
 

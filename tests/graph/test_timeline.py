@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rkgb.memory import AllocationEvent, AllocationLog
-from rkgb.timeline import StageWindow, forward_peaks, merge_stages
+from rkgb.measuring.memory import AllocationEvent, AllocationLog
+from rkgb.measuring.timeline import StageWindow, forward_peaks, merge_stages
 
 MARK = "mark"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rkgb import make_all_graphs, make_sample
-from rkgb.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog
 from rkgb.pipeline import exact_trace
 from rkgb.state import borrowed
 from rockmate import zoo

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from rkgb import DGraph, RockmateError, Sample, make_sample
-from rkgb.generators import OwnGenerator
 from rkgb.pipeline import exact_trace
-from rkgb.replay import bitwise_equal, run_graph
 from rkgb.state import borrowed
+from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.replay import bitwise_equal, run_graph
 from rkgb.tree import leaves
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rk_solvers import Problem, Recompute, normalise, peak_and_time, schedule_of
-from rkgb.memory import AllocationLog
-from rkgb.replay import bitwise_equal
+from rkgb.measuring.memory import AllocationLog
+from rkgb.tracing.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
 from rockmate.codegen import compile_program

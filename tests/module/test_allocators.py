@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import rkgb.block_memory
+import rkgb.measuring.block_memory
 import rockmate.planner
 import rockmate.real_step
 from rkgb.sample import make_sample
@@ -145,7 +145,7 @@ def test_planning_with_warm_ups_comes_to_the_same(monkeypatch, budget):
 
     cold, cold_state = planned()
     runs: list[torch.device] = []
-    for module in (rkgb.block_memory, rockmate.real_step):
+    for module in (rkgb.measuring.block_memory, rockmate.real_step):
         monkeypatch.setattr(module, "warm_up", lambda device, run: (runs.append(device), run()))
     warm, warm_state = planned()
     assert len(runs) >= 4  # blocks, all of them together, the eager step, and the plan's

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog
 from rockmate.runtime import Step
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.steps import CPU, assert_trains_exactly, recomputing, squares

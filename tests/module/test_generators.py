@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from rkgb import make_sample
-from rkgb.replay import record_step
+from rkgb.tracing.replay import record_step
 from rockmate import BudgetTooSmall, InputMismatch, PlanMismatch, Rockmate, TraceError, verify
 from rockmate.runtime import Step
 from tests.module.models import WIDTH, built, rows

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rk_solvers import Greedy
-from rkgb.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog
 from rockmate import BudgetTooSmall, Rockmate, zoo
 from rockmate.measured import Measured
 from rockmate.request import PlanRequest

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rkgb.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog
 from rockmate import Rockmate, zoo
 from rockmate.runtime import Handle, Step
 from tests.module.models import Layers, Normalised, Smooth, Tied, TwoHeads, built, images, rows, tokens

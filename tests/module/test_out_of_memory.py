@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkgb.pipeline
 from rkgb import TraceError
-from rkgb.memory import is_out_of_memory
+from rkgb.measuring.memory import is_out_of_memory
 from rkgb.pipeline import exact_trace
-from rkgb.replay import record_step
 from rkgb.sample import make_sample
-from rkgb.spool import Spool
+from rkgb.tracing.replay import record_step
+from rkgb.tracing.spool import Spool
 from rkgb.tree import leaves
 from rockmate import BudgetError, Rockmate
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
@@ -134,8 +134,8 @@ def test_within_a_container_of_little_memory_the_check_is_made_on_disk_and_eager
     (tmp_path / "membership").write_text("0::/job\n")
     model, told = built(Layers), []
     expected = Rockmate(model, rows(), 0.8, loss=squares, solver="greedy").plan
-    monkeypatch.setattr("rkgb.available._CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr("rkgb.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr("rkgb.measuring.available._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("rkgb.measuring.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
     planned = Rockmate(
         model, rows(), None, loss=squares, solver="greedy", progress=lambda stage, *_: told.append(stage)
     )

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from rkgb.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog
 from rockmate import BudgetError, BudgetTooSmall, Rockmate
 from rockmate.errors import OptimizerError
 from rockmate.memory_split import count_residents

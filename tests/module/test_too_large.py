@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkgb.memory import is_out_of_memory
+from rkgb.measuring.memory import is_out_of_memory
 from rockmate import PeakMemory, Rockmate
 from tests.module.models import WIDTH, Layers, Smooth, built
 from tests.module.module_state import state_of

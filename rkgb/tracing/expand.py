@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rkgb.bgraph import BGraph, BNode
 from rkgb.call import Call, Ref, bind, function_name, ref_names
 from rkgb.dgraph import last_uses, leaf_tensors
-from rkgb.generators import is_own_generator
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.generators import is_own_generator
 from rkgb.tree import leaves, map_leaves
 
 # Taking an operation apart pays when what it hides is not negligible beside its output.

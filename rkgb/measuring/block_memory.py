@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rkgb.block_run import Observer, run_block, stand_ins
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
-from rkgb.memory import AllocationLog, warm_up
-from rkgb.profile import BlockProfile, OpProfile, Phantom, SavedKind, SavedTensor, StageProfile
-from rkgb.timeline import StageWindow, forward_peaks, join_windows, measure_windows
+from rkgb.measuring.block_run import Observer, run_block, stand_ins
+from rkgb.measuring.memory import AllocationLog, warm_up
+from rkgb.measuring.profile import BlockProfile, OpProfile, Phantom, SavedKind, SavedTensor, StageProfile
+from rkgb.measuring.timeline import StageWindow, forward_peaks, join_windows, measure_windows
 
 
 class _Packed:

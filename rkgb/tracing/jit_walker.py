@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ import torch
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref, function_name, is_ref
 from rkgb.errors import TraceError
-from rkgb.generators import GeneratorsMet, is_generator, is_own_generator
 from rkgb.naming import Namer
 from rkgb.sample import Sample
+from rkgb.source import OWN_FOLDER
+from rkgb.tracing.generators import GeneratorsMet, is_generator, is_own_generator
 from rkgb.tree import leaves, map_leaves
 
 # The order of c10::ScalarType: traced graphs name a dtype by its place in that list.
@@ -35,7 +35,6 @@ _MEMORY_FORMATS = (
 )
 # The tracer notes their results as needing no gradient even where they do.
 _UNRELIABLE_GRADIENT_FLAGS = frozenset({"aten::_convolution"})
-_OWN_FOLDER = str(Path(__file__).parent)  # its files stand between torch's tracer and the user's module
 _NUMBER_CASTS: dict[str, Callable[[Any], Any]] = {
     "aten::Int": int,
     "aten::IntImplicit": int,
@@ -365,7 +364,7 @@ def _source(node: Any) -> Source:
     location = ""
     with contextlib.suppress(RuntimeError):
         frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
-        outside = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(_OWN_FOLDER)]
+        outside = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(OWN_FOLDER)]
         if outside or frames:
             file, line = (outside or frames)[0]
             location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"

@@ -11,10 +11,10 @@ import torch
 from rkgb.bgraph import BGraph
 from rkgb.dgraph import DGraph, b_to_d, leaf_tensors, run_nodes
 from rkgb.errors import GuardError
-from rkgb.guard import Guard
-from rkgb.replay import fresh_sample
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.guard import Guard
+from rkgb.tracing.replay import fresh_sample
 
 
 def without_varying_guards(

@@ -15,12 +15,12 @@ from rkgb.bgraph import BGraph
 from rkgb.call import is_ref
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
-from rkgb.generators import OwnGenerator, is_own_generator
-from rkgb.memory import is_out_of_memory
-from rkgb.record import computed_digests, digest
+from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
-from rkgb.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.state import borrowed, module_devices, random_states
+from rkgb.tracing.digest import computed_digests, digest
+from rkgb.tracing.generators import OwnGenerator, is_own_generator
+from rkgb.tracing.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.tree import leaves, map_leaves
 
 _SHOWN = 3  # submodules named in a message

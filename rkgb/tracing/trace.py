@@ -3,7 +3,7 @@
 ``torch.jit.trace`` and a walk of its inlined graph: operations stay composite (linear, layer_norm,
 scaled_dot_product_attention), half the nodes of a dispatcher-level trace and fewer Python calls. What
 that tracer cannot see (regions without gradient, values read from data) is restored or refused.
-Recording the operations that really run (`rkgb.record`) sees all of it. The replay check has the
+Recording the operations that really run (`rkgb.tracing.record`) sees all of it. The replay check has the
 last word on both.
 """
 
@@ -18,13 +18,13 @@ from torch.jit._trace import TracerWarning
 
 from rkgb.bgraph import BGraph
 from rkgb.errors import TraceError
-from rkgb.generators import GeneratorsMet, MeetingGenerators
-from rkgb.guard import Guard
-from rkgb.jit_walker import JitWalker
-from rkgb.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
 from rkgb.sample import Sample
-from rkgb.side_effects import SideEffects
 from rkgb.state import borrowed
+from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
+from rkgb.tracing.guard import Guard
+from rkgb.tracing.jit_walker import JitWalker
+from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
+from rkgb.tracing.side_effects import SideEffects
 from rkgb.tree import leaves, map_leaves
 
 FrontEnd = Literal["jit", "record"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rkgb.memory import AllocationLog, highest_level
+from rkgb.measuring.memory import AllocationLog, highest_level
 
 
 @dataclass(slots=True)

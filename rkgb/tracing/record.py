@@ -7,7 +7,6 @@ that is not: regions without gradient, autocast, nested checkpoints, numbers rea
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,12 +25,18 @@ from torch.utils.checkpoint import CheckpointFunction
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref, function_name
 from rkgb.errors import TraceError
-from rkgb.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
-from rkgb.guard import Guard, shape_guard, snapshot
 from rkgb.naming import Namer
 from rkgb.sample import Sample
-from rkgb.side_effects import refuse_attribute, refuse_collective, refuse_function, refuse_storage, refuse_wrappers
 from rkgb.source import caller_is_torch, python_location
+from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
+from rkgb.tracing.guard import Guard, shape_guard, snapshot
+from rkgb.tracing.side_effects import (
+    refuse_attribute,
+    refuse_collective,
+    refuse_function,
+    refuse_storage,
+    refuse_wrappers,
+)
 from rkgb.tree import is_tensor, leaves, map_leaves
 
 _BOOLEAN = (torch.bool, torch.uint8)
@@ -370,29 +375,3 @@ def _is_named(leaf: object) -> bool:
 
 def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.untyped_storage()._cdata == right.untyped_storage()._cdata
-
-
-class _Digesting(Recorder):
-    """Takes the digest of every result."""
-
-    def __init__(self, module: torch.nn.Module, sample: Sample) -> None:
-        super().__init__(module, sample)
-        self.digests: set[bytes] = set()
-
-    def noted(self, tensors: list[torch.Tensor]) -> None:
-        self.digests.update(digest(tensor) for tensor in tensors)
-
-
-def computed_digests(module: torch.nn.Module, sample: Sample) -> set[bytes]:
-    """Digests of all that `module` computes on `sample`, of the arguments too."""
-    recorder = _Digesting(module, sample)
-    given = {digest(tensor) for tensor in (*sample.tensors, *module.parameters(), *module.buffers())}
-    with recording(recorder, frugal=False):
-        sample.call(module)
-    return recorder.digests | given
-
-
-def digest(tensor: torch.Tensor) -> bytes:
-    """Equal for tensors of the same elements, whatever their shape."""
-    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).digest()

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from rkgb.block_memory import observe_memory
-from rkgb.block_run import Observer, run_block, stand_ins
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.equivalence import canonical_form
-from rkgb.profile import BlockProfile
+from rkgb.measuring.block_memory import observe_memory
+from rkgb.measuring.block_run import Observer, run_block, stand_ins
+from rkgb.measuring.profile import BlockProfile
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
 from rkgb.state import borrowed, module_devices, without_autocast

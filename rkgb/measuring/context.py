@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from rkgb.available import available_bytes
-from rkgb.block_memory import observe_memory
 from rkgb.cut import BlockMaker
 from rkgb.dgraph import leaf_tensors
 from rkgb.kgraph import KGraph
-from rkgb.memory import is_out_of_memory
-from rkgb.profile import BlockProfile
+from rkgb.measuring.available import available_bytes
+from rkgb.measuring.block_memory import observe_memory
+from rkgb.measuring.memory import is_out_of_memory
+from rkgb.measuring.profile import BlockProfile
+from rkgb.measuring.timeline import StageWindow, joined_windows
 from rkgb.sample import Sample
 from rkgb.state import borrowed, module_devices, without_autocast
-from rkgb.timeline import StageWindow, joined_windows
 
 
 def measure_in_context(

@@ -1,0 +1,1 @@
+"""Times and bytes of blocks, of the whole step, and of the device."""
