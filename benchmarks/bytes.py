@@ -9,6 +9,7 @@ Bytes do not vary, so nothing else need be idle; times of planning are told but 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import time
@@ -32,6 +33,7 @@ from rockmate.units import format_bytes
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 SMALLEST = "smallest"
+RESULTS = "bytes-cpu.json"
 MIB = 1 << 20
 LEAST_GROWTH_BYTES = 16 * MIB  # of a process: less is hidden by what it has in reserve
 STEPS = 2  # whose peaks are measured, and which are compared with eager's
@@ -132,7 +134,7 @@ def _row(
     model.zero_grad()
     growth = process_growth(step) if eager_bytes > LEAST_GROWTH_BYTES else None
     model.zero_grad()
-    comparison = verify(module, sample.kwargs or sample.args, loss=base.loss, steps=STEPS)
+    comparison = verify(module, sample, loss=base.loss, steps=STEPS)
     return Row(
         name,
         label,
@@ -209,6 +211,7 @@ def parse_options() -> argparse.Namespace:
     parser = option_parser(__doc__, "tiny models only")
     everything = [*zoo.names(), "t5-6", "llama-8"]
     parser.add_argument("--models", nargs="+", choices=everything, help="default: all of them")
+    parser.add_argument("--add", action="store_true", help="to the result file: rows of other models stay in it")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of one search (default 10)")
     options = parser.parse_args()
     options.models = options.models or [name for name in everything if not options.quick or name.endswith("-tiny")]
@@ -220,7 +223,9 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     returned = give_freed_memory_back()
-    rows: list[Row] = []
+    path = options.output / RESULTS
+    stored = json.loads(path.read_text(encoding="utf-8"))["rows"] if options.add and path.exists() else []
+    rows = [Row(**row) for row in stored if row["model"] not in options.models]
     for name in options.models:
         rows += rows_of(name, FRACTIONS, options.time_limit)
         print_rows([row for row in rows if row.model == name])
@@ -229,7 +234,7 @@ def main() -> None:
             "rows": [asdict(row) for row in rows],
             "bars": bars_of(rows),
         }
-        write_report(options.output, "bytes-cpu.json", report)  # after each model, as all of them take long
+        write_report(options.output, RESULTS, report)  # after each model, as all of them take long
     print_bars(bars_of(rows))
 
 
