@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb.measuring.memory import is_out_of_memory
-from rockmate import PeakMemory, Rockmate
+from rockmate import BudgetError, PeakMemory, Rockmate
 from tests.module.models import WIDTH, Layers, Smooth, built
 from tests.module.module_state import state_of
 from tests.module.steps import Trained, assert_same, assert_same_training, squares, train
@@ -151,6 +151,8 @@ def planned_within_less_and_less(name: str, eager_peak_bytes: int) -> list[dict[
                 time_limit=1,
                 progress=lambda stage, *_, told=told: told.append(stage),
             )
+        except BudgetError as error:  # seen before the step of the plan runs
+            end = {"refused": str(error)}
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -241,6 +243,8 @@ def test_where_planning_runs_out_of_memory_it_says_so_and_leaves_all_as_it_was(r
     assert failed, "no limit was too low to plan"
     for end in failed:
         assert [note for note in end["notes"] if note.startswith("No memory was left")], end
+    refused = [str(end["refused"]) for end in ends if "refused" in end]
+    assert all("is more than there is: a step would take" in told for told in refused)
     assert ends[0].keys() == {"stage"}, "70 % of the eager peak must suffice"
     assert len({end["stage"] for end in ends}) > 2, "all limits ended planning at the same stage"
 
