@@ -116,8 +116,7 @@ def _row(
     except BudgetTooSmall as error:
         return Row(name, label, asked, eager_bytes, error.smallest_budget_bytes, error.proven_bytes)
     planning_s = time.perf_counter() - started
-    module = Rockmate.__new__(Rockmate)
-    module._adopt(model, measured, planned)
+    module = Rockmate._following(model, measured, planned)
     plan, sample = module.plan, measured.sample
     assert sample is not None
     assert plan.measured_peak_bytes is not None
@@ -140,16 +139,14 @@ def _row(
         label,
         plan.budget_bytes,
         eager_bytes,
-        None,
-        None,
-        plan.peak_bytes,
-        max(peaks),
-        growth,
-        plan.recomputations,
-        plan.overhead,
-        comparison.exact,
-        comparison.first_difference,
-        round(planning_s, 1),
+        predicted_bytes=plan.peak_bytes,
+        measured_bytes=max(peaks),
+        process_bytes=growth,
+        recomputations=plan.recomputations,
+        overhead=plan.overhead,
+        exact=comparison.exact,
+        difference=comparison.first_difference,
+        planning_s=round(planning_s, 1),
     )
 
 

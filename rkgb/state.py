@@ -18,6 +18,11 @@ def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, tor
     return [(generator, generator.get_state()) for generator in generators]
 
 
+def main_device(devices: Iterable[torch.device]) -> torch.device:
+    """Where a computation mainly is: the first of its devices that is no CPU, if there is one."""
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def module_devices(module: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> set[torch.device]:
     """Devices on which the module has parameters or buffers, and those of other tensors, such as a sample's."""
     return {tensor.device for tensor in (*module.parameters(), *module.buffers(), *tensors)}

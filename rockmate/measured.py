@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, Sample, d_to_s, make_sample
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
-from rkgb.state import autocast_in_force, module_devices, training_mode
+from rkgb.state import autocast_in_force, main_device, module_devices, training_mode
 from rockmate.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
 from rockmate.errors import NothingToTrain
 from rockmate.memory_split import Residents, above_gradients, count_residents
@@ -56,7 +55,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
     check_pins(model, request.pin)
     state_bytes = None  # known before what takes minutes
     if request.scope == "total":
-        place = _main_device(module_devices(model, arguments.tensors))
+        place = main_device(module_devices(model, arguments.tensors))
         state_bytes = optimizer_state_bytes(request.optimizer, model.parameters(), place)
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *arguments.tensors)):
         raise NothingToTrain(
@@ -70,7 +69,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
             f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
             "requires one. Return the tensor that the loss is made of."
         )
-    device = _device(graphs)
+    device = main_device(info.device for info in graphs.D_graph.values.values())
     residents = None
     if state_bytes is not None:
         constants = [leaf.constant for leaf in graphs.D_graph.leaves.values() if leaf.constant is not None]
@@ -104,11 +103,3 @@ def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> tup
     request.progress("loss", 1, 1)
     simplified = run_once(d_to_s(dataflow), pinned)
     return measured_graphs(basic, simplified, model, sample, request.progress), costs[0] if costs else None
-
-
-def _device(graphs: AllGraphs) -> torch.device:
-    return _main_device(info.device for info in graphs.D_graph.values.values())
-
-
-def _main_device(devices: Iterable[torch.device]) -> torch.device:
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -81,6 +81,13 @@ class Rockmate(torch.nn.Module):
             request = PlanRequest(budget, loss, solver, tell, time_limit, gap, as_pins(pin), scope, optimizer)
             measured, planned = plan_model(model, sample, request)
         self._adopt(model, measured, planned)
+
+    @classmethod
+    def _following(cls, model: torch.nn.Module, measured: Measured, planned: Planned) -> Self:
+        """`model` under a plan that is there already."""
+        module = cls.__new__(cls)
+        module._adopt(model, measured, planned)
+        return module
 
     def _adopt(self, model: torch.nn.Module, measured: Measured, planned: Planned) -> None:
         """Become `model`, following `planned`."""

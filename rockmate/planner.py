@@ -104,11 +104,10 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
 
 def _tell_fragmentation(peak: StepPeak, budget_bytes: int) -> None:
     """A warning only: less for the tensors leaves no smaller gaps, but settings of the allocator do."""
-    if fragmentation_text(peak, budget_bytes, expandable=False) is None:
-        return
-    told = fragmentation_text(peak, budget_bytes, segments_are_expandable())
-    assert told is not None
-    warnings.warn(told, FragmentationWarning, stacklevel=5)  # who calls Rockmate(...)
+    expandable = peak.reserved_bytes is not None and segments_are_expandable()
+    told = fragmentation_text(peak, budget_bytes, expandable)
+    if told is not None:
+        warnings.warn(told, FragmentationWarning, stacklevel=5)  # who calls Rockmate(...)
 
 
 def _refuse_more_than_there_is(plan: Plan, device: torch.device) -> None:

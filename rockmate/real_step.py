@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from rkgb import Sample
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import FreshGradients
-from rkgb.measuring.memory import AllocationLog, is_out_of_memory, out_of_memory_told, warm_up
+from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
 from rkgb.state import borrowed, without_autocast
 from rkgb.tracing.generators import OwnGenerator
 from rkgb.tree import leaves
@@ -112,15 +111,12 @@ def eager_peak_bytes(
     """
     if device.type == "cpu" and keep_all_peak_bytes > available_bytes(device):
         return None  # not even tried: where the system promises more than it has, it would end the process
-    measured = None
     borrow = partial(borrowed, model, {device}, tuple(own))
-    try:
+
+    def run() -> int:
         warm_step(model, sample, loss, device, borrow)
         with borrow():
-            measured = _real_peak_bytes(model, sample, loss, device, residents).allocated_bytes
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    if measured is None:
-        gc.collect()  # of the step that did not fit
+            return _real_peak_bytes(model, sample, loss, device, residents).allocated_bytes
+
+    measured = if_it_fits(run)
     return max(measured, keep_all_peak_bytes) if measured is not None and loss is None else measured

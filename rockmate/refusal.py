@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rk_solvers import Backward, Compute, Forget, Problem, Solution
+from rk_solvers import Compute, Forget, Problem, Solution
 from rk_solvers.least_peak import least_peak_bytes
-from rkgb import DNode
 from rockmate.costs import LOSS
 from rockmate.errors import BudgetTooSmall
 from rockmate.measured import Measured
@@ -54,14 +53,10 @@ def _proof(proven_bytes: int, smallest_bytes: int) -> str:
     return f"proven: none takes less than {format_bytes(proven_bytes)}, {less:.1%} below"
 
 
-def _operation(measured: Measured, name: str) -> DNode | None:
-    return next((op for op in measured.graphs.D_graph if op.name == name), None)
-
-
 def _where(measured: Measured, binding_op: str) -> str:
     """The user's own words for an operation: submodule and source line."""
-    op = _operation(measured, binding_op.split()[-1].split(".backward")[0])
-    return f", {op.source}" if op is not None else ""
+    name = binding_op.split()[-1].split(".backward")[0]
+    return next((f", {op.source}" for op in measured.graphs.D_graph if op.name == name), "")
 
 
 # ---- what would help ---------------------------------------------------------------------------------
@@ -73,41 +68,29 @@ class _Moment:
 
     op: str
     held_bytes: int  # the outputs of the model
-    gradient_bytes: int  # gradients, of parameters and of activations, and workspace
     once: dict[str, int]  # values that nothing can recompute, by name
 
 
 def _moment(problem: Problem, solution: Solution, peak_op: str) -> _Moment:
     """The moment of the schedule's peak."""
-    forward = {op.name: op for op in problem.forward}
-    item = {data.name: index for index, data in enumerate(problem.data)}
+    made_by = {op.name: [problem.data[item].name for item in op.outputs] for op in problem.forward}
     alive: set[str] = set()
-    stages = iter(problem.backward)
-    stage, begun = next(stages), False
-    gradient_bytes = 0
     for op in solution.schedule.ops:
-        here = str(op) == peak_op
         if isinstance(op, Compute):
-            gradient_bytes = forward[op.name].workspace_bytes + (stage.resident_bytes if begun else 0)
-            alive |= {problem.data[index].name for index in forward[op.name].outputs}
-            begun = begun or op.name == problem.forward[-1].name
-        elif isinstance(op, Backward):
-            gradient_bytes = stage.peak_bytes
+            alive.update(made_by[op.name])
         elif isinstance(op, Forget):
             alive.discard(op.name)
-        if here:
+        if str(op) == peak_op:
             break
-        if isinstance(op, Backward):
-            stage = next(stages, stage)
-    size = {name: problem.data[item[name]].size_bytes for name in alive}
-    held = {problem.data[index].name for index in problem.held}
-    once = {name for name in alive - held if not problem.forward[problem.data[item[name]].producer].recomputable}
-    return _Moment(
-        peak_op,
-        sum(size[name] for name in alive & held),
-        gradient_bytes,
-        {name: size[name] for name in once},
-    )
+    held_bytes, once = 0, dict[str, int]()
+    for index, data in enumerate(problem.data):
+        if data.name not in alive:
+            continue
+        if index in problem.held:
+            held_bytes += data.size_bytes
+        elif not problem.forward[data.producer].recomputable:
+            once[data.name] = data.size_bytes
+    return _Moment(peak_op, held_bytes, once)
 
 
 def _advice(measured: Measured, moment: _Moment, smallest_bytes: int) -> Iterator[str]:

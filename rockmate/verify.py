@@ -287,8 +287,7 @@ class _CheckedStep(Step):
 def _place_of(difference: _Difference, training: _Training, original: torch.nn.Module, planned: Rockmate) -> str | None:
     """The operation where a difference arises: of the recomputations, else of the forward; None if it is not found."""
     wrong: list[tuple[str, int]] = []
-    again = Rockmate.__new__(Rockmate)
-    again._adopt(copied(original), planned._measured, planned._planned)
+    again = Rockmate._following(copied(original), planned._measured, planned._planned)
     again._runner.expect_flags_of(planned._runner)
     again._runner.make_step = lambda tables: _CheckedStep(tables, wrong)
     training.run(again)

@@ -7,7 +7,6 @@ and in storages of its own. One run of everything, where it fits, tells what rea
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +18,11 @@ from rkgb.dgraph import leaf_tensors
 from rkgb.kgraph import KGraph
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_memory import observe_memory
-from rkgb.measuring.memory import is_out_of_memory
+from rkgb.measuring.memory import if_it_fits
 from rkgb.measuring.profile import BlockProfile
 from rkgb.measuring.timeline import StageWindow, joined_windows
 from rkgb.sample import Sample
-from rkgb.state import borrowed, module_devices, without_autocast
+from rkgb.state import borrowed, main_device, module_devices, without_autocast
 
 
 def measure_in_context(
@@ -37,14 +36,8 @@ def measure_in_context(
     """
     if not graph.backward or _step_bytes(graph) > available_bytes(_device(graph)):
         return False
-    windows = None
-    try:
-        windows = _windows_of_the_step(graph, module, sample)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+    windows = if_it_fits(lambda: _windows_of_the_step(graph, module, sample))
     if windows is None:
-        gc.collect()  # of the step that did not fit
         return False
     by_op: dict[str, list[StageWindow]] = {}
     for window in windows:
@@ -69,8 +62,7 @@ def _windows_of_the_step(graph: KGraph, module: torch.nn.Module, sample: Sample)
 
 
 def _device(graph: KGraph) -> torch.device:
-    devices = {info.device for info in graph.sgraph.dgraph.values.values()}
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return main_device(info.device for info in graph.sgraph.dgraph.values.values())
 
 
 def _step_bytes(graph: KGraph) -> int:

@@ -22,7 +22,7 @@ from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import BlockProfile
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
-from rkgb.state import borrowed, module_devices, without_autocast
+from rkgb.state import borrowed, main_device, module_devices, without_autocast
 
 _TIMED_RUNS = 5
 _TIMED_RUNS_MS = 800.0  # a block that takes longer than this in all is timed fewer times, but at least twice
@@ -64,7 +64,7 @@ def measure_blocks(
 
 
 def _measure(graph: SGraph, block: Block, values: dict[str, Any]) -> BlockProfile:
-    device = _main_device(graph.dgraph, block)
+    device = main_device(graph.dgraph.values[name].device for op in block.ops for name in op.output_names)
     observed = observe_memory(graph.dgraph, block, values, device)
     timings: list[_Timing] = []
     started = time.perf_counter()
@@ -75,12 +75,6 @@ def _measure(graph: SGraph, block: Block, values: dict[str, Any]) -> BlockProfil
     op_ms = {name: statistics.median(timing.op_ms[name] for timing in timings) for name in timings[0].op_ms}
     node_ms = [statistics.median(times) for times in zip(*(timing.node_ms for timing in timings), strict=True)]
     return observed.profile(op_ms, node_ms)
-
-
-def _main_device(graph: DGraph, block: Block) -> torch.device:
-    devices = {graph.values[name].device for op in block.ops for name in op.output_names}
-    accelerators = [device for device in devices if device.type != "cpu"]
-    return accelerators[0] if accelerators else torch.device("cpu")
 
 
 # ---- time ------------------------------------------------------------------------------------------

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
+
+Result = TypeVar("Result")
 
 # Marks are allocations of a size that no model uses, made and released at once: the allocator's own
 # order then places them exactly, which time stamps would not.
@@ -256,6 +259,17 @@ def _out_of_memory_in(error: BaseException) -> BaseException | None:
             if text in _MEANT_OUT_OF_MEMORY or any(said in text for said in _SAID_OUT_OF_MEMORY):
                 return found
         found = found.__cause__
+    return None
+
+
+def if_it_fits(run: Callable[[], Result]) -> Result | None:
+    """What `run` gives; None where the memory does not suffice for it, of which nothing is left then."""
+    try:
+        return run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # once the error, which holds what it met, is gone
     return None
 
 

@@ -43,9 +43,7 @@ def rockmate_from(measured: Measured, model: nn.Module, request: PlanRequest) ->
 
 def wrapped(measured: Measured, model: nn.Module, planned: Planned) -> Rockmate:
     """A module that follows a plan that is there already."""
-    module = Rockmate.__new__(Rockmate)
-    module._adopt(model, measured, planned)
-    return module
+    return Rockmate._following(model, measured, planned)
 
 
 def recomputing(
