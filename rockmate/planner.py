@@ -21,6 +21,7 @@ from rockmate.budget import resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
 from rockmate.errors import BudgetError, FragmentationWarning
+from rockmate.follow import Follow
 from rockmate.measured import Measured, measure
 from rockmate.memory_split import MemorySplit
 from rockmate.plan import Plan
@@ -147,7 +148,7 @@ def _lower_bound_ms(
 
 
 def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: bool) -> Solution:
-    if first:
+    if first and not isinstance(request.solver, Follow):
         # What is a hair above the budget on paper may fit: the step that follows tells.
         keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
         if keep_all.status.fits:
