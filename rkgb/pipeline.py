@@ -21,13 +21,13 @@ from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.context import measure_in_context
-from rkgb.measuring.measure import measure_blocks
+from rkgb.measuring.measure import MeasuredBlocks, measure_blocks
 from rkgb.measuring.memory import is_out_of_memory, out_of_memory_told
 from rkgb.measuring.profile import BlockProfile
 from rkgb.partition import SubGraph, partition
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import autocast_in_force, borrowed, module_devices, training_mode
+from rkgb.state import autocast_in_force, borrowed, for_planning, module_devices
 from rkgb.tracing.expand import expand_composites
 from rkgb.tracing.replay import replay_check, run_graph
 from rkgb.tracing.trace import FrontEnd, Tracer, trace
@@ -102,7 +102,7 @@ def make_all_graphs(
     """
     tell = on_stage or (_say if verbose else _say_nothing)
     arguments = make_sample(model, sample, model_kwargs)
-    with training_mode(model):
+    with for_planning(model):
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
         if backward is not None:
@@ -111,16 +111,21 @@ def make_all_graphs(
 
 
 def measured_graphs(
-    basic: BGraph, simplified: SGraph, model: torch.nn.Module, sample: Sample, on_stage: Stage | None = None
+    basic: BGraph,
+    simplified: SGraph,
+    model: torch.nn.Module,
+    sample: Sample,
+    on_stage: Stage | None = None,
+    known: MeasuredBlocks | None = None,
 ) -> AllGraphs:
     """All graphs of a trace and its S graph: blocks, their times and bytes measured on `sample`, and what they join to.
 
-    `model` is to be in the mode in which it was traced.
+    `model` is to be in the mode in which it was traced. `known` blocks are not measured again.
     """
     tell = on_stage or _say_nothing
     blocks = cut(simplified, chain(simplified).pins)
     with out_of_memory_told(f"while the blocks of {type(model).__name__} were measured", _ADVICE):
-        profiles = measure_blocks(simplified, blocks, model, sample, tell)
+        profiles = measure_blocks(simplified, blocks, model, sample, tell, known)
     whole = s_to_k(simplified, blocks, profiles)
     measure_in_context(whole, profiles, model, sample)
     tell("measure", len(blocks), len(blocks))
@@ -164,8 +169,11 @@ def exact_trace(
     *,
     low_memory: bool | None = None,
     on_stage: Stage | None = None,
+    may_branch: bool = False,
 ) -> tuple[BGraph, DGraph]:
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
+
+    A graph that `may_branch` is also accepted where it holds for data like the sample's alone, which its guards check.
 
     Raises `TraceError` or `ReplayMismatch` with what the last one failed at; warns (`TraceWarning`) of side
     effects of forward that no run of the graph repeats. Where autocast is on, its casts are operations of the
@@ -179,22 +187,21 @@ def exact_trace(
         )
     tracer = "record" if cast else tracer
     with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
-        basic, dataflow = _believed_trace(model, sample, tracer, low_memory, tell)
+        check = _Check(low_memory, may_branch, tell)
+        basic, dataflow = _believed_trace(model, sample, tracer, check)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
     return basic, dataflow
 
 
-def _believed_trace(
-    model: torch.nn.Module, sample: Sample, tracer: Tracer, low_memory: bool | None, tell: Stage
-) -> tuple[BGraph, DGraph]:
+def _believed_trace(model: torch.nn.Module, sample: Sample, tracer: Tracer, check: _Check) -> tuple[BGraph, DGraph]:
     try:
-        return _front_end(model, sample, "jit" if tracer == "auto" else tracer, low_memory, tell)
+        return _front_end(model, sample, "jit" if tracer == "auto" else tracer, check)
     except TraceError as first:
         if tracer != "auto" or is_out_of_memory(first):
             raise
         try:
-            return _front_end(model, sample, "record", low_memory, tell)
+            return _front_end(model, sample, "record", check)
         except TraceError as error:
             error.add_note(f"(torch.jit.trace, tried first: {first})")
             if is_out_of_memory(error):
@@ -202,10 +209,9 @@ def _believed_trace(
             raise error from None
 
 
-def _front_end(
-    model: torch.nn.Module, sample: Sample, tracer: FrontEnd, low_memory: bool | None, tell: Stage
-) -> tuple[BGraph, DGraph]:
+def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: _Check) -> tuple[BGraph, DGraph]:
     """The finest trace of one front end that the replay check accepts."""
+    tell = check.tell
     # On copies: a forward that writes into its input would change the user's data at each run.
     tell("trace", 0, 4)
     basic = trace(model, sample.copy(), tracer)
@@ -218,39 +224,51 @@ def _front_end(
         ) from error
     _refuse_input_writes(model, dataflow)
     tell("trace", 2, 4)
-    if low_memory is None and _step_is_too_large(model, dataflow):
-        low_memory = True
+    if check.low_memory is None and _step_is_too_large(model, dataflow):
+        check = replace(check, low_memory=True)
     if tracer == "jit":
         fine = expand_composites(basic, model, sample)
         tell("trace", 3, 4)
         if len(fine.nodes) > len(basic.nodes):
             with contextlib.suppress(ReplayMismatch):
                 inspected = b_to_d(fine, model, sample)
-                _check(inspected, model, sample, low_memory, tell)
+                check.accept(inspected, model, sample)
                 tell("trace", 4, 4)
                 return fine, inspected
     else:
         basic, dataflow = without_varying_guards(basic, dataflow, model, sample)
     try:
-        _check(dataflow, model, sample, low_memory, tell)
+        told = check.accept(dataflow, model, sample)
     except ReplayMismatch as error:
-        raise ReplayMismatch(" ".join([f"{error}", *(f"Besides, {told}" for told in basic.side_effects)])) from error
+        raise ReplayMismatch(
+            " ".join([f"{error}", *(f"Besides, {effect}" for effect in basic.side_effects)])
+        ) from error
+    if told is not None:
+        read = told.partition(": it would go")[0]
+        basic.side_effects.append(f"{read}: data that take another branch than the sample are traced by themselves.")
     tell("trace", 4, 4)
     return basic, dataflow
 
 
-def _check(graph: DGraph, model: torch.nn.Module, sample: Sample, low_memory: bool | None, tell: Stage) -> None:
-    """The replay check in memory, or, where that may not or does not suffice, on disk."""
-    if not low_memory:
-        try:
-            replay_check(graph, model, sample, False)
-            return
-        except Exception as error:
-            if low_memory is False or not is_out_of_memory(error):
-                raise
-        gc.collect()  # of the step that was too large
-    tell("trace (checked on disk: a whole step may not fit the memory)", 3, 4)
-    replay_check(graph, model, sample, True)
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """How a trace is compared with the module."""
+
+    low_memory: bool | None
+    may_branch: bool
+    tell: Stage
+
+    def accept(self, graph: DGraph, model: torch.nn.Module, sample: Sample) -> str | None:
+        """The replay check in memory, or, where that may not or does not suffice, on disk."""
+        if not self.low_memory:
+            try:
+                return replay_check(graph, model, sample, False, self.may_branch)
+            except Exception as error:
+                if self.low_memory is False or not is_out_of_memory(error):
+                    raise
+            gc.collect()  # of the step that was too large
+        self.tell("trace (checked on disk: a whole step may not fit the memory)", 3, 4)
+        return replay_check(graph, model, sample, True, self.may_branch)
 
 
 _STEP_OVER_VALUES = 3  # a step holds gradients and what operations save beside the values that the graph names

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rkgb.tracing.generators import OwnGenerator, generators_for
-from rkgb.tracing.side_effects import attributes_kept, other_random_states_kept
+from rkgb.tracing.side_effects import attributes_kept, attributes_of, other_random_states_kept
 
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
@@ -95,6 +97,82 @@ def _tensors_kept(module: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+ROOT_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Where a module keeps hooks on calls of itself."""
+
+
+@contextlib.contextmanager
+def root_hooks_aside(module: torch.nn.Module) -> Iterator[None]:
+    """Let calls of `module` fire none of the hooks on itself: those belong around whatever is planned."""
+    held = {name: getattr(module, name) for name in ROOT_HOOKS}
+    vars(module).update({name: type(hooks)() for name, hooks in held.items()})
+    try:
+        yield
+    finally:
+        vars(module).update(held)
+
+
+@contextlib.contextmanager
+def shadow_parameters(module: torch.nn.Module) -> Iterator[None]:
+    """Let `module` hold other parameters of the same storages while it runs for nobody's training.
+
+    No hook fires then that someone has put on a parameter: DDP's, that of an optimizer which steps in the backward,
+    the user's own. Lists of parameters in attributes, such as those of `torch.nn.LSTM`, hold the others, too.
+    """
+    shadows: dict[int, torch.Tensor] = {}
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None and not is_lazy(parameter):
+                shadows.setdefault(id(parameter), _shadow(parameter))
+                places.append((submodule._parameters, name, parameter))
+        places += [(vars(submodule), name, held) for name, held in attributes_of(submodule).items()]
+    try:
+        for place, name, held in places:
+            shadowed = _with_shadows(held, shadows)
+            if shadowed is not held:
+                place[name] = shadowed
+        yield
+    finally:
+        for place, name, held in places:
+            if name in place:
+                place[name] = held
+        for parameter, gradient in gradients:
+            parameter.grad = gradient  # of one that forward finds by another way
+
+
+def _shadow(parameter: torch.Tensor) -> torch.Tensor:
+    shadow = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+    shadow.grad = parameter.grad
+    shadow.__dict__.update(parameter.__dict__)
+    return shadow
+
+
+def _with_shadows(held: Any, shadows: dict[int, torch.Tensor]) -> Any:
+    """A parameter's shadow, and a list or tuple of parameters with their shadows; anything else as it is."""
+    if isinstance(held, torch.Tensor):
+        return shadows.get(id(held), held)
+    if type(held) in (list, tuple) and any(id(item) in shadows for item in held):
+        return type(held)(shadows.get(id(item), item) for item in held)
+    return held
+
+
+@contextlib.contextmanager
+def for_planning(module: torch.nn.Module) -> Iterator[None]:
+    """`module` in training mode, its runs unseen by hooks on its parameters and on itself."""
+    with training_mode(module), shadow_parameters(module), root_hooks_aside(module), torch.enable_grad():
+        yield
 
 
 @contextlib.contextmanager

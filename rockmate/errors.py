@@ -55,5 +55,17 @@ class PlanMismatch(RockmateError):
     """The module has changed since it was planned, so that its plan no longer holds."""
 
 
-class PickleError(RockmateError, TypeError):
-    """A planned module was to be pickled."""
+class NotPlanned(RockmateError):
+    """There is no plan yet: it is made with the first training batch."""
+
+
+class ShapesError(RockmateError, ValueError):
+    """What is to happen to calls of other shapes is not one of the answers."""
+
+
+class ReplanWarning(UserWarning):
+    """A call came that no plan held for: it was planned, or ran without a plan."""
+
+
+class PickleWarning(UserWarning):
+    """Something that planning was given cannot be pickled, and is left out of what was saved."""

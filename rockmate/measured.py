@@ -11,12 +11,14 @@ import torch
 
 from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, Sample, d_to_s, make_sample
+from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
-from rkgb.state import autocast_in_force, main_device, module_devices, training_mode
+from rkgb.state import autocast_in_force, for_planning, main_device, module_devices
 from rockmate.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
 from rockmate.errors import NothingToTrain
 from rockmate.memory_split import Residents, above_gradients, count_residents
+from rockmate.module_traits import ModuleTraits, TraitsReader
 from rockmate.optimizer_state import optimizer_state_bytes
 from rockmate.pattern import CallPattern
 from rockmate.pinned import check_pins, pinned_operations
@@ -41,11 +43,12 @@ class Measured:
     eager_peak_bytes: int
     device: torch.device
     measuring_s: float
+    traits: ModuleTraits  # of the module, in the mode in which it was measured
     residents: Residents | None = None
 
 
-def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measured:
-    """Trace and measure `model`; leaves it as it was.
+def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None) -> Measured:
+    """Trace and measure `model`, but for blocks that are `known`; leaves it as it was.
 
     Raises `SampleError`, `TraceError`, `PinError`, `LossError`, `NothingToTrain` for a module without any gradient, and
     what the allocator raises, with a note, where the memory does not suffice for planning.
@@ -62,8 +65,9 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
             f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
             "training step to plan. Unfreeze a parameter, or use the module as it is."
         )
-    with training_mode(model):
-        graphs, loss_cost = _graphs(model, arguments, request)
+    with for_planning(model):
+        traits = TraitsReader(model).read()
+        graphs, loss_cost = _graphs(model, arguments, request, known)
     if not graphs.K_graph.backward:
         raise NothingToTrain(
             f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
@@ -74,7 +78,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
     if state_bytes is not None:
         constants = [leaf.constant for leaf in graphs.D_graph.leaves.values() if leaf.constant is not None]
         residents = count_residents(model, arguments.tensors, constants, device, state_bytes)
-    with training_mode(model):
+    with for_planning(model):
         problem, chain = build_problem(graphs, loss_cost or assumed_loss_cost(graphs.K_graph))
         problem = problem if residents is None else above_gradients(problem, graphs)
         request.progress("eager step", 0, 1)
@@ -87,13 +91,15 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Measur
         request.progress("eager step", 1, 1)
     pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
     measuring_s = time.perf_counter() - started
-    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, residents)
+    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, traits, residents)
 
 
-def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> tuple[AllGraphs, LossCost | None]:
+def _graphs(
+    model: torch.nn.Module, sample: Sample, request: PlanRequest, known: MeasuredBlocks | None
+) -> tuple[AllGraphs, LossCost | None]:
     """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be; what the loss takes."""
     loss, costs = request.loss, list[LossCost]()
-    basic, dataflow = exact_trace(model, sample, on_stage=request.progress)
+    basic, dataflow = exact_trace(model, sample, on_stage=request.progress, may_branch=request.may_branch)
     pinned = pinned_operations(model, dataflow, request.pin)
     request.progress("loss", 0, 1)
     if loss is not None:
@@ -102,4 +108,5 @@ def _graphs(model: torch.nn.Module, sample: Sample, request: PlanRequest) -> tup
         )
     request.progress("loss", 1, 1)
     simplified = run_once(d_to_s(dataflow), pinned)
-    return measured_graphs(basic, simplified, model, sample, request.progress), costs[0] if costs else None
+    graphs = measured_graphs(basic, simplified, model, sample, request.progress, known)
+    return graphs, costs[0] if costs else None

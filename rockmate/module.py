@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
+from dataclasses import fields, replace
 from typing import Any, Self
 
 import torch
 
 from rk_solvers import Solver
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rkgb import ModelError, make_sample
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
-from rockmate.errors import PickleError
+from rockmate.errors import NotPlanned, PickleWarning
+from rockmate.family import Member, PlanFamily, Shapes
 from rockmate.measured import Measured
 from rockmate.memory_split import MemorySplit, Scope
 from rockmate.optimizer_state import OptimizerLike
-from rockmate.pinned import Pins, as_pins
+from rockmate.pinned import Pins, as_pins, check_pins
 from rockmate.plan import Plan
-from rockmate.planner import Planned, plan_model
-from rockmate.progress import Progress, progress_display
-from rockmate.request import PlanRequest
-from rockmate.runner import Runner
+from rockmate.planner import Planned
+from rockmate.progress import Progress
+from rockmate.request import PlanRequest, check_request, no_progress
+from rockmate.transparent import Transparent
 
 
-class Rockmate(torch.nn.Module):
+class Rockmate(Transparent):
     """`model` with the same outputs, gradients, buffers and random stream, and a peak within `budget`.
 
-    The wrapper shares the model's parameters, buffers and submodules, under the same names. In
+    The wrapper shares the model's parameters, buffers and submodules, under the same names, and answers for the rest
+    as the model would: its attributes, the signature of its forward, ``isinstance`` of its class. In
     training it runs generated code (`code`) that forgets and recomputes as `plan` says; in eval mode
-    and without gradients it runs the model itself.
+    and without gradients it runs the model itself, which is `original`.
+
+    A plan holds for one kind of call: shapes, types and structure of the arguments, autocast, the module's modes and
+    which parameters train. Others are planned when they first come, within the same bytes.
 
     Args:
         model: any module that `rkgb` can trace. It is left as it was.
-        sample: a tensor, a tuple of positional arguments, or a dict of keyword arguments of one step.
+        sample: a tensor, a tuple of positional arguments, or a dict of keyword arguments of one step. None to plan
+            with the first training batch.
         budget: most bytes that a training step may allocate above what was resident before it: an int,
             a size such as "2GiB", a float fraction of the eager peak, or None or "auto" for what is free now, when
-            the plan is made, less 10 %.
+            the first plan is made, less 10 %.
         scope: "step" for a budget as above. "total" for one that bounds parameters, their gradients, buffers, the
             inputs and the optimizer's state as well: a fraction is then of what eager training takes in all.
         optimizer: under scope "total", whose state is counted: an optimizer of the model's parameters, a class such
@@ -51,21 +61,23 @@ class Rockmate(torch.nn.Module):
         pin: what is always saved and never recomputed, beside what must not be anyway: submodules of `model`
             (all that runs while they are called), operators such as ``torch.ops.aten.topk``, and operations
             by their names in the graphs, such as "softmax_3".
+        shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
+            "nearest" traces it, but follows the decisions of the plan next in size, which takes no search; "eager"
+            runs the model itself, without a budget; "error" raises. All but the last warn (`ReplanWarning`).
 
     Raises:
         BudgetError: the budget or its scope cannot be read.
         BudgetTooSmall: no schedule fits; the error names the smallest budget found.
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
-        ModelError, LossError, SolverError, PinError, OptimizerError: an argument is not what it should be.
+        ModelError, LossError, SolverError, PinError, OptimizerError, ShapesError: an argument is not what it should be.
     """
 
-    original: torch.nn.Module
-    plan: Plan
+    _family: PlanFamily
 
     def __init__(
         self,
         model: torch.nn.Module,
-        sample: Any,
+        sample: Any = None,
         budget: Budget = None,
         *,
         loss: LossFunction | None = None,
@@ -76,105 +88,148 @@ class Rockmate(torch.nn.Module):
         pin: Pins = (),
         scope: Scope = "step",
         optimizer: OptimizerLike | None = None,
+        shapes: Shapes = "replan",
     ) -> None:
-        with progress_display(progress) as tell:
-            request = PlanRequest(budget, loss, solver, tell, time_limit, gap, as_pins(pin), scope, optimizer)
-            measured, planned = plan_model(model, sample, request)
-        self._adopt(model, measured, planned)
+        request = PlanRequest(budget, loss, solver, no_progress, time_limit, gap, as_pins(pin), scope, optimizer)
+        check_request(request)
+        _check_model(model)
+        check_pins(model, request.pin)
+        family = PlanFamily(model, request, shapes, progress)
+        if sample is not None:
+            family.plan_for(make_sample(model, sample))
+        self._adopt(model, family)
 
     @classmethod
-    def _following(cls, model: torch.nn.Module, measured: Measured, planned: Planned) -> Self:
+    def _following(cls, model: torch.nn.Module, measured: Measured, planned: Planned, shapes: Shapes = "error") -> Self:
         """`model` under a plan that is there already."""
-        module = cls.__new__(cls)
-        module._adopt(model, measured, planned)
+        family = PlanFamily(model, PlanRequest(planned.plan.budget_bytes), shapes, False)
+        family.adopt(Member.of(model, measured, planned))
+        module = cls._empty()
+        module._adopt(model, family)
         return module
 
-    def _adopt(self, model: torch.nn.Module, measured: Measured, planned: Planned) -> None:
-        """Become `model`, following `planned`."""
-        super().__init__()
-        compiled = planned.compile_for(model)
-        state = self.__dict__
-        state["original"] = model
-        # The very dictionaries: names, and what is put under them later, are the model's own.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            state[shared] = getattr(model, shared)
-        state["plan"] = planned.plan
-        state["_measured"] = measured
-        state["_planned"] = planned
-        state["_compiled"] = compiled
-        state["_runner"] = Runner(model, measured.graphs.D_graph, measured.pattern, compiled)
+    @classmethod
+    def _empty(cls) -> Self:
+        return cls.__new__(cls)
+
+    def _adopt(self, model: torch.nn.Module, family: PlanFamily) -> None:
+        """Become `model`, with these plans."""
+        self._stand_for(model)
+        self.__dict__["_family"] = family
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward.
+
+        Raises what planning raises, for a call that is to be planned, and under shapes "error" `InputMismatch` for
+        arguments unlike the sample's, `PlanMismatch` for a model unlike the one that was planned, and `GuardError`
+        where the data would take another branch of the model than the sample took.
+        """
+        if not self.original.training or not torch.is_grad_enabled():
+            return self.original.forward(*args, **kwargs)  # hooks are called around this one
+        return self._family(*args, **kwargs)
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Nothing: ``loss.backward()`` is enough. Accepted for code written for older versions."""
+
+    # ---- plans -----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan used last, or made last. Raises `NotPlanned` where there is none yet."""
+        return self._member.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans, the one used last first; none before the first training batch."""
+        return tuple(member.plan for member in self._family.members)
+
+    def plan_for(self, sample: Any) -> Plan:
+        """Plan calls like `sample` ahead, within the same budget: the longest sequence first, or each bucket's.
+
+        `sample` is as for the constructor. Raises as planning does.
+        """
+        return self._family.plan_for(make_sample(self.original, sample)).plan
 
     @property
     def code(self) -> str:
-        """The generated source: the forward, and one function per recomputation."""
-        return self._compiled.code.source
+        """The generated source of `plan`: the forward, and one function per recomputation."""
+        return self._member.runner.source
 
     @property
     def memory_split(self) -> MemorySplit | None:
         """What a budget for all of training (scope "total") is divided into; None of a budget for the step."""
         return self.plan.memory_split
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward.
-
-        Raises `InputMismatch` for arguments unlike the sample's, `PlanMismatch` for a model unlike the one that was
-        planned, and `GuardError` where the data would take another branch of the model than the sample took.
-        """
-        if not self.original.training or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        return self._runner(*args, **kwargs)
-
-    def backward(self, *_: Any, **__: Any) -> None:
-        """Nothing: ``loss.backward()`` is enough. Accepted for code written for older versions."""
-
-    # ---- the model, seen through -----------------------------------------------------------------
-
     @property
-    def training(self) -> bool:
-        """The model's own mode."""
-        original = self.__dict__.get("original")
-        return True if original is None else original.training
+    def _member(self) -> Member:
+        if not self._family.members:
+            raise NotPlanned(
+                f"{type(self.original).__name__} is planned with its first training batch, which has not come yet. "
+                "Give a sample when it is wrapped, or call plan_for(sample)."
+            )
+        return self._family.members[0]
 
-    @training.setter
-    def training(self, mode: bool) -> None:
-        original = self.__dict__.get("original")
-        if original is not None:
-            original.training = mode
-
-    def train(self, mode: bool = True) -> Rockmate:
-        """Set the model's mode, and its submodules'."""
-        self.original.train(mode)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own state dict: same keys."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the model."""
-        return self.original.load_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "original" in self.__dict__:
-                return getattr(self.original, name)
-            raise
+    # ---- copies ----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rockmate:
-        twin = type(self).__new__(type(self))
+        twin = self._own_class()._empty()
         memo[id(self)] = twin
-        twin._adopt(copy.deepcopy(self.original, memo), self._measured, self._planned)
-        twin._runner.expect_flags_of(self._runner)
+        original = copy.deepcopy(self.original, memo)
+        twin._adopt(original, self._family.copy_for(original))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PickleError(
-            f"a planned {type(self.original).__name__} cannot be pickled: its generated code belongs to this process. "
-            "Save model.state_dict() or pickle model.original, and plan again where it is loaded."
+        """The model and what planning was asked for; it is planned again where it is loaded, with these decisions."""
+        return _restored, (
+            self._own_class(),
+            self.original,
+            _picklable(self._family.request),
+            self._family.shapes,
+            self._family.decisions(),
         )
 
     def extra_repr(self) -> str:
         """The plan, on one line."""
-        return str(self.plan)
+        return str(self.plan) if self._family.members else "planned with the first training batch"
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, Rockmate):
+        raise ModelError(
+            f"this {type(model.original).__name__} is planned already. Plan model.original instead, or call "
+            "model.plan_for(sample)."
+        )
+    if not isinstance(model, torch.nn.Module):
+        make_sample(model, None)  # type: ignore[arg-type]  # raises
+
+
+def _picklable(request: PlanRequest) -> PlanRequest:
+    """`request` without what cannot be pickled, such as a loss that is a lambda; warns of it."""
+    plain = PlanRequest(request.budget)
+    lost = {}
+    for field in fields(request):
+        if field.name in ("loss", "solver", "optimizer", "pin"):
+            try:
+                pickle.dumps(getattr(request, field.name))
+            except Exception:  # noqa: BLE001  whatever the objects of the user's raise
+                lost[field.name] = getattr(plain, field.name)
+    if lost:
+        names = " and ".join(lost)
+        warnings.warn(
+            f"the {names} given for planning cannot be pickled: what is saved will be planned without. Make it a "
+            "function at the top of a module, or plan model.original anew once it is loaded.",
+            PickleWarning,
+            stacklevel=2,
+        )
+    return replace(request, progress=no_progress, follow=None, **lost)
+
+
+def _restored(
+    kind: type[Rockmate], model: torch.nn.Module, request: PlanRequest, shapes: Shapes, decisions: Any
+) -> Rockmate:
+    """A planned module that was pickled."""
+    family = PlanFamily(model, request, shapes, False)
+    family.expect(decisions)
+    module = kind._empty()
+    module._adopt(model, family)
+    return module

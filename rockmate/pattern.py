@@ -29,24 +29,38 @@ class CallPattern:
         """Devices of the tensors."""
         return {traits.device for traits in self.traits}
 
-    def check(self, call: Sample) -> list[torch.Tensor]:
-        """The tensors of `call`, in order. Raises `InputMismatch` where it is unlike the sample."""
-        tensors = call.tensors
+    def mismatch(self, call: Sample) -> InputMismatch | None:
+        """How `call` differs from what was planned for; None where it does not."""
         skeleton = call.skeleton()
         if skeleton != self.skeleton:
-            raise InputMismatch(
+            return InputMismatch(
                 f"the arguments {skeleton} differ from the sample's {self.skeleton} in structure or in a value "
                 "that is no tensor. Plan the module again with such a sample."
             )
-        for index, (tensor, expected) in enumerate(zip(tensors, self.traits, strict=True)):
+        for index, (tensor, expected) in enumerate(zip(call.tensors, self.traits, strict=True)):
             found = _Traits.of(tensor)
             if found != expected:
-                raise InputMismatch(
+                return InputMismatch(
                     f"tensor {index} of this call is {found}, but the sample's was {expected}: the plan holds for the "
                     "sample's shapes and strides. Make a batch like it (.contiguous() repairs strides), or plan the "
                     "module again with this one."
                 )
-        return tensors
+        return None
+
+    def size_ratios(self, call: Sample) -> list[float] | None:
+        """For each dimension of each tensor, how much smaller `call` is; None where more than sizes differ."""
+        if call.skeleton() != self.skeleton:
+            return None
+        ratios: list[float] = []
+        for tensor, expected in zip(call.tensors, self.traits, strict=True):
+            found = _Traits.of(tensor)
+            if found.but_for_sizes != expected.but_for_sizes:
+                return None
+            ratios += [big / max(size, 1) for size, big in zip(found.shape, expected.shape, strict=True)]
+        return ratios
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.traits)) + (f" under autocast {self.autocast}" if self.autocast else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,11 @@ class _Traits:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Traits:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, _strides(tensor))
+
+    @property
+    def but_for_sizes(self) -> tuple[int, torch.dtype, torch.device, bool]:
+        """What is equal for tensors that differ in sizes alone."""
+        return (len(self.shape), self.dtype, self.device, self.requires_grad)
 
     def __str__(self) -> str:
         grad = " requiring a gradient" if self.requires_grad else ""

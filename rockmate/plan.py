@@ -31,6 +31,7 @@ class Plan:
     memory_split: MemorySplit | None = None  # of a budget for all of training; None of one for the step
     # What CUDA's allocator held at most in that real step, gaps included, above what was allocated before it.
     measured_reserved_bytes: int | None = None  # None on the CPU
+    calls: str = ""  # the tensors of the calls that it is for
 
     @property
     def gap(self) -> float | None:

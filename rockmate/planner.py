@@ -14,13 +14,14 @@ import torch
 from rk_solvers import Effort, KeepAll, Solution, check, solver_named
 from rk_solvers.bound import lower_bound_ms
 from rkgb.measuring.available import available_bytes
+from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.measuring.memory import out_of_memory_told
-from rkgb.state import borrowed, module_devices, training_mode
+from rkgb.state import borrowed, for_planning, module_devices
 from rockmate.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.budget import resolve_budget
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
-from rockmate.errors import BudgetError, FragmentationWarning
+from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
 from rockmate.follow import Follow
 from rockmate.measured import Measured, measure
 from rockmate.memory_split import MemorySplit
@@ -55,6 +56,11 @@ class Planned:
         """Generate and compile the code for `module` (the one planned, or a copy of it)."""
         return compile_program(self.program, module, self.header)
 
+    def runner_for(self, module: torch.nn.Module, measured: Measured) -> Runner:
+        """What calls that code in the place of `module`."""
+        graph = measured.graphs.D_graph
+        return Runner(module, graph, measured.pattern, measured.traits, self.compile_for(module))
+
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
     """The fastest plan within the budget. Its peak is checked on one real step, and corrected if need be.
@@ -72,7 +78,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         planned = _planned(measured, solution, budget_bytes, module, split)
         request.progress("check", attempt, _ATTEMPTS)
         _refuse_more_than_there_is(planned.plan, measured.device)
-        runner = Runner(module, measured.graphs.D_graph, measured.pattern, planned.compile_for(module))
+        runner = planned.runner_for(module, measured)
         peak = _measured_peak(module, runner, measured, request.loss)
         peak_bytes = peak.allocated_bytes
         if peak_bytes <= budget_bytes:
@@ -88,8 +94,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         raise too_small(measured, solution, budget_bytes, lowest_bytes, split)
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
-    limit_s = min(_BOUND_S, request.time_limit_s)
-    bound_ms = _lower_bound_ms(measured, solution, target_bytes, budget_bytes, limit_s)
+    bound_ms = _lower_bound_ms(measured, solution, target_bytes, budget_bytes, request)
     request.progress("bound", 1, 1)
     planning_s = measured.measuring_s + time.perf_counter() - started
     planned.plan = replace(
@@ -134,20 +139,29 @@ def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySpli
 
 
 def _lower_bound_ms(
-    measured: Measured, solution: Solution, found_for_bytes: int, budget_bytes: int, limit_s: float
-) -> float:
-    """What every plan takes at least that is predicted to fit the budget, or as much as this one takes."""
+    measured: Measured, solution: Solution, found_for_bytes: int, budget_bytes: int, request: PlanRequest
+) -> float | None:
+    """What every plan takes at least that is predicted to fit the budget, or as much as this one takes.
+
+    None where nobody asked: who follows another plan has no time for it.
+    """
     allowed_bytes = max(budget_bytes, solution.peak_bytes)  # a plan is believed by its measured peak
     if not any(solution.recompute):
         return solution.time_ms
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
+    if request.follow is not None:
+        return None
+    limit_s = min(_BOUND_S, request.time_limit_s)
     plan = solution.recompute
     bound_ms = lower_bound_ms(measured.problem, allowed_bytes, measured.chain, limit_s, plan=plan)
     return min(bound_ms, solution.time_ms)
 
 
 def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: bool) -> Solution:
+    followed = _followed(measured, request, budget_bytes)
+    if followed is not None:
+        return followed
     if first and not isinstance(request.solver, Follow):
         # What is a hair above the budget on paper may fit: the step that follows tells.
         keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
@@ -159,6 +173,17 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
         effort = Effort(measured.chain, request.time_limit_s, gap=request.gap, progress=tell)
         solver = solver_named(solver, effort)
     return solver.solve(measured.problem, budget_bytes)
+
+
+def _followed(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solution | None:
+    """What the decisions of another plan come to here; None where they do not fit the graph or the budget."""
+    if request.follow is None:
+        return None
+    try:
+        solution = Follow(request.follow).solve(measured.problem, budget_bytes)
+    except PlanMismatch:
+        return None
+    return solution if solution.status.fits else None
 
 
 def _planned(
@@ -179,6 +204,7 @@ def _planned(
         schedule=solution.schedule,
         recompute=solution.recompute,
         memory_split=split,
+        calls=str(measured.pattern),
     )
     first_stage = sum(op.name == LOSS for op in problem.backward)
     program = make_program(measured.graphs.K_graph, solution.recompute, first_stage)
@@ -194,17 +220,19 @@ def _measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, 
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
     doing, own = "when the module was set aside for a real step of the plan", measured.graphs.D_graph.generators
     borrow = partial(borrowed, module, {measured.device}, own)
-    with out_of_memory_told(doing, "Free some memory first."), training_mode(module):
+    with out_of_memory_told(doing, "Free some memory first."), for_planning(module):
         warm_step(runner, measured.sample, loss, measured.device, borrow)
         with borrow():
             return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
 
 
-def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> tuple[Measured, Planned]:
+def plan_model(
+    model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None
+) -> tuple[Measured, Planned]:
     """Measure and plan in one go. On CUDA, nothing is left in the allocator's cache."""
     check_request(request)
     try:
-        measured = measure(model, sample, request)
+        measured = measure(model, sample, request, known)
         planned = make_plan(measured, request, model)
     finally:
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():

@@ -10,6 +10,7 @@ from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.budget import Budget, check_budget
 from rockmate.costs import LossFunction
 from rockmate.errors import LossError, SolverError
+from rockmate.follow import Decisions
 from rockmate.memory_split import Scope, check_scope
 from rockmate.optimizer_state import OptimizerLike
 from rockmate.pinned import Pin
@@ -34,6 +35,8 @@ class PlanRequest:
     pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
     scope: Scope = "step"  # what the budget is for
     optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
+    may_branch: bool = False  # data that take another branch of the model are planned by themselves
+    follow: Decisions | None = None  # those of another plan: taken where they fit, in place of a search
 
 
 def check_request(request: PlanRequest) -> None:

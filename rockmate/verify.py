@@ -94,7 +94,7 @@ def verify(
         planned = copied(model)
         if not isinstance(planned, Rockmate):
             planned = Rockmate(planned, arguments.copy(), budget, loss=loss)
-        own = planned._measured.graphs.D_graph.generators
+        own = planned._member.measured.graphs.D_graph.generators
         # Copies have copies of what the module's attributes hold, and share what closures hold.
         stack.enter_context(_streams_restored([(one.generator, one.generator.get_state()) for one in own]))
         training = _Training(arguments, loss, steps, learning_rate, optimizer, own)
@@ -287,13 +287,12 @@ class _CheckedStep(Step):
 def _place_of(difference: _Difference, training: _Training, original: torch.nn.Module, planned: Rockmate) -> str | None:
     """The operation where a difference arises: of the recomputations, else of the forward; None if it is not found."""
     wrong: list[tuple[str, int]] = []
-    again = Rockmate._following(copied(original), planned._measured, planned._planned)
-    again._runner.expect_flags_of(planned._runner)
-    again._runner.make_step = lambda tables: _CheckedStep(tables, wrong)
+    again = Rockmate._following(copied(original), planned._member.measured, planned._member.planned)
+    again._member.runner.make_step = lambda tables: _CheckedStep(tables, wrong)
     training.run(again)
     if wrong:
         return _wrong_recomputation(planned, *wrong[0])
-    graph = planned._measured.graphs.D_graph
+    graph = planned._member.measured.graphs.D_graph
     with contextlib.suppress(RockmateError, RuntimeError):
         return first_difference_place(graph, copied(original), training.sample.copy(), difference.entry)
     return None
@@ -301,8 +300,8 @@ def _place_of(difference: _Difference, training: _Training, original: torch.nn.M
 
 def _wrong_recomputation(planned: Rockmate, op: str, index: int) -> str:
     """In words: the operation that computes a saved tensor, and the one that saved it."""
-    graph = planned._measured.graphs.D_graph
-    slots: Iterable[Any] = planned._planned.program.slots[op]
+    graph = planned._member.measured.graphs.D_graph
+    slots: Iterable[Any] = planned._member.planned.program.slots[op]
     source = next(slot.tensor.source for slot in slots if slot.index == index).partition(".saved")[0]
     node = next((node for node in graph if source in (node.name, *node.output_names)), None)
     made = f"%{node.name} ({node.source})" if node is not None else f"%{source}"

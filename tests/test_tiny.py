@@ -22,7 +22,7 @@ def test_a_network_trains_exactly_within_its_budget(network):
     sample, eager = torch.randn(ROWS, WIDTH), copy.deepcopy(network)
     model = Rockmate(network, sample, budget=0.6, loss=torch.mean)
     assert model.plan.recomputations > 0
-    assert check(model._measured.problem, model.plan.schedule).peak_bytes == model.plan.peak_bytes
+    assert check(model._member.measured.problem, model.plan.schedule).peak_bytes == model.plan.peak_bytes
 
     results = []
     for module in (eager, model):

@@ -28,6 +28,8 @@ _TIMED_RUNS = 5
 _TIMED_RUNS_MS = 800.0  # a block that takes longer than this in all is timed fewer times, but at least twice
 
 Progress = Callable[[str, int, int], None]
+MeasuredBlocks = dict[str, tuple[tuple[str, ...], BlockProfile]]
+"""What was measured of one module on one device, by the digest of a block: the names of its values, and its profile."""
 
 
 def measure_blocks(
@@ -36,13 +38,15 @@ def measure_blocks(
     module: torch.nn.Module,
     sample: Sample,
     progress: Progress | None = None,
+    known: MeasuredBlocks | None = None,
 ) -> list[BlockProfile]:
     """Profile every block, running one representative of each equivalence class.
 
+    Blocks equal to those that are `known` are not measured again, and what is measured is added there.
     The module's buffers, its gradients and the random streams are left as they were.
     """
     forms = [canonical_form(graph.dgraph, block) for block in blocks]
-    measured: dict[str, tuple[tuple[str, ...], BlockProfile]] = {}
+    measured: MeasuredBlocks = {} if known is None else known
     profiles: list[BlockProfile] = []
     last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
     devices = module_devices(module, sample.tensors)

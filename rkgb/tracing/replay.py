@@ -226,8 +226,18 @@ def _given(graph: BGraph | DGraph, module: torch.nn.Module, inputs: list[torch.T
     return values | {one.name: one.in_module(module) for one in graph.generators}
 
 
-def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample, low_memory: bool = False) -> None:
+def replay_check(
+    graph: BGraph | DGraph,
+    module: torch.nn.Module,
+    sample: Sample,
+    low_memory: bool = False,
+    may_branch: bool = False,
+) -> str | None:
     """Compare outputs, gradients, buffers and random stream of graph and module on fresh data.
+
+    Where a guard refuses fresh data, because the module would take another branch on them, and the graph `may_branch`,
+    the two are compared on the sample's own data: guards hold every later run to that branch. Returns what the guard
+    said then.
 
     Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
     module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the
@@ -236,9 +246,22 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
     with Spool() if low_memory else contextlib.nullcontext() as spool:
         # Each run has its own copy of the data: a module may write into its inputs.
         own = graph.generators
+
+        def by_graph(data: Sample) -> StepRecord:
+            return record_step(module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own)
+
         fresh, expected = _reference(module, sample, spool, own)
+        told = None
         try:
-            found = record_step(module, fresh.copy(), lambda data: run_graph(graph, module, data), 0, spool, own)
+            try:
+                found = by_graph(fresh)
+            except GuardError as error:
+                if not may_branch:
+                    raise
+                told = str(error)
+                fresh = sample
+                expected = record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
+                found = by_graph(fresh)
         except GuardError as error:
             raise ReplayMismatch(
                 f"the trace of {type(module).__name__} does not hold for other data: {error}{_count_read(module)}"
@@ -249,7 +272,7 @@ def replay_check(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample
             raise ReplayMismatch(f"the trace of {type(module).__name__} fails on other data: {error}") from error
         difference = expected.first_difference_at(found)
         if difference is None:
-            return
+            return told
         again = record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
         itself = again.first_difference(expected)
     if itself is not None:

@@ -91,7 +91,7 @@ class SideEffects:
     def _changed_attributes(self) -> dict[torch.nn.Module, list[str]]:
         found: dict[torch.nn.Module, list[str]] = {}
         for submodule, before in self._attributes.items():
-            if any(_is_torchs_own(hook) for hook in submodule._forward_pre_hooks.values()):
+            if any(is_torchs_own(hook) for hook in submodule._forward_pre_hooks.values()):
                 continue  # weights that such a hook makes of parameters are attributes
             after = attributes_of(submodule)
             changed = [name for name, value in after.items() if name not in before or differ(before[name], value)]
@@ -106,7 +106,7 @@ def _several(names: list[str]) -> str:
 
 def _has_hooks_of_its_own(module: torch.nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not _is_torchs_own(hook) for hook in hooks)
+    return any(not is_torchs_own(hook) for hook in hooks)
 
 
 def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
@@ -122,7 +122,7 @@ def differ(before: Any, after: Any) -> bool:
     return True
 
 
-def _is_torchs_own(hook: Any) -> bool:
+def is_torchs_own(hook: Any) -> bool:
     """Such as those of `torch.nn.utils.weight_norm`, which only compute."""
     return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
 

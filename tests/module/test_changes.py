@@ -182,7 +182,7 @@ def test_a_batch_may_be_reused_as_long_as_nobody_writes_into_it():
 
 def test_a_module_planned_under_autocast_wants_it_in_every_call():
     with torch.autocast("cpu", torch.bfloat16):
-        model = Rockmate(built(Layers), rows(), 0.9, loss=squares)
+        model = Rockmate(built(Layers), rows(), 0.9, loss=squares, shapes="error")
         squares(model(rows(1))).backward()
     with pytest.raises(PlanMismatch, match=r"autocast is off, but was on for cpu \(bfloat16\) when"):
         model(rows(1))

@@ -40,7 +40,7 @@ def test_a_generator_is_found_wherever_a_module_holds_it(way):
     network = noisy(lambda m, x: x * noise(m), hold(seeded()))
     model = recomputing(network, rows())
     twin, eager = copy.deepcopy(model), copy.deepcopy(network)
-    own = model._measured.graphs.D_graph.generators[0]
+    own = model._member.measured.graphs.D_graph.generators[0]
     begin = own.generator.get_state()
     drawn = lambda module: [own.in_module(getattr(module, "original", module))]  # noqa: E731
     assert drawn(twin)[0] is not own.generator
@@ -93,7 +93,7 @@ def test_operations_recorded_below_autograd_repeat_their_numbers():
     begin, twin = states([network.held]), copy.deepcopy(network)
     with torch.autocast("cpu", torch.bfloat16):
         model = recomputing(network, rows())
-    assert model._measured.graphs.B_graph.tracer == "record"
+    assert model._member.measured.graphs.B_graph.tracer == "record"
     assert model.plan.recomputations > 0
     for module in (model, twin):
         module.forward = torch.autocast("cpu", torch.bfloat16)(module.forward)
@@ -147,7 +147,7 @@ def test_a_generator_of_a_gpu_repeats_its_numbers():
     model = recomputing(network, rows().cuda())
     assert model.plan.recomputations > 0
     assert torch.equal(generator.get_state(), begin)
-    own = model._measured.graphs.D_graph.generators
+    own = model._member.measured.graphs.D_graph.generators
     sample = make_sample(network, rows(1).cuda())
     expected, found = (record_step(network, sample, lambda data, m=m: data.call(m), own=own) for m in (network, model))
     assert expected.first_difference(found) is None

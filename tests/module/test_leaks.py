@@ -84,7 +84,7 @@ def test_a_second_order_step_leaves_nothing():
 
 def test_plans_of_these_tests_keep_values_of_the_forward():
     model = recomputing(built(Layers), rows(), keep_every_other)
-    assert len(model._planned.program.forward_keeps) > 2
+    assert len(model._member.planned.program.forward_keeps) > 2
 
 
 def living(kind: type) -> list[object]:

@@ -133,7 +133,7 @@ def test_a_planned_module_may_be_planned_again_for_other_batches(network):
 
 def test_a_deep_copy_is_independent_and_exact(network, model):
     twin = copy.deepcopy(model)
-    assert type(twin) is Rockmate
+    assert isinstance(twin, Rockmate)
     assert twin.plan is model.plan
     assert twin.code == model.code
     with torch.no_grad():

@@ -97,13 +97,13 @@ def repeating_all_it_may(model: nn.Module, x: Any, *pin: Any) -> Rockmate:
 
 def repeated(module: Rockmate) -> set[str]:
     """Names of the operations that the plan computes again."""
-    measured: Measured = module._measured
+    measured: Measured = module._member.measured
     return {measured.problem.forward[index].name for group in module.plan.recompute for index in group}
 
 
 def of_modules(module: Rockmate, *prefixes: str) -> set[str]:
     """Names of the S nodes whose first operation ran under one of these paths."""
-    nodes = module._measured.graphs.S_graph
+    nodes = module._member.measured.graphs.S_graph
     return {node.name for node in nodes if node.ops[0].source.module_path.startswith(prefixes)}
 
 
@@ -148,7 +148,7 @@ def test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned():
     names = [op.name for op in planned.plan.schedule.ops if type(op).__name__ == "Compute"]
     assert planned.plan.recomputations == sum(names.count(name) - 1 for name in set(names)) > 0
     pinned = of_modules(planned, "first.router", "norm") | {
-        node.name for node in planned._measured.graphs.S_graph if "topk" in str(node)
+        node.name for node in planned._member.measured.graphs.S_graph if "topk" in str(node)
     }
     assert all(names.count(name) == 1 for name in pinned)
     assert planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
@@ -305,7 +305,7 @@ def test_a_collective_runs_once(world):
     ops = torch.ops._c10d_functional
     model, x = Collective(lambda h: ops.wait_tensor(ops.all_reduce(h.detach(), "sum", world))), rows()
     planned = repeating_all_it_may(model, x)
-    assert any("collective" in node.keep_reason for node in planned._measured.graphs.S_graph)
+    assert any("collective" in node.keep_reason for node in planned._member.measured.graphs.S_graph)
     found, eager = calls(planned, x), calls(model, x)
     assert found["_c10d_functional::all_reduce"] == eager["_c10d_functional::all_reduce"] == 1
     assert found["aten::exp"] > eager["aten::exp"]
@@ -322,7 +322,7 @@ def test_a_functional_collective_that_returns_what_waits_for_itself_is_refused(w
 def test_a_collective_within_a_custom_function_runs_once(world):
     model, x = Collective(Summed.apply), rows()
     planned = repeating_all_it_may(model, x)
-    assert [node.name for node in planned._measured.graphs.S_graph if node.keep_reason] == ["summed_0"]
+    assert [node.name for node in planned._member.measured.graphs.S_graph if node.keep_reason] == ["summed_0"]
     assert_trains_exactly(planned, [x, rows()])
 
 
@@ -392,5 +392,5 @@ def test_pins_are_looked_up_before_anything_is_measured():
 def test_a_module_that_can_be_iterated_over_is_one_pin():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.GELU()))
     planned = Rockmate(model, rows(), 1.0, loss=squares, pin=model[1])
-    reasons = [node.keep_reason for node in planned._measured.graphs.S_graph]
+    reasons = [node.keep_reason for node in planned._member.measured.graphs.S_graph]
     assert reasons == ["", "tanh_0 is pinned with submodule '1'", "gelu_0 is pinned with submodule '1'"]

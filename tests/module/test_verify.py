@@ -218,4 +218,4 @@ def test_the_result_prints_on_one_line_and_has_no_truth_value_of_its_own():
 def test_keep_nothing_is_a_demanding_plan():
     """The plans of these tests recompute much: else they would say little."""
     model = recomputing(built(Layers), rows(), keep_nothing)
-    assert model.plan.recomputations > 2 * len(model._measured.problem.forward)
+    assert model.plan.recomputations > 2 * len(model._member.measured.problem.forward)

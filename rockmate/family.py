@@ -1,0 +1,237 @@
+"""The plans of one module: one for each kind of call, made when such a call first comes, all under one budget."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from rkgb import GuardError, RockmateError, Sample, make_sample
+from rkgb.measuring.measure import MeasuredBlocks
+from rkgb.state import autocast_in_force, module_devices
+from rockmate.errors import ReplanWarning, ShapesError
+from rockmate.follow import Decisions
+from rockmate.measured import Measured
+from rockmate.module_traits import TraitsReader
+from rockmate.pattern import CallPattern
+from rockmate.plan import Plan
+from rockmate.planner import Planned, plan_model
+from rockmate.progress import Progress, progress_display
+from rockmate.request import PlanRequest
+from rockmate.runner import Runner
+from rockmate.units import format_bytes
+
+Shapes = Literal["replan", "nearest", "eager", "error"]
+"""What happens to a call that no plan holds for."""
+
+SHAPES: tuple[str, ...] = get_args(Shapes)
+
+# A module that reads something else out of every batch would be planned for ever.
+_MOST_BRANCHES = 8
+_USER_FRAMES = 9  # from a warning to who calls the planned module
+
+
+def check_shapes(shapes: object) -> None:
+    """Raise `ShapesError` for no answer to a call of another shape."""
+    if shapes not in SHAPES:
+        raise ShapesError(
+            f'shapes is {shapes!r}; say what to do with a call unlike those that were planned: "replan", "nearest" '
+            '(plan it, but follow the decisions of the plan next in size), "eager" or "error".'
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A plan, what was measured for it, and what runs it."""
+
+    measured: Measured
+    planned: Planned
+    runner: Runner
+
+    @staticmethod
+    def of(model: torch.nn.Module, measured: Measured, planned: Planned) -> Member:
+        """A plan that is there already, for `model`: the module that was planned, or a copy of it."""
+        return Member(measured, planned, planned.runner_for(model, measured))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.planned.plan
+
+    @property
+    def decisions(self) -> Decisions:
+        """What the plan recomputes, for others to follow."""
+        return Decisions.of(self.measured.problem, self.plan.recompute, self.plan.solver)
+
+    def is_like(self, other: Member) -> bool:
+        """Whether the two differ in what the module read out of the data, and in nothing else."""
+        same_calls = self.measured.pattern == other.measured.pattern
+        return same_calls and self.measured.traits == other.measured.traits
+
+
+class PlanFamily:
+    """Runs a module's calls by their plans, and makes those that are missing."""
+
+    def __init__(self, model: torch.nn.Module, request: PlanRequest, shapes: Shapes, progress: bool | Progress) -> None:
+        check_shapes(shapes)
+        self.request = replace(request, may_branch=shapes != "error")
+        self.shapes: Shapes = shapes
+        self.progress = progress
+        self.members: list[Member] = []  # the one used last comes first
+        self._model = model
+        self._signature = inspect.signature(model.forward)
+        self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
+        self._known: MeasuredBlocks = {}
+        self._told: set[str] = set()
+        self._expected: list[tuple[CallPattern, Decisions]] = []
+
+    def copy_for(self, model: torch.nn.Module) -> PlanFamily:
+        """The same plans for a copy of the module."""
+        twin = PlanFamily(model, self.request, self.shapes, self.progress)
+        twin._known = self._known  # what blocks take does not depend on which module has them
+        for member in self.members:
+            twin.adopt(Member.of(model, member.measured, member.planned))
+        return twin
+
+    def decisions(self) -> list[tuple[CallPattern, Decisions]]:
+        """Of all plans, for `expect`: what is left of them when they are saved."""
+        return [*((one.measured.pattern, one.decisions) for one in self.members), *self._expected]
+
+    def expect(self, decisions: list[tuple[CallPattern, Decisions]]) -> None:
+        """Follow these decisions when such calls come, if they fit, in place of a search."""
+        self._expected = list(decisions)
+
+    def adopt(self, member: Member) -> None:
+        """Take in a plan, as the one used last."""
+        self.members.insert(0, member)
+        if self._reader is None:
+            self._reader = TraitsReader(self._model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A training forward, by the plan that holds for it; planned first, if there is none."""
+        bound = self._signature.bind(*args, **kwargs)
+        call = Sample(bound.args, bound.kwargs)
+        refusal: RockmateError | None = None
+        traits = self._reader.read() if self._reader is not None else None
+        for member in tuple(self.members):
+            assert traits is not None
+            mismatch = member.runner.mismatch(call, traits)
+            if mismatch is None:
+                try:
+                    output = member.runner.run(call)
+                except GuardError as error:
+                    refusal = error  # more telling than that other plans are for other shapes
+                else:
+                    self._used(member)
+                    return output
+            elif refusal is None:
+                refusal = mismatch
+        return self._unplanned(call, refusal)
+
+    def plan_for(self, call: Sample, refusal: RockmateError | None = None) -> Member:
+        """Plan such calls, whether or not there is a plan for them. Raises as planning does."""
+        if isinstance(refusal, GuardError):
+            self._refuse_more_branches(refusal)
+        with progress_display(self.progress) as tell:
+            request = replace(self.request, progress=tell, follow=self._decisions_for(call))
+            with self._told_once():
+                measured, planned = plan_model(self._model, call, request, self._known)
+        member = Member.of(self._model, measured, planned)
+        if not self.members:
+            self.request = replace(self.request, budget=_resolved_bytes(member.plan))
+        self.adopt(member)
+        return member
+
+    # ---- calls without a plan ----------------------------------------------------------------------
+
+    def _unplanned(self, call: Sample, refusal: RockmateError | None) -> Any:
+        if refusal is not None and self.shapes == "error":
+            raise refusal
+        if refusal is not None and self.shapes == "eager":
+            self._tell_of_eager(refusal)
+            return self._model.forward(*call.args, **call.kwargs)
+        first = not self.members
+        member = self.plan_for(make_sample(self._model, call), refusal)
+        if not first:
+            self._tell_of_plan(member, refusal)
+        return member.runner.run(call)
+
+    def _decisions_for(self, call: Sample) -> Decisions | None:
+        """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""
+        pattern = CallPattern.of(call, autocast_in_force(module_devices(self._model, call.tensors)))
+        for expected, decisions in self._expected:
+            if expected == pattern:
+                return decisions
+        larger = self._next_larger(call) if self.shapes == "nearest" else None
+        return larger.decisions if larger is not None else None
+
+    def _next_larger(self, call: Sample) -> Member | None:
+        """Of the plans for calls that are nowhere smaller than `call`, the nearest in size."""
+        found: list[tuple[float, int, Member]] = []
+        cast = autocast_in_force(module_devices(self._model, call.tensors))
+        for index, member in enumerate(self.members):
+            ratios = member.measured.pattern.size_ratios(call)
+            if ratios is not None and all(ratio >= 1 for ratio in ratios) and member.measured.pattern.autocast == cast:
+                found.append((sum(map(math.log, ratios)), index, member))
+        return min(found)[2] if found else None
+
+    def _refuse_more_branches(self, refusal: GuardError) -> None:
+        alike = max((sum(one.is_like(other) for other in self.members) for one in self.members), default=0)
+        if alike >= _MOST_BRANCHES:
+            refusal.add_note(
+                f'{alike} plans for such calls are there, each for other data. Say shapes="eager" to run what none '
+                "of them holds for without a plan, and without a budget."
+            )
+            raise refusal
+
+    def _used(self, member: Member) -> None:
+        if self.members[0] is not member:
+            self.members.remove(member)
+            self.members.insert(0, member)
+
+    # ---- messages ----------------------------------------------------------------------------------
+
+    def _tell_of_plan(self, member: Member, refusal: RockmateError | None) -> None:
+        plan, name = member.plan, type(self._model).__name__
+        self._tell(
+            f"{name} was planned once more, in {plan.planning_s:.1f} s, and has {len(self.members)} plans now under "
+            f"{format_bytes(plan.budget_bytes)}: {_first_clause(refusal)}. Each is kept for calls like its own; "
+            'shapes="nearest", "eager" or "error" does otherwise.'
+        )
+
+    def _tell_of_eager(self, refusal: RockmateError) -> None:
+        self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {_first_clause(refusal)}.")
+
+    @contextlib.contextmanager
+    def _told_once(self) -> Iterator[None]:
+        """What planning warns of comes once, and not for every plan."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        for told in caught:
+            self._tell(str(told.message), told.category)
+
+    def _tell(self, text: str, category: type[Warning] = ReplanWarning) -> None:
+        """Once, however often the warning filters would have it."""
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, category, stacklevel=_USER_FRAMES)
+
+
+def _first_clause(refusal: RockmateError | None) -> str:
+    """What differed, without what to do about it."""
+    text = str(refusal)
+    for end in (": the plan holds", ". Put it back", ". Plan the module", ". Trace with", ". Call and plan"):
+        text = text.partition(end)[0]
+    return text
+
+
+def _resolved_bytes(plan: Plan) -> int:
+    """The user's budget in bytes, once the first plan has resolved it."""
+    return plan.budget_bytes if plan.memory_split is None else plan.memory_split.total_bytes

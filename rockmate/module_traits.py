@@ -1,0 +1,154 @@
+"""What a plan takes for granted of a module: its parts, their modes, and the kinds of its parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from rkgb.tracing.side_effects import is_torchs_own
+from rockmate.errors import PlanMismatch
+
+_ADVICE = "Put it back, or plan the module again."
+
+
+class _Part(NamedTuple):
+    """One submodule."""
+
+    path: str
+    kind: type
+    training: bool
+    hooks: tuple[Any, ...]  # on its forward: what they compute is part of the plan
+    compiled: bool  # by `Module.compile`
+
+
+class _Kept(NamedTuple):
+    """One parameter or buffer."""
+
+    path: str
+    requires_grad: bool
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+class ModuleTraits(NamedTuple):
+    """Equal for modules that one plan holds for, such as a module and its copy."""
+
+    parts: tuple[_Part, ...]
+    parameters: tuple[_Kept, ...]
+    buffers: tuple[_Kept, ...]
+
+    def mismatch(self, planned: ModuleTraits) -> PlanMismatch | None:
+        """How a module with these traits differs from the one that was `planned`; None where it does not."""
+        if self == planned:
+            return None
+        return PlanMismatch(self._first_difference(planned))
+
+    def _first_difference(self, planned: ModuleTraits) -> str:
+        for part, before in zip(self.parts, planned.parts, strict=False):
+            if part != before:
+                return _part_difference(part, before)
+        for kept, before_kept in zip(self.parameters, planned.parameters, strict=False):
+            if kept != before_kept:
+                return _kept_difference(kept, before_kept)
+        for kept, before_kept in zip(self.buffers, planned.buffers, strict=False):
+            if kept != before_kept:
+                return _kept_difference(kept, before_kept)
+        return f"the module has {_counts(self)}, but had {_counts(planned)} when it was planned. {_ADVICE}"
+
+
+def _counts(traits: ModuleTraits) -> str:
+    return f"{len(traits.parts)} submodules, {len(traits.parameters)} parameters and {len(traits.buffers)} buffers"
+
+
+def _part_difference(part: _Part, before: _Part) -> str:
+    name = repr(part.path or "(root)")
+    if part.path != before.path or part.kind is not before.kind:
+        return (
+            f"there is submodule {name}, a {part.kind.__name__}, where {before.path or '(root)'!r}, a "
+            f"{before.kind.__name__}, was when the module was planned. {_ADVICE}"
+        )
+    if part.hooks != before.hooks:
+        return (
+            f"submodule {name} has {_hook_names(part)} on its forward, but {_hook_names(before)} when the module was "
+            f"planned: a plan holds what hooks compute, and does not call them. {_ADVICE}"
+        )
+    if part.compiled is not before.compiled:
+        word = "is" if part.compiled else "is not"
+        return f"submodule {name} {word} compiled now, unlike when the module was planned. {_ADVICE}"
+    return (
+        f"submodule {name} is in {'training' if part.training else 'eval'} mode, "
+        f"but was not when the module was planned. {_ADVICE}"
+    )
+
+
+def _kept_difference(kept: _Kept, before: _Kept) -> str:
+    if kept.path != before.path:
+        return f"there is {kept.path!r} where {before.path!r} was when the module was planned. {_ADVICE}"
+    if kept.requires_grad is not before.requires_grad:
+        return (
+            f"requires_grad of {kept.path!r} is {kept.requires_grad}, but was {before.requires_grad} when the module "
+            f"was planned. {_ADVICE}"
+        )
+    return f"{kept.path!r} is {_described(kept)}, but was {_described(before)} when the module was planned. {_ADVICE}"
+
+
+def _described(kept: _Kept) -> str:
+    return f"{kept.dtype}{list(kept.shape)} on {kept.device} with strides {kept.strides}"
+
+
+class TraitsReader:
+    """Reads a module's traits at every call: its tree is walked again only where a submodule was put in or out."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._walk()
+
+    def _walk(self) -> None:
+        self._parts = [(path, part, tuple(part._modules.values())) for path, part in self._module.named_modules()]
+
+    def _changed(self) -> bool:
+        return any(
+            len(part._modules) != len(children)
+            or any(now is not then for now, then in zip(part._modules.values(), children, strict=True))
+            for _, part, children in self._parts
+        )
+
+    def read(self) -> ModuleTraits:
+        """The traits now."""
+        if self._changed():
+            self._walk()
+        parts = tuple(
+            _Part(path, type(part), part.training, _hooks(part) if path else (), part._compiled_call_impl is not None)
+            for path, part, _ in self._parts
+        )
+        parameters: list[_Kept] = []
+        buffers: list[_Kept] = []
+        for path, part, _ in self._parts:
+            _read(path, part._parameters, parameters)
+            _read(path, part._buffers, buffers)
+        return ModuleTraits(parts, tuple(parameters), tuple(buffers))
+
+
+def _hooks(part: torch.nn.Module) -> tuple[Any, ...]:
+    """On its forward; those on the root are called around the plan."""
+    if not part._forward_hooks and not part._forward_pre_hooks:
+        return ()
+    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    return tuple(hook for hook in hooks if not is_torchs_own(hook))
+
+
+def _hook_names(part: _Part) -> str:
+    names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in part.hooks]
+    return f"the hooks {', '.join(names)}" if names else "no hooks"
+
+
+def _read(path: str, held: dict[str, torch.Tensor | None], found: list[_Kept]) -> None:
+    prefix = f"{path}." if path else ""
+    for name, tensor in held.items():
+        if tensor is not None:
+            strides = tensor.stride() if tensor.layout is torch.strided else ()
+            traits = (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, strides)
+            found.append(_Kept(prefix + name, *traits))
