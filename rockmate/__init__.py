@@ -14,6 +14,7 @@ from rockmate.allocators import AllocatorSettings, reduce_fragmentation
 from rockmate.errors import (
     BudgetError,
     BudgetTooSmall,
+    CheckpointingWarning,
     FragmentationWarning,
     InputMismatch,
     LossError,
@@ -37,6 +38,7 @@ __all__ = [
     "AllocatorSettings",
     "BudgetError",
     "BudgetTooSmall",
+    "CheckpointingWarning",
     "FragmentationWarning",
     "GraphError",
     "GuardError",

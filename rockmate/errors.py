@@ -27,6 +27,10 @@ class FragmentationWarning(UserWarning):
     """On CUDA, a plan's step reserves more memory than a tenth above its budget: the allocator leaves gaps."""
 
 
+class CheckpointingWarning(UserWarning):
+    """A model's own checkpointing is switched on. Planned steps run without it: the plan chooses what is recomputed."""
+
+
 class NothingToTrain(RockmateError):
     """The module has no gradient to compute, so there is no training step to plan."""
 

@@ -18,6 +18,7 @@ import torch
 from rkgb import Sample
 from rkgb.state import borrowed, training_mode
 from rkgb.tracing.side_effects import attributes_of
+from rockmate.checkpointing import CHECKPOINTING_FLAGS
 
 _MOST_ENTRIES = 64  # of a container that is compared: longer ones are data, not settings
 _SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -124,11 +125,15 @@ def _value(values: dict[str, Any], name: str, held_by: str | None) -> Any:
 
 
 def _is_setting(holder: Any, name: str) -> bool:
-    """Parameters, buffers, submodules, hooks and modes are compared elsewhere; Python's own names are not settings."""
+    """Parameters, buffers, submodules, hooks and modes are compared elsewhere; Python's own names are not settings.
+
+    Nor is checkpointing of the module's own: it changes no value, and no plan has it.
+    """
     if not isinstance(holder, torch.nn.Module):
         return True
     registered = (holder._parameters, holder._buffers, holder._modules, vars(torch.nn.Module()))
-    return name[:2] != "__" and name != "_call_impl" and not any(name in names for names in registered)
+    own_affair = name[:2] == "__" or name == "_call_impl" or name in CHECKPOINTING_FLAGS
+    return not own_affair and not any(name in names for names in registered)
 
 
 @contextlib.contextmanager
