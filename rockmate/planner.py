@@ -19,6 +19,7 @@ from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
 from rockmate.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.budget import resolve_budget
+from rockmate.checkpointing import without_own_checkpointing
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
@@ -232,8 +233,9 @@ def plan_model(
     """Measure and plan in one go. On CUDA, nothing is left in the allocator's cache."""
     check_request(request)
     try:
-        measured = measure(model, sample, request, known)
-        planned = make_plan(measured, request, model)
+        with without_own_checkpointing(model):
+            measured = measure(model, sample, request, known)
+            planned = make_plan(measured, request, model)
     finally:
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
             give_cache_back(device)
