@@ -25,6 +25,7 @@ from rockmate.planner import Planned, plan_model
 from rockmate.progress import Progress, progress_display
 from rockmate.request import PlanRequest
 from rockmate.runner import Runner
+from rockmate.transforms import refuse_transforms
 from rockmate.units import format_bytes
 
 Shapes = Literal["replan", "nearest", "eager", "error"]
@@ -117,6 +118,7 @@ class PlanFamily:
         """A training forward, by the plan that holds for it; planned first, if there is none."""
         bound = self._signature.bind(*args, **kwargs)
         call = Sample(bound.args, bound.kwargs)
+        refuse_transforms(self._model, call.tensors)
         refusal: RockmateError | None = None
         traits = self._reader.read() if self._reader is not None else None
         for member in tuple(self.members):

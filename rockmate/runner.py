@@ -21,6 +21,7 @@ from rockmate.errors import PlanMismatch
 from rockmate.module_traits import ModuleTraits, TraitsReader
 from rockmate.pattern import CallPattern
 from rockmate.runtime import Step, StepTables
+from rockmate.transforms import refuse_transforms
 
 
 class Runner:
@@ -57,6 +58,7 @@ class Runner:
         """Forward, as the module would. Raises `InputMismatch` or `PlanMismatch` before anything runs."""
         bound = self._signature.bind(*args, **kwargs)
         call = Sample(bound.args, bound.kwargs)
+        refuse_transforms(self._module, call.tensors)
         mismatch = self.mismatch(call, self._reader.read())
         if mismatch is not None:
             raise mismatch
