@@ -10,6 +10,7 @@ from rkgb.errors import (
     TraceError,
     TraceWarning,
 )
+from rockmate import distributed
 from rockmate.allocators import AllocatorSettings, reduce_fragmentation
 from rockmate.errors import (
     BudgetError,
@@ -64,6 +65,7 @@ __all__ = [
     "TraceError",
     "TraceWarning",
     "Verification",
+    "distributed",
     "reduce_fragmentation",
     "verify",
 ]

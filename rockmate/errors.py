@@ -73,3 +73,15 @@ class ReplanWarning(UserWarning):
 
 class PickleWarning(UserWarning):
     """Something that planning was given cannot be pickled, and is left out of what was saved."""
+
+
+class PlanExchangeError(RockmateError):
+    """Another rank was to make the plan, and did not: it failed (`rank` tells which), or was not heard of in time."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PlanExchangeWarning(UserWarning):
+    """This rank plans by itself, as it cannot follow the plan of another."""

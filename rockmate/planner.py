@@ -23,6 +23,7 @@ from rockmate.checkpointing import without_own_checkpointing
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
+from rockmate.exchange import plan_with_others
 from rockmate.follow import Follow
 from rockmate.measured import Measured, measure
 from rockmate.memory_split import MemorySplit
@@ -32,6 +33,7 @@ from rockmate.real_step import real_peak_bytes, warm_step
 from rockmate.refusal import too_small
 from rockmate.request import PlanRequest, Progress, check_request
 from rockmate.runner import Runner
+from rockmate.sharded import refuse_what_spans_ranks
 from rockmate.simulator import simulate
 from rockmate.units import format_bytes
 
@@ -232,10 +234,11 @@ def plan_model(
 ) -> tuple[Measured, Planned]:
     """Measure and plan in one go. On CUDA, nothing is left in the allocator's cache."""
     check_request(request)
+    refuse_what_spans_ranks(model)
     try:
         with without_own_checkpointing(model):
             measured = measure(model, sample, request, known)
-            planned = make_plan(measured, request, model)
+            measured, planned = plan_with_others(measured, request, model, make_plan)
     finally:
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
             give_cache_back(device)

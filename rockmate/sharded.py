@@ -1,0 +1,54 @@
+"""What of a module is not on this rank alone, and can therefore not be planned here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rkgb.errors import TraceError
+
+_INSTEAD = (
+    "Plan the module that is sharded, and shard what is planned: fully_shard(Rockmate(block)) for each block, as "
+    "rockmate.distributed.apply does it."
+)
+
+
+def refuse_what_spans_ranks(model: Any) -> None:
+    """Raise `TraceError` for sharded parameters, and for synchronised batch normalisations in training mode.
+
+    A plan would wait for other ranks while it is made, and again whenever it recomputes; they would not be there.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return  # refused elsewhere, as what it is
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise TraceError(f"{name!r} of {type(model).__name__} {sharded_text(parameter)} {_INSTEAD}")
+    for name, submodule in model.named_modules():
+        if isinstance(submodule, torch.nn.SyncBatchNorm) and (submodule.training or not model.training):
+            if _is_alone(submodule.process_group):
+                continue
+            raise TraceError(
+                f"{name!r} of {type(model).__name__} is a SyncBatchNorm: its statistics are of all ranks, and a plan "
+                "of this rank cannot compute them. Plan the parts of the model that have none (Rockmate(model.block) "
+                "in place of model.block), use BatchNorm, or put the layer in eval mode."
+            )
+
+
+def is_sharded(parameter: torch.Tensor | None) -> bool:
+    """Whether only a part of `parameter` is here: it is a `DTensor`, or another wrapper of tensors."""
+    return type(parameter) is not torch.nn.Parameter and is_traceable_wrapper_subclass(parameter)
+
+
+def sharded_text(parameter: torch.Tensor) -> str:
+    """What is wrong with a sharded parameter, as the end of a sentence."""
+    return f"is a {type(parameter).__name__}, of which this rank has a part alone: its module is sharded by itself."
+
+
+def _is_alone(group: Any) -> bool:
+    """Whether no other rank is in `group`, now; where no group is there yet, it may have any number of them."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size(group) == 1
