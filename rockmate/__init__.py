@@ -28,6 +28,7 @@ from rockmate.errors import (
     ReplanWarning,
     ShapesError,
     SolverError,
+    TransformError,
 )
 from rockmate.memory import PeakMemory
 from rockmate.memory_split import MemorySplit
@@ -64,6 +65,7 @@ __all__ = [
     "SolverError",
     "TraceError",
     "TraceWarning",
+    "TransformError",
     "Verification",
     "distributed",
     "reduce_fragmentation",

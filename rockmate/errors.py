@@ -85,3 +85,7 @@ class PlanExchangeError(RockmateError):
 
 class PlanExchangeWarning(UserWarning):
     """This rank plans by itself, as it cannot follow the plan of another."""
+
+
+class TransformError(RockmateError):
+    """A planned module was called within a transform of `torch.func`, or in forward-mode differentiation."""

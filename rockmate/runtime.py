@@ -161,8 +161,24 @@ class Step:
         self._ran.add(segment)
         for name in code.reads:
             self._refuse_changed(name)
-        with torch.no_grad(), without_autocast(), self._streams_kept(code):  # there may be autocast around the backward
+        # There may be autocast around the backward.
+        with torch.no_grad(), without_autocast(), self._streams_kept(code), self._leaves_of_the_forward(code):
             code.run(self)
+
+    @contextlib.contextmanager
+    def _leaves_of_the_forward(self, code: SegmentCode) -> Iterator[None]:
+        """Put the tensors of the forward in their places where others are now, as after a functional call."""
+        replaced = []
+        for name in code.reads:
+            place, key = self._tables.places.get(name, (self._leaves, name))
+            if name in self._leaves and place[key] is not self._leaves[name]:
+                replaced.append((place, key, place[key]))
+                place[key] = self._leaves[name]
+        try:
+            yield
+        finally:
+            for place, key, tensor in replaced:
+                place[key] = tensor
 
     @contextlib.contextmanager
     def _streams_kept(self, code: SegmentCode) -> Iterator[None]:
@@ -193,10 +209,10 @@ class Step:
         leaf = self._leaves[name] if name in self._leaves else self._values[name]
         place, key = self._tables.places.get(name, (self._leaves, name))
         moved = leaf.data_ptr() != self._places.get(name, leaf.data_ptr())
-        if moved or place.get(key, leaf) is not leaf or leaf._version != self._versions[name]:
+        if moved or (name in self._leaves and key not in place) or leaf._version != self._versions[name]:
             raise RuntimeError(
-                f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation or replaced "
-                "since the forward, but the backward recomputes from it. Change it after the backward."
+                f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation, or taken "
+                "out, since the forward, but the backward recomputes from it. Change it after the backward."
             )
 
     def take(self, key: str, last: bool) -> torch.Tensor:
