@@ -24,6 +24,7 @@ from rockmate.pattern import CallPattern
 from rockmate.pinned import check_pins, pinned_operations
 from rockmate.real_step import eager_peak_bytes
 from rockmate.request import PlanRequest
+from rockmate.settings import Settings
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +45,7 @@ class Measured:
     device: torch.device
     measuring_s: float
     traits: ModuleTraits  # of the module, in the mode in which it was measured
+    settings: Settings  # plain values that its forward reads
     residents: Residents | None = None
 
 
@@ -68,6 +70,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
     with for_planning(model):
         traits = TraitsReader(model).read()
         graphs, loss_cost = _graphs(model, arguments, request, known)
+        settings = Settings.read_by(model, arguments)
     if not graphs.K_graph.backward:
         raise NothingToTrain(
             f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
@@ -91,7 +94,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
         request.progress("eager step", 1, 1)
     pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
     measuring_s = time.perf_counter() - started
-    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, traits, residents)
+    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, traits, settings, residents)
 
 
 def _graphs(

@@ -62,7 +62,8 @@ class Planned:
     def runner_for(self, module: torch.nn.Module, measured: Measured) -> Runner:
         """What calls that code in the place of `module`."""
         graph = measured.graphs.D_graph
-        return Runner(module, graph, measured.pattern, measured.traits, self.compile_for(module))
+        compiled = self.compile_for(module)
+        return Runner(module, graph, measured.pattern, measured.traits, measured.settings, compiled)
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:

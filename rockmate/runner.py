@@ -21,6 +21,7 @@ from rockmate.errors import PlanMismatch
 from rockmate.module_traits import ModuleTraits, TraitsReader
 from rockmate.pattern import CallPattern
 from rockmate.runtime import Step, StepTables
+from rockmate.settings import Settings
 from rockmate.transforms import refuse_transforms
 
 
@@ -33,6 +34,7 @@ class Runner:
         graph: DGraph,
         pattern: CallPattern,
         traits: ModuleTraits,
+        settings: Settings,
         compiled: CompiledProgram,
     ) -> None:
         self._module = module
@@ -41,6 +43,7 @@ class Runner:
         self._signature = inspect.signature(module.forward)
         self._pattern = pattern
         self._traits = traits
+        self._settings = settings.bound_to(module)
         self._reader = TraitsReader(module)
         self._output_names = graph.output_names
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
@@ -66,7 +69,12 @@ class Runner:
 
     def mismatch(self, call: Sample, traits: ModuleTraits) -> RockmateError | None:
         """Why the plan does not hold for `call` on the module as it is, with `traits`; None where it does."""
-        return self._pattern.mismatch(call) or self._autocast_mismatch() or traits.mismatch(self._traits)
+        return (
+            self._pattern.mismatch(call)
+            or self._autocast_mismatch()
+            or traits.mismatch(self._traits)
+            or self._settings_mismatch()
+        )
 
     def run(self, call: Sample) -> Any:
         """Forward of a call for which there is no mismatch.
@@ -99,6 +107,10 @@ class Runner:
                 for buffer, value in buffers:
                     buffer.copy_(value)
             raise
+
+    def _settings_mismatch(self) -> PlanMismatch | None:
+        difference = self._settings.difference()
+        return None if difference is None else PlanMismatch(f"{difference}. Put it back, or plan the module again.")
 
     def _autocast_mismatch(self) -> PlanMismatch | None:
         cast = autocast_in_force(self._devices)

@@ -115,7 +115,8 @@ def runner_for(measured: Measured, model: nn.Module, recompute: Recompute) -> Ru
     """The compiled plan, called like the model: built from the parts, without `Rockmate`."""
     program = program_of(measured, normalise(measured.problem, recompute))
     compiled = compile_program(program, model, "a plan written by a test")
-    return Runner(model, measured.graphs.D_graph, measured.pattern, measured.traits, compiled)
+    graph = measured.graphs.D_graph
+    return Runner(model, graph, measured.pattern, measured.traits, measured.settings, compiled)
 
 
 # ---- steps -----------------------------------------------------------------------------------------

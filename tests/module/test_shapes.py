@@ -162,6 +162,7 @@ CHANGES = {
     "added": lambda model: model.layers.append(nn.Linear(WIDTH, WIDTH)),
     "parameter": lambda model: setattr(model.layers[0], "weight", nn.Parameter(torch.ones(WIDTH, WIDTH) / WIDTH)),
     "parametrized": lambda model: nn.utils.parametrize.register_parametrization(model.layers[0], "weight", Halved()),
+    "rate": lambda model: setattr(model.dropout, "p", 0.4),
     "hooked": lambda model: model.layers[0].register_forward_hook(double_output),
 }
 
