@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,7 +37,7 @@ SHAPES: tuple[str, ...] = get_args(Shapes)
 
 # A module that reads something else out of every batch would be planned for ever.
 _MOST_BRANCHES = 8
-_USER_FRAMES = 9  # from a warning to who calls the planned module
+_OWN_CODE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
 
 
 def check_shapes(shapes: object) -> None:
@@ -223,7 +225,15 @@ class PlanFamily:
         """Once, however often the warning filters would have it."""
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(text, category, stacklevel=_USER_FRAMES)
+            warnings.warn(text, category, stacklevel=_frames_to_the_user())
+
+
+def _frames_to_the_user() -> int:
+    """How many calls above the caller there is code that is neither ours nor torch's, as `warnings.warn` counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _first_clause(refusal: RockmateError | None) -> str:

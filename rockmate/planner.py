@@ -237,7 +237,8 @@ def plan_model(
     check_request(request)
     refuse_what_spans_ranks(model)
     try:
-        with without_own_checkpointing(model):
+        doing = f"while {type(model).__name__} was planned"
+        with out_of_memory_told(doing, "Free some memory first."), without_own_checkpointing(model):
             measured = measure(model, sample, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
     finally:
