@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb import GuardError, ReplayMismatch, RockmateError, TraceError, make_all_graphs, make_sample, trace
+from rkgb import (
+    GuardError,
+    ReplayMismatch,
+    RockmateError,
+    TraceError,
+    TraceWarning,
+    make_all_graphs,
+    make_sample,
+    pipeline,
+    trace,
+)
 from rkgb.dgraph import b_to_d
 from rkgb.tracing.replay import replay_check, run_graph
 from tests.graph.cases import program
@@ -264,3 +274,16 @@ def test_a_branch_that_the_samples_data_hide_is_guarded(mask):
     assert torch.equal(run_graph(graph, module, make_sample(module, (batch, mask))), module(batch, mask))
     with pytest.raises(GuardError, match=r"test_refusals.py:\d+ the module reads False .* but read True"):
         run_graph(graph, module, make_sample(module, (batch, padded)))
+
+
+def test_a_number_read_out_of_integers_that_shuffling_changes_is_guarded():
+    """As models do that check the lengths of their sentences, or cut to the longest one."""
+    module = program(lambda m, x, words: m.layer(x[: int((words != 0).sum(1).max())]))
+    words = torch.tensor([[5, 7, 3, 2], [0, 0, 0, 0], [0, 0, 0, 0]])
+    with pytest.warns(TraceWarning, match="reads [123] .* but read 4"):
+        _, graph = pipeline.exact_trace(module, make_sample(module, (rows(6, 4), words)), may_branch=True)
+    same_longest, shorter = words.flip(0) * 2, words.tril(1)
+    batch = rows(6, 4)
+    assert torch.equal(run_graph(graph, module, make_sample(module, (batch, same_longest))), module(batch, words))
+    with pytest.raises(GuardError, match=r"the module reads 2 .* but read 4"):
+        run_graph(graph, module, make_sample(module, (batch, shorter)))

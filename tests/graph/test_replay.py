@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb import DNode, ReplayMismatch, make_sample
+from rkgb import DNode, ReplayMismatch, b_to_d, make_sample, trace
 from rkgb.call import Call, Ref
 from rkgb.tracing.replay import (
     StepRecord,
@@ -201,3 +201,16 @@ def test_the_graph_gives_the_output_in_the_structure_of_the_module():
     assert output.keys() == {"a"}
     assert torch.equal(output["a"][0], module.layer(sample))
     assert output["a"][1] == 3
+
+
+def test_where_only_the_sample_s_integers_pass_other_floats_show_what_is_not_exact():
+    """The number that the trace holds is right for the sample; no guard reads it."""
+    module = program(lambda m, x, words: m.layer(x[: int(words[0])]) * x.sum())
+    given = (rows(), torch.tensor([2, 3, 1]))
+    sample = make_sample(module, given)
+    graph = b_to_d(trace(module, sample, "record"), module, sample)
+    assert replay_check(graph, module, sample, may_branch=True) is not None
+    with_argument(graph, "mul", 1, float(given[0].sum()))
+    assert torch.equal(run_graph(graph, module, sample), module(*given))
+    with pytest.raises(ReplayMismatch, match="not exact on fresh data: output 0 differs"):
+        replay_check(graph, module, sample, may_branch=True)
