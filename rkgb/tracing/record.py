@@ -33,6 +33,7 @@ from rkgb.tracing.guard import Guard, shape_guard, snapshot
 from rkgb.tracing.side_effects import (
     refuse_attribute,
     refuse_collective,
+    refuse_drawn,
     refuse_function,
     refuse_storage,
     refuse_wrappers,
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self._by_storage: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         # Storages whose contents depend on data. The weak references keep their addresses from being used again.
         self._from_data: dict[int, StorageWeakRef] = {}
+        self._drawn: set[int] = set()  # of these, those that depend on nothing but the random numbers of the run
         self._modules = {submodule: path for path, submodule in module.named_modules()}
         self._running: list[str] = []  # paths of the modules that are in their forward
         self.python_reads = False  # while the user's own code reads a number
@@ -111,6 +113,8 @@ class Recorder(TorchDispatchMode):
     def note_read(self, read: Callable[..., Any], args: Any, value: Any, may_vary: bool = False) -> None:
         """The module has read `value` out of tensors: later runs must read the same, but for checks within PyTorch."""
         if any(self.is_from_data(tensor) for tensor in leaves(args)):
+            if not may_vary and self._is_drawn(leaves(args)):
+                refuse_drawn(snapshot(value), str(self.source()))
             arguments = map_leaves(self.ref, tuple(args))
             self._append("guard", Call(Guard(read, snapshot(value), str(self.source()), may_vary), arguments))
 
@@ -126,15 +130,16 @@ class Recorder(TorchDispatchMode):
         produced = leaves(result)
         refuse_wrappers(produced, self.source)
         refs: dict[int, Ref] = {}
+        drawn = self._is_drawn(leaves((args, kwargs)))
         for place, tensor in enumerate(produced):
             own = name if len(produced) == 1 else self._namer.plain(f"{name}_{place}")
             refs[id(tensor)] = self._name(tensor, own)
             if depends:
-                self._mark_from_data(tensor)
+                self._mark_from_data(tensor, drawn)
         self.noted(produced)
         if depends and hasattr(function, "_schema"):
             for target in leaves([args[i] for i in _written_places(function, len(args))]):
-                self._mark_from_data(target)
+                self._mark_from_data(target, drawn)
         pattern = map_leaves(lambda tensor: refs[id(tensor)], list(result) if isinstance(result, tuple) else result)
         self.nodes.append(
             BNode(name, Call(function, arguments, keywords), pattern, torch.is_grad_enabled(), self.source())
@@ -193,9 +198,14 @@ class Recorder(TorchDispatchMode):
         """Whether the contents of `tensor` may differ from run to run."""
         return tensor.untyped_storage()._cdata in self._from_data
 
-    def _mark_from_data(self, tensor: torch.Tensor) -> None:
+    def _is_drawn(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether what depends on `tensors` depends on random numbers at most."""
+        return all(t.untyped_storage()._cdata in self._drawn for t in tensors if self.is_from_data(t))
+
+    def _mark_from_data(self, tensor: torch.Tensor, drawn: bool = False) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
         self._from_data[reference.cdata] = reference
+        (self._drawn.add if drawn else self._drawn.discard)(reference.cdata)
 
     # ---- where it runs -------------------------------------------------------------------------------------
 

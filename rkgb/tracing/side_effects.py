@@ -224,6 +224,15 @@ def refuse_collective(function: Any, place: str) -> None:
     )
 
 
+def refuse_drawn(value: object, place: str) -> None:
+    """Raise the error for a forward that reads, into Python, the random numbers that it draws."""
+    raise TraceError(
+        f"at {place} forward reads {value!r} out of random numbers that it drew, and so may go another way at every "
+        "call (layers dropped at random, for instance): a graph holds for one way. Switch that off (layerdrop=0), or decide "
+        "in tensors (torch.where)."
+    )
+
+
 def refuse_wrappers(tensors: list[Any], source: Callable[[], object]) -> None:
     """Raise the error for tensors that hold others and no bytes of their own, as functional collectives return them.
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rkgb import (
@@ -287,3 +288,26 @@ def test_a_number_read_out_of_integers_that_shuffling_changes_is_guarded():
     assert torch.equal(run_graph(graph, module, make_sample(module, (batch, same_longest))), module(batch, words))
     with pytest.raises(GuardError, match=r"the module reads 2 .* but read 4"):
         run_graph(graph, module, make_sample(module, (batch, shorter)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: torch.rand(()) < 0.5,
+        lambda: torch.empty(3).bernoulli_(0.5).sum() > 1,
+        lambda: torch.randperm(2).tolist()[0],
+    ],
+    ids=["rand", "bernoulli_", "randperm"],
+)
+def test_a_way_drawn_at_random_is_refused_whichever_it_is(read, seed):
+    """As models do that drop whole layers: a plan of one way would end at the first step that draws another."""
+    torch.manual_seed(seed)
+    module = program(lambda m, x: m.layer(x) if read() else x * m.layer.weight[0])
+    with pytest.raises(TraceError, match=r"test_refusals.py:\d+ forward reads .* out of random numbers .*layerdrop=0"):
+        make_all_graphs(module, rows())
+
+
+def test_random_numbers_that_stay_in_tensors_are_no_way():
+    module = program(lambda m, x: torch.where(torch.rand(3, 1) < 0.5, m.layer(x), x) * F.dropout(x, 0.5).sum().sign())
+    assert not any(node.is_guard for node in make_all_graphs(module, rows()).D_graph)
