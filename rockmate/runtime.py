@@ -110,7 +110,9 @@ class Step:
         self._ran: set[int] = set()  # segments that have run, or run now
         self._leaves = {name: place[key] for name, (place, key) in tables.places.items()}
         self._versions = {name: leaf._version for name, leaf in self._leaves.items()}
-        self._places = {name: leaf.data_ptr() for name, leaf in self._leaves.items()}  # `.data =` moves no version
+        # `.data =` moves no version, but another storage in. The storage itself may be freed, and filled again at
+        # another address: so does FSDP between the forward and the backward.
+        self._places = {name: _place_of(leaf) for name, leaf in self._leaves.items()}
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
         self._handles: dict[str, list[weakref.ref[Handle]]] = {}
 
@@ -208,7 +210,7 @@ class Step:
         """Recomputation reads parameters and inputs again, also those that eager autograd would not save."""
         leaf = self._leaves[name] if name in self._leaves else self._values[name]
         place, key = self._tables.places.get(name, (self._leaves, name))
-        moved = leaf.data_ptr() != self._places.get(name, leaf.data_ptr())
+        moved = name in self._places and _place_of(leaf) != self._places[name]
         if moved or (name in self._leaves and key not in place) or leaf._version != self._versions[name]:
             raise RuntimeError(
                 f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation, or taken "
@@ -259,6 +261,11 @@ class Step:
     def captures(self, op: str) -> _Capturing:
         """Context in which `op` is repeated for the sake of what autograd saves for it."""
         return _Capturing()
+
+
+def _place_of(leaf: torch.Tensor) -> tuple[torch.UntypedStorage, int | torch.SymInt]:
+    # A storage equals itself alone, and is held: no other one can come by its address meanwhile.
+    return leaf.untyped_storage(), leaf.storage_offset()
 
 
 class _Forgetting:
