@@ -116,15 +116,18 @@ class PlanExchange:
         return str(self._store.get(f"{place}/text").decode())
 
 
-def default_exchange(time_limit_s: float) -> PlanExchange | None:
-    """That of the default process group; None where there is none, or nobody else in it, or `plan_alone`."""
+def default_exchange(search_s: float) -> PlanExchange | None:
+    """That of the default process group; None where there is none, or nobody else in it, or `plan_alone`.
+
+    It waits for a plan as long as all its searches, which take `search_s`, and what goes with them may take.
+    """
     distributed = torch.distributed
     if _alone.get() or not distributed.is_available() or not distributed.is_initialized():
         return None
     if distributed.get_world_size() < 2:
         return None
     store = distributed.distributed_c10d._get_default_store()
-    return PlanExchange(store, distributed.get_rank(), _ATTEMPTS * time_limit_s + _MARGIN_S)
+    return PlanExchange(store, distributed.get_rank(), search_s + _MARGIN_S)
 
 
 def plan_with_others(
@@ -136,7 +139,7 @@ def plan_with_others(
     and where this one cannot do as another did, it plans by itself; in the second case it warns
     (`PlanExchangeWarning`). Raises what `make_plan` raises here or there.
     """
-    exchange = default_exchange(request.time_limit_s)
+    exchange = default_exchange(_ATTEMPTS * request.time_limit_s)
     if exchange is None or isinstance(request.solver, Follow):
         return measured, make_plan(measured, request, module)
     made: list[P] = []
@@ -156,13 +159,18 @@ def plan_with_others(
         if error.rank is not None:
             raise
         told = str(error)
+    warn_alone(module, told)
+    return measured, make_plan(measured, request, module)
+
+
+def warn_alone(module: torch.nn.Module, reason: str) -> None:
+    """Tell that this rank plans `module` by itself."""
     warnings.warn(
         f"this rank plans {type(module).__name__} by itself, and may recompute other operations than the others do "
-        f"(gradients are the same): {told}",
+        f"(gradients are the same): {reason}",
         PlanExchangeWarning,
         stacklevel=6,  # who calls Rockmate(...)
     )
-    return measured, make_plan(measured, request, module)
 
 
 def _followed(
@@ -189,7 +197,6 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
     problem = measured.problem
     solver = request.solver if isinstance(request.solver, str) else _solver_text(request.solver)
     content = [
-        _FORMAT,
         [(item.name, item.size_bytes, item.producer) for item in problem.data],
         [(op.name, op.inputs, op.outputs, op.recomputable) for op in problem.forward],
         [(op.name, op.needs, op.resident_bytes, op.peak_bytes * (op.name == LOSS)) for op in problem.backward],
@@ -198,7 +205,13 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
         [solver, request.time_limit_s, request.gap],
         device_kind(measured.device),
     ]
-    return f"rockmate/{hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()}"
+    return key_of(content)
+
+
+def key_of(content: Any) -> str:
+    """A key for what is made of `content`, which is any that JSON can hold: equal where that is."""
+    text = json.dumps([_FORMAT, content], default=str)
+    return f"rockmate/{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def device_kind(device: torch.device) -> str:

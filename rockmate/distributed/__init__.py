@@ -1,6 +1,15 @@
-"""Planned modules on many devices: one plan for all ranks."""
+"""Planned modules on many devices: one plan for all ranks, and planned blocks under FSDP2."""
 
+from rockmate.distributed.block_plans import BlockPlans, apply, plan_blocks
 from rockmate.errors import PlanExchangeError, PlanExchangeWarning
 from rockmate.exchange import PlanExchange, plan_alone
 
-__all__ = ["PlanExchange", "PlanExchangeError", "PlanExchangeWarning", "plan_alone"]
+__all__ = [
+    "BlockPlans",
+    "PlanExchange",
+    "PlanExchangeError",
+    "PlanExchangeWarning",
+    "apply",
+    "plan_alone",
+    "plan_blocks",
+]

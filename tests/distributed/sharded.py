@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rkgb.measuring.memory import AllocationLog
 from rockmate import PlanMismatch, Rockmate, TraceError
+from rockmate.distributed import apply, plan_blocks
 from tests.module.models import WIDTH, built
-from tests.module.steps import assert_same, following, measured_for, recomputing, squares
+from tests.module.steps import assert_same, measured_for, recomputing, squares
 
 POLICIES = {
     "none": MixedPrecisionPolicy(),
@@ -54,7 +56,7 @@ class Stack(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden)
+        return self.head(hidden.to(self.head.weight.dtype))  # blocks may give another one
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -103,7 +105,7 @@ def shard_blocks(model: Stack, options: dict[str, Any]) -> Stack:
     return fully_shard(model, **options)
 
 
-def plan_blocks(model: Stack, sample: Tensor) -> Stack:
+def recompute_blocks(model: Stack, sample: Tensor) -> Stack:
     """Each block recomputes all it may; one plan serves all."""
     first = model.blocks[0]
     measured = measured_for(first, sample)
@@ -113,14 +115,100 @@ def plan_blocks(model: Stack, sample: Tensor) -> Stack:
     return model
 
 
-def assert_blocks_equal_to_eager(options: dict[str, Any], *, tied: bool = False, accumulate: int = 1) -> None:
+def assert_blocks_equal_to_eager(
+    options: dict[str, Any], depth: int = 3, tied: bool = False, accumulate: int = 1
+) -> None:
     """Planned blocks, each sharded, within a sharded root."""
-    make: Callable[[], Any] = lambda: built(lambda: Stack(tied=tied))  # noqa: E731
+    make: Callable[[], Any] = lambda: built(lambda: Stack(depth, tied=tied))  # noqa: E731
     eager = shard_blocks(make(), options)
     keys = list(eager.state_dict())
     expected = train_sharded(eager, my_batches(), accumulate)
-    planned = shard_blocks(plan_blocks(make(), hidden_rows()), options)
+    planned = shard_blocks(recompute_blocks(make(), hidden_rows()), options)
     assert list(planned.state_dict()) == keys
     found = train_sharded(planned, my_batches(), accumulate)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
+
+
+def assert_whole_model_equal_to_eager(options: dict[str, Any]) -> None:
+    """A planned model, sharded as one."""
+    make: Callable[[], Any] = lambda: built(lambda: Stack(2))  # noqa: E731
+    eager = fully_shard(make(), **options)
+    expected = train_sharded(eager, my_batches())
+    planned = fully_shard(recomputing(make(), batch()), **options)
+    assert list(planned.state_dict()) == list(eager.state_dict())
+    for one, other in zip(train_sharded(planned, my_batches()), expected, strict=True):
+        assert_same(one, other)
+
+
+def assert_applied_equal_to_eager(budget: float, options: dict[str, Any]) -> dict[str, Any]:
+    """`apply` against `fully_shard` of blocks and root; returns what this rank has planned."""
+    make: Callable[[], Any] = lambda: built(lambda: Stack(4))  # noqa: E731
+    policy = POLICIES[options.pop("policy", "none")]
+    options = {"mp_policy": policy, **options}
+    eager = shard_blocks(make(), options)
+    keys = list(eager.state_dict())
+    expected = train_sharded(eager, my_batches())
+    model = make()
+    plans = apply(model, budget, sample=batch(), loss=squares, **options)
+    assert all(isinstance(block, Rockmate) for block in model.blocks)
+    assert list(model.state_dict()) == keys
+    for one, other in zip(train_sharded(model, my_batches()), expected, strict=True):
+        assert_same(one, other)
+    return {
+        "fits": plans.measured_peak_bytes <= plans.budget_bytes,
+        "classes": [names for names, _ in plans.plans],
+        "schedules": [str(plan.schedule) for _, plan in plans.plans],
+        "recomputations": sum(plan.recomputations for _, plan in plans.plans),
+    }
+
+
+def step_peaks(budget: float) -> tuple[int, int, int]:
+    """Bytes of a sharded step, eager and planned, and how many less the plan promises."""
+
+    def peak_bytes(model: nn.Module) -> int:
+        for _ in range(2):
+            squares(model(batch())).backward()
+        with AllocationLog(torch.device("cpu")) as log:
+            squares(model(batch())).backward()
+        return log.peak_bytes
+
+    eager_bytes = peak_bytes(shard_blocks(built(lambda: Stack(4)), {}))
+    model = built(lambda: Stack(4))
+    plans = apply(model, budget, sample=batch(), loss=squares)
+    whole_bytes = round(plans.budget_bytes / budget)
+    return eager_bytes, peak_bytes(model), whole_bytes - plans.measured_peak_bytes
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    """Messages, by what was tried."""
+    told = {}
+    model = built(lambda: Stack(2))
+    fully_shard(model.blocks[1])
+    with _noted(told, "planning a model with a sharded block", TraceError):
+        Rockmate(model, batch())
+    with _noted(told, "planning the blocks of a model with a sharded one", TraceError):
+        plan_blocks(model, 0.5, batch())
+    planned = recomputing(built(lambda: Stack(2)), batch())
+    fully_shard(planned.blocks[1])
+    with _noted(told, "calling a planned model with a sharded block", PlanMismatch):
+        planned(batch())
+    sharded = fully_shard(recomputing(built(Block), hidden_rows()), reshard_after_forward=False)
+    output = sharded(hidden_rows())
+    with torch.no_grad():
+        sharded.up.weight.add_(1)
+    with _noted(told, "changing a parameter after the forward", RuntimeError):
+        squares(output).backward()
+    return told
+
+
+@contextlib.contextmanager
+def _noted(told: dict[str, str], what: str, kind: type[Exception]) -> Iterator[None]:
+    told[what] = ""
+    try:
+        yield
+    except kind as error:
+        told[what] = str(error)
