@@ -87,5 +87,9 @@ class PlanExchangeWarning(UserWarning):
     """This rank plans by itself, as it cannot follow the plan of another."""
 
 
+class IntegrationError(RockmateError):
+    """A trainer of another library and a planned module do not go together as they are."""
+
+
 class TransformError(RockmateError):
     """A planned module was called within a transform of `torch.func`, or in forward-mode differentiation."""
