@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves, map_leaves
 
 
@@ -59,7 +60,10 @@ class Call:
 
     @property
     def written(self) -> list[str]:
-        """Names of the values that the schema says are written in place."""
+        """Names of the values that are written in place: as the schema says, or as an opaque call showed."""
+        if isinstance(self.function, OpaqueCall):
+            given = leaves(self.args, is_ref)
+            return list(dict.fromkeys(given[place].name for place in self.function.traits.written))
         return [
             ref.name
             for argument, value in self._schema_pairs()
@@ -68,13 +72,19 @@ class Call:
         ]
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        """Call the function on the values of that environment, which may hold other generators than the trace's."""
+        """Call the function on the values of that environment.
+
+        It may hold other generators and opaque submodules than the trace's, by their names.
+        """
 
         def given(named: Any) -> Any:
             return values[named.name] if isinstance(named, Ref) else values.get(named.name, named.generator)
 
         args, kwargs = map_leaves(given, (self.args, self.kwargs), _is_named)
-        return self.function(*args, **kwargs)
+        function = self.function
+        if isinstance(function, OpaqueCall):
+            function = function.on(values.get(function.name, function.submodule))
+        return function(*args, **kwargs)
 
     def _schema_pairs(self) -> list[tuple[Any, Any]]:
         if not isinstance(self.function, torch._ops.OpOverload):
@@ -88,6 +98,11 @@ class Call:
 
 def _is_named(leaf: object) -> bool:
     return isinstance(leaf, Ref | OwnGenerator)
+
+
+def opaque_calls(nodes: Iterable[Any]) -> list[OpaqueCall]:
+    """What `nodes` call, of those that are calls of opaque submodules."""
+    return [node.call.function for node in nodes if isinstance(node.call.function, OpaqueCall)]
 
 
 def bind(pattern: Any, result: Any, values: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from rkgb.call import Ref
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
 from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.opaque import OpaqueCall
 
 # Facts of an operation that decide nothing, or that are written down in their own way.
 _WRITTEN_APART = frozenset({"name", "call", "outputs", "source", "written", "inputs"})
@@ -67,7 +68,10 @@ class _Writer:
         outputs = self.write(op.outputs)
         name = self.number(op.name)  # an operation of several outputs has a name beside theirs
         modes = [(fact.name, getattr(op, fact.name)) for fact in fields(op) if fact.name not in _WRITTEN_APART]
-        return f"{name} {op.call.function!r} {arguments} -> {outputs} writes {self.numbers_of(op.written)} {modes}"
+        function = op.call.function
+        # Two submodules called whole are alike where all that was seen of their calls is.
+        text = f"opaque {function.traits.fingerprint}" if isinstance(function, OpaqueCall) else repr(function)
+        return f"{name} {text} {arguments} -> {outputs} writes {self.numbers_of(op.written)} {modes}"
 
     def write(self, tree: Any) -> str:
         if isinstance(tree, Ref):

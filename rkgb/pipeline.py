@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,32 +79,33 @@ def make_all_graphs(
     model: torch.nn.Module,
     sample: Any,
     model_kwargs: dict[str, Any] | None = None,
-    verbose: bool = False,
+    verbose: bool | Stage = False,
     *,
     tracer: Tracer = "auto",
     low_memory: bool | None = None,
     backward: Backward | None = None,
-    on_stage: Stage | None = None,
+    opaque: Sequence[torch.nn.Module] = (),
 ) -> AllGraphs:
     """Trace, inspect, simplify, cut and measure `model` in training mode on `sample`.
 
     `sample` is a tensor, a tuple of positional arguments or a dict of keyword arguments. `verbose` says on the
-    standard error stream what is being done, `on_stage` is told of it. `tracer` is
+    standard error stream what is being done; a function is told of it instead. `tracer` is
     ``"jit"``, ``"record"`` or ``"auto"``: the first of the two whose trace proves exact. `low_memory`
     checks the trace with autograd's saved tensors on disk; None does so where a whole training step might
     not fit, or did not; False never. `backward`, called once with an output like the model's, does what the loss
-    does: what it hands no gradient to has none in the K graph; without it, every differentiable output has one. The
+    does: what it hands no gradient to has none in the K graph; without it, every differentiable output has one.
+    Calls of the submodules in `opaque`, and of those that `torch.compile` has compiled, are one operation each. The
     model is left as it was: modes, buffers, gradients, random streams.
 
     Raises `SampleError` for a sample that does not fit, `TraceError` for a module that cannot be traced exactly, and
     what the allocator raises, with a note, where there is less memory than a forward without gradients and the step
     of the largest block take.
     """
-    tell = on_stage or (_say if verbose else _say_nothing)
+    tell = verbose if callable(verbose) else _say if verbose else _say_nothing
     arguments = make_sample(model, sample, model_kwargs)
     with for_planning(model):
         tell("trace", 0, 4)
-        basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell)
+        basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell, opaque=opaque)
         if backward is not None:
             dataflow = with_trained_outputs(dataflow, model, arguments, backward)
         return measured_graphs(basic, d_to_s(dataflow), model, arguments, tell)
@@ -170,6 +171,7 @@ def exact_trace(
     low_memory: bool | None = None,
     on_stage: Stage | None = None,
     may_branch: bool = False,
+    opaque: Sequence[torch.nn.Module] = (),
 ) -> tuple[BGraph, DGraph]:
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
 
@@ -187,7 +189,7 @@ def exact_trace(
         )
     tracer = "record" if cast else tracer
     with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
-        check = _Check(low_memory, may_branch, tell)
+        check = _Check(low_memory, may_branch, tell, tuple(opaque))
         basic, dataflow = _believed_trace(model, sample, tracer, check)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
@@ -214,7 +216,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
     tell = check.tell
     # On copies: a forward that writes into its input would change the user's data at each run.
     tell("trace", 0, 4)
-    basic = trace(model, sample.copy(), tracer)
+    basic = trace(model, sample.copy(), tracer, check.opaque)
     tell("trace", 1, 4)
     try:
         dataflow = b_to_d(basic, model, sample.copy())
@@ -252,11 +254,12 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """How a trace is compared with the module."""
+    """How a module is traced, and the trace compared with it."""
 
     low_memory: bool | None
     may_branch: bool
     tell: Stage
+    opaque: tuple[torch.nn.Module, ...] = ()
 
     def accept(self, graph: DGraph, model: torch.nn.Module, sample: Sample) -> str | None:
         """The replay check in memory, or, where that may not or does not suffice, on disk."""

@@ -18,6 +18,7 @@ import torch
 
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tracing.repetition import reason_against_repetition
 
 
@@ -206,10 +207,14 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
     }
     for node in result:
         for op in node.ops:
-            if not isinstance(op.call.function, torch._ops.OpOverload):
+            if isinstance(op.call.function, OpaqueCall):
+                node.keep_reason = op.call.function.traits.keep_reason or _varying(dgraph, op)
+                if not node.keep_reason and rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
+                    node.keep_reason = f"{op.name} reads module state that the forward rewrites"
+            elif not isinstance(op.call.function, torch._ops.OpOverload):
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
-            elif not dgraph.varying.isdisjoint((*op.output_names, *op.inputs)):
-                node.keep_reason = f"{op.name} handles a value whose shape depends on data"
+            elif reason := _varying(dgraph, op):
+                node.keep_reason = reason
             elif not repeats_without_statistics(op) and any(dgraph.owner(n) in dgraph.leaves for n in op.written):
                 node.keep_reason = f"{op.name} writes into the module's state"
             elif rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
@@ -217,6 +222,11 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
             elif reason := reason_against_repetition(op, dgraph.values):
                 node.keep_reason = reason
     return result
+
+
+def _varying(dgraph: DGraph, op: DNode) -> str:
+    varies = not dgraph.varying.isdisjoint((*op.output_names, *op.inputs))
+    return f"{op.name} handles a value whose shape depends on data" if varies else ""
 
 
 def run_once(graph: SGraph, reasons: Mapping[str, str]) -> SGraph:

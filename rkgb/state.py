@@ -81,7 +81,9 @@ def _streams_kept(
 @contextlib.contextmanager
 def _tensors_kept(module: torch.nn.Module) -> Iterator[None]:
     # A forward may put other tensors in the places of buffers: the places are restored, then the values.
-    places = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
+    # Of scripted submodules, the places are fixed.
+    plain = [submodule for submodule in module.modules() if not isinstance(submodule, torch.jit.ScriptModule)]
+    places = [(submodule._buffers, dict(submodule._buffers)) for submodule in plain]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import keyword
 import linecache
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +13,13 @@ import torch
 
 from rkgb import DNode, Leaf, LeafKind
 from rkgb.call import Ref, is_ref
-from rkgb.dgraph import RUNNING_STATISTICS
 from rkgb.measuring.profile import SavedKind
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
-from rkgb.tree import leaves, map_leaves
+from rkgb.tracing.opaque import OpaqueCall
+from rkgb.tree import leaves
+from rockmate.expressions import Expressions, statistics_of
 from rockmate.program import Program, Segment, Slot, dropped_after
-from rockmate.runtime import ForgottenTensor, SegmentCode, Step, StepTables, differentiable
+from rockmate.runtime import ForgottenTensor, SegmentCode, StepTables
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
 
@@ -45,7 +44,7 @@ class CompiledProgram:
 def compile_program(program: Program, module: torch.nn.Module, header: str) -> CompiledProgram:
     """Generate the source of `program` for `module`, and compile it."""
     writer = _Writer(program, module)
-    code = GeneratedCode(writer.source(header), writer.namespace)
+    code = GeneratedCode(writer.source(header), writer.expressions.namespace)
     functions = execute(code)
     dgraph = program.graph.sgraph.dgraph
     repeated = [op for op in dgraph if op.name in program.random_marks and _own_generator(op) is None]
@@ -140,16 +139,7 @@ class _Writer:
     def __init__(self, program: Program, module: torch.nn.Module) -> None:
         self.program = program
         self.graph = program.graph.sgraph.dgraph
-        self.namespace: dict[str, Any] = {
-            "torch": torch,
-            "aten": torch.ops.aten,
-            "differentiable": differentiable,
-            "Step": Step,
-        }
-        self._module = module
-        self._taken = {*self.graph.values, *self.namespace, "step", "saved", "forward"}
-        self._leaf_text = {name: self._leaf(name) for name in self.graph.leaves}
-        self._functions: dict[Any, str] = {}
+        self.expressions = Expressions(self.graph, module)
         self._lines: list[str] = []
 
     def source(self, header: str) -> str:
@@ -189,12 +179,13 @@ class _Writer:
             if not op.grad_enabled:
                 self._line(indent, "with torch.no_grad():")
                 indent += 1
-            self._line(indent, self._assignment(op, self._text(op, repeated=False, tracked=False)))
+            indent = self._enter_autocast(op, indent)
+            self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
             for name in op.output_names:
                 if name in self.program.forward_keeps:
                     self._line(1, f"step.keep({name!r}, {name})")
             self._delete(names)
-        self._line(1, f"return ({', '.join(self._leaf_text.get(name, name) for name in outputs)},)")
+        self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
 
     def _write_segment(self, segment: Segment) -> None:
         self._lines += ["", "", f"def {_function_name(segment)}(step: Step):"]
@@ -221,13 +212,24 @@ class _Writer:
 
     def _write_repeated(self, op: DNode, captured: bool) -> None:
         if not captured:
-            self._line(1, self._assignment(op, self._text(op, repeated=True, tracked=False)))
+            self._line(1, self._assignment(op, self.expressions.call(op, repeated=True, tracked=False)))
             return
         self._line(1, f"with step.captures({op.name!r}) as saved:")
-        self._line(2, self._assignment(op, self._text(op, repeated=True, tracked=True)))
+        self._line(
+            self._enter_autocast(op, 2), self._assignment(op, self.expressions.call(op, repeated=True, tracked=True))
+        )
         for name in op.output_names:
             if self.graph.values[name].requires_grad:
                 self._line(1, f"{name} = {name}.detach()")
+
+    def _enter_autocast(self, op: DNode, indent: int) -> int:
+        """The region in which an opaque call was traced: of other operations, casts are operations of their own."""
+        function = op.call.function
+        if not isinstance(function, OpaqueCall) or function.autocast is None:
+            return indent
+        kind, dtype = function.autocast
+        self._line(indent, f"with torch.autocast({kind!r}, dtype={dtype}):")
+        return indent + 1
 
     def _fills(self, segment: Segment) -> list[_Fill]:
         """How forgotten tensors are given back: each as soon as its storage is complete."""
@@ -251,7 +253,7 @@ class _Writer:
     def _phantom_index(self, phantom: str, op: DNode) -> int:
         """Place of a phantom among what the repeated operation packs: running statistics are not there."""
         left_out: set[str] = set()
-        statistics = _statistics(op)
+        statistics = statistics_of(op)
         if statistics is not None:
             left_out = {self.graph.owner(ref.name) for ref in leaves([op.call.args[i] for i in statistics[:2]], is_ref)}
         packed = [t.source for t in self.program.graph.op_profiles[op.name].saved if t.source not in left_out]
@@ -272,93 +274,11 @@ class _Writer:
             positions.setdefault(position, []).append(name)
         return positions
 
-    # ---- expressions -------------------------------------------------------------------------------
+    # ---- lines --------------------------------------------------------------------------------------
 
     def _stream(self, op: DNode) -> str:
         own = _own_generator(op)
-        return repr(str(_device_of(self.program, op))) if own is None else self._generator(own)
-
-    def _generator(self, own: OwnGenerator) -> str:
-        if not own.steps:
-            return self._bind("generator", own.generator)
-        # Read from the module at each call, as parameters are: another one may have been put there.
-        submodule = self._module.get_submodule(own.module_path)
-        return f"{self._bind(own.module_path.replace('.', '_') or 'model', submodule)}{own.text}"
-
-    def _text(self, op: DNode, repeated: bool, tracked: bool) -> str:
-        args = list(op.call.args)
-        statistics = _statistics(op) if repeated else None
-        if statistics is not None:
-            # The forward has counted this batch already.
-            args[statistics[0]] = args[statistics[1]] = None
-        texts = [self._value(arg, tracked) for arg in args]
-        texts += [f"{key}={self._value(value, tracked)}" for key, value in op.call.kwargs.items()]
-        return f"{self._function(op)}({', '.join(texts)})"
-
-    def _function(self, op: DNode) -> str:
-        function = op.call.function
-        if isinstance(function, torch._ops.OpOverload):
-            namespace, name = function._schema.name.split("::")
-            overload = function._schema.overload_name or "default"
-            prefix = "aten" if namespace == "aten" else f"torch.ops.{namespace}"
-            if name.isidentifier() and not keyword.iskeyword(name) and not keyword.iskeyword(overload):
-                return f"{prefix}.{name}.{overload}"
-        if function not in self._functions:
-            self._functions[function] = self._bind(op.call.op_name, function)
-        return self._functions[function]
-
-    def _value(self, value: Any, tracked: bool) -> str:
-        if isinstance(value, Ref):
-            text = self._leaf_text.get(value.name, value.name)
-            leaf = self.graph.leaves.get(value.name)
-            parameter = leaf is not None and leaf.kind is LeafKind.PARAMETER
-            if tracked and self.graph.values[value.name].requires_grad and not parameter:
-                return f"differentiable({text})"
-            return text
-        if isinstance(value, OwnGenerator):
-            return self._generator(value)
-        if isinstance(value, (list, tuple)) and (leaves(value, is_ref) or leaves(value, is_own_generator)):
-            items = ", ".join(self._value(item, tracked) for item in value)
-            return f"[{items}]" if isinstance(value, list) else f"({items},)"
-        return self._literal(value)
-
-    def _literal(self, value: Any) -> str:
-        if isinstance(value, float) and not math.isfinite(value):
-            return f'float("{value}")'
-        if value is None or isinstance(value, (bool, int, float, str, complex)):
-            return repr(value)
-        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
-            return str(value)
-        if isinstance(value, torch.device):
-            return f'torch.device("{value}")'
-        if isinstance(value, (list, tuple)):
-            items = ", ".join(self._literal(item) for item in value)
-            return f"[{items}]" if isinstance(value, list) else f"({items},)"
-        return self._bind("constant", map_leaves(lambda own: own.in_module(self._module), value, is_own_generator))
-
-    def _leaf(self, name: str) -> str:
-        leaf = self.graph.leaves[name]
-        if leaf.kind is LeafKind.INPUT:
-            return name
-        if leaf.kind is LeafKind.CONSTANT:
-            return self._bind(name, leaf.constant, wanted=True)
-        # Read from the module at each call: libraries such as FSDP put other tensors there.
-        owner, _, attribute = leaf.path.rpartition(".")
-        submodule = self._module.get_submodule(owner)
-        return f"{self._bind(owner.replace('.', '_') or 'model', submodule)}.{attribute}"
-
-    def _bind(self, stem: str, value: Any, wanted: bool = False) -> str:
-        for name, known in self.namespace.items():
-            if known is value:
-                return name
-        name = stem
-        while not wanted and (name in self._taken or keyword.iskeyword(name) or not name.isidentifier()):
-            name = f"{name}_" if name.isidentifier() else f"_{name}"
-        self._taken.add(name)
-        self.namespace[name] = value
-        return name
-
-    # ---- lines --------------------------------------------------------------------------------------
+        return repr(str(_device_of(self.program, op))) if own is None else self.expressions.generator(own)
 
     def _assignment(self, op: DNode, text: str) -> str:
         return text if op.outputs is None else f"{_pattern(op.outputs)} = {text}"
@@ -369,15 +289,6 @@ class _Writer:
 
     def _line(self, indent: int, text: str) -> None:
         self._lines.append("    " * indent + text)
-
-
-def _statistics(op: DNode) -> tuple[int, int, int] | None:
-    """Where `op` takes running statistics that it updates, if it does."""
-    function = op.call.function
-    if not isinstance(function, torch._ops.OpOverload):
-        return None
-    places = RUNNING_STATISTICS.get(function._schema.name)
-    return places if places is not None and op.call.args[places[2]] else None
 
 
 def _pattern(outputs: Any) -> str:

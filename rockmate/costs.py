@@ -14,6 +14,7 @@ from rkgb import AllGraphs, KComp, KGraph, SNode
 from rkgb.measuring.memory import AllocationLog, allocated_bytes, warm_up
 from rkgb.measuring.profile import SavedKind
 from rkgb.state import without_autocast
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
 from rockmate.errors import LossError
 
@@ -126,8 +127,10 @@ def unrepeatable_nodes(graph: KGraph) -> set[SNode]:
             # require gradients; an in-place operation refuses such inputs.
             if profile.phantoms and op.written and not _writes_statistics_only(graph, op.written):
                 once.add(comp.node)
+            # With other data, such a call saves other tensors: none of those that it saves is told by its place.
+            varies = isinstance(op.call.function, OpaqueCall) and op.call.function.traits.reads_data
             for saved in profile.saved:
-                if not saved.refillable:
+                if varies or not saved.refillable:
                     once.add(comp.node if saved.kind is SavedKind.PHANTOM else producer.get(saved.source, comp.node))
     return once
 

@@ -14,6 +14,7 @@ from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.dgraph import last_uses
 from rkgb.measuring.profile import SavedKind, SavedTensor
+from rkgb.tracing.opaque import OpaqueCall
 from rockmate.costs import held_storages
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
@@ -186,7 +187,8 @@ class _Assigner:
                 needed.update(op.call.inputs)
                 storages.update(self.dgraph.owner(name) for name in op.call.inputs)
         segment.ops = live[::-1]
-        segment.captured |= {op.name for op in segment.ops if self._fills_several(op)}
+        # With gradients, as they first ran: without them, compiled code is other code.
+        segment.captured |= {op.name for op in segment.ops if self._fills_several(op) or _is_tracked_whole(op)}
         read = dict.fromkeys(name for op in segment.ops for name in op.call.inputs)
         inputs = [n for n in read if n in self.dgraph.leaves and self.dgraph.leaves[n].kind is LeafKind.INPUT]
         # The caller's own tensors cost nothing to keep, and a graph walked twice needs them twice.
@@ -207,6 +209,10 @@ class _Assigner:
                 found.add(op)
                 waiting += op.call.inputs
         return found
+
+
+def _is_tracked_whole(op: DNode) -> bool:
+    return isinstance(op.call.function, OpaqueCall) and op.grad_enabled
 
 
 def dropped_after(ops: list[DNode], kept: list[str], leaves: Iterable[str]) -> list[list[str]]:

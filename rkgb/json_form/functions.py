@@ -12,6 +12,7 @@ from rkgb.json_form.containers import MissingFunction
 from rkgb.json_form.errors import Place, shortly
 from rkgb.json_form.trees import TreeReader, TreeWriter
 from rkgb.tracing.guard import Guard
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tracing.record import UnderAutocast
 
 _GUARD = {"read", "expected", "place", "may_vary"}
@@ -33,6 +34,8 @@ def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
             **({"may_vary": True} if function.may_vary else {}),
         }
     if isinstance(function, MissingFunction):
+        return _custom(function.name, function.autocast)
+    if isinstance(function, OpaqueCall):
         return _custom(function.name, function.autocast)
     if isinstance(function, UnderAutocast):
         return _custom(_name_of(function.apply), (function.kind, function.dtype))

@@ -102,6 +102,8 @@ def _stand_in(graph: DGraph, block: Block, name: str, tensor: torch.Tensor) -> t
     detached = tensor.detach()
     if graph.owner(name) in written:
         detached = detached.clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(detached, graph.values[name].requires_grad)  # compiled code looks at the class
     return detached.requires_grad_(graph.values[name].requires_grad)
 
 

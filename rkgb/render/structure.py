@@ -16,6 +16,7 @@ from rkgb.dgraph import DGraph, DNode
 from rkgb.kgraph import KComp, KData, KGraph
 from rkgb.render.errors import RenderError
 from rkgb.sgraph import SGraph, SNode
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.values import ValueInfo
 
 Graph = BGraph | DGraph | SGraph | KGraph | Block
@@ -221,6 +222,8 @@ def _notes(node: BNode | DNode) -> Iterator[str]:
         yield "without gradients"
     if isinstance(node, DNode) and node.is_guard:
         yield "guard: only checks a value"
+    if isinstance(node.call.function, OpaqueCall):
+        yield "opaque: one call of a submodule"
 
 
 def _counted(names: Iterable[str]) -> str:

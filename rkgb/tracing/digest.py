@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from rkgb.sample import Sample
+from rkgb.tracing.opaque import Interception, OpaqueModules
 from rkgb.tracing.record import Recorder, recording
+from rkgb.tracing.untraced import untraced
+from rkgb.tree import leaves
 
 
 class _Digesting(Recorder):
@@ -21,11 +26,19 @@ class _Digesting(Recorder):
         self.digests.update(digest(tensor) for tensor in tensors)
 
 
-def computed_digests(module: torch.nn.Module, sample: Sample) -> set[bytes]:
-    """Digests of all that `module` computes on `sample`, of the arguments too."""
+def computed_digests(module: torch.nn.Module, sample: Sample, opaque: Iterable[str] = ()) -> set[bytes]:
+    """Digests of all that `module` computes on `sample`, of the arguments too. Submodules at `opaque` run whole."""
     recorder = _Digesting(module, sample)
     given = {digest(tensor) for tensor in (*sample.tensors, *module.parameters(), *module.buffers())}
-    with recording(recorder, frugal=False):
+
+    def called(_: str, submodule: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with untraced():
+            output = submodule(*args, **kwargs)
+        recorder.noted(leaves(output))
+        return output
+
+    whole = OpaqueModules(module, [module.get_submodule(path) for path in opaque])
+    with recording(recorder, frugal=False), Interception(whole, called).on():
         sample.call(module)
     return recorder.digests | given
 

@@ -115,6 +115,17 @@ class GeneratorsMet:
             for generator, state in self._states:
                 generator.set_state(state)
 
+    @contextlib.contextmanager
+    def as_now(self) -> Iterator[None]:
+        """Give those that are known, or are met inside, the states back that they had before what runs inside."""
+        now = [(own.generator, own.generator.get_state()) for own in self._known.values()]
+        known = len(self._states)
+        try:
+            yield
+        finally:
+            for generator, state in (*now, *self._states[known:]):
+                generator.set_state(state)
+
     def _placed(self, generator: torch.Generator) -> OwnGenerator:
         for path, attributes in self._attributes:
             for steps, held in _held_in(attributes):

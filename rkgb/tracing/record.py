@@ -30,6 +30,7 @@ from rkgb.sample import Sample
 from rkgb.source import caller_is_torch, python_location
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
 from rkgb.tracing.guard import Guard, shape_guard, snapshot
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tracing.side_effects import (
     refuse_attribute,
     refuse_collective,
@@ -122,6 +123,17 @@ class Recorder(TorchDispatchMode):
         """A custom autograd function, which stays one operation: its backward is its own."""
         tensors = leaves((args, kwargs))
         self._note(function, args, kwargs, result, any(self.is_from_data(tensor) for tensor in tensors))
+
+    def note_opaque(self, path: str, function: OpaqueCall, arguments: tuple[Any, ...], result: Any) -> None:
+        """A call of an opaque submodule, which is one operation; `arguments` are those of `function`."""
+        self._running.append(path)
+        self._note(function, arguments, {}, result, True)
+        for place in function.traits.written:
+            self._mark_from_data(leaves(arguments)[place])
+        if function.traits.reads_data:
+            for tensor in leaves(result):
+                self._append("guard", Call(shape_guard(tuple(tensor.shape), function.place), (self.ref(tensor),)))
+        self._running.pop()
 
     def _note(self, function: Any, args: Any, kwargs: Any, result: Any, depends: bool) -> None:
         arguments, keywords = map_leaves(self._named, (tuple(args), dict(kwargs)), _is_named)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rkgb.bgraph import BGraph
-from rkgb.call import is_ref
+from rkgb.call import is_ref, opaque_calls
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
 from rkgb.measuring.memory import is_out_of_memory
@@ -223,7 +223,8 @@ def run_graph(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -
 def _given(graph: BGraph | DGraph, module: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
     """What a run of the graph on `module`, or on a copy of it, starts from."""
     values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, inputs))
-    return values | {one.name: one.in_module(module) for one in graph.generators}
+    calls = {call.name: call.in_module(module) for call in opaque_calls(graph.nodes)}
+    return values | {one.name: one.in_module(module) for one in graph.generators} | calls
 
 
 def replay_check(
@@ -336,7 +337,7 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fres
             _move_on(module, fresh, 1)  # as in `record_step`
         seed_streams(0, module, graph.generators)
         with borrowed(module):  # the graph is to start from the same buffers
-            digests = computed_digests(module, fresh.copy())
+            digests = computed_digests(module, fresh.copy(), [call.path for call in opaque_calls(graph.nodes)])
         seed_streams(0, module, graph.generators)
         wrong: list[Any] = []
 

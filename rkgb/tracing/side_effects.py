@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,14 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
 class SideEffects:
     """Watches one forward; afterwards `told` says what of it no graph repeats."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, submodules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        """`submodules` are those whose own code no graph runs, by path: all but what is within opaque ones."""
         self.told: list[str] = []
-        self._paths = {submodule: path or "(root)" for path, submodule in module.named_modules()}
+        self._paths = {submodule: path or "(root)" for path, submodule in submodules}
         self._attributes = {submodule: attributes_of(submodule) for submodule in self._paths}
         self._states = _other_random_states()
         self._running: list[str] = []  # paths of the modules that are in their forward
-        self._hooked = [path for submodule, path in self._paths.items() if _has_hooks_of_its_own(submodule)]
+        self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -50,6 +51,18 @@ class SideEffects:
             entering.remove()
             leaving.remove()
         self._tell_of_random_numbers("(root)")
+
+    def passed_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which runs something that a run of the graph repeats as it is: nothing of it is told."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._tell_of_random_numbers(self._running[-1] if self._running else "(root)")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._states = _other_random_states()
+
+        return called
 
     def tell(self, run_again: Callable[[], object]) -> None:
         """Fill `told`. `run_again` runs the forward once more, where attributes were set: perhaps only at first."""
@@ -104,7 +117,8 @@ def _several(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
 
 
-def _has_hooks_of_its_own(module: torch.nn.Module) -> bool:
+def has_hooks_of_its_own(module: torch.nn.Module) -> bool:
+    """Whether `module` has forward hooks that are not PyTorch's."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not is_torchs_own(hook) for hook in hooks)
 

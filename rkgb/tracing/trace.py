@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,8 @@ from rkgb.state import borrowed
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.jit_walker import JitWalker
+from rkgb.tracing.opaque import Interception, OpaqueModules
+from rkgb.tracing.opaque_calls import recorded_call, refuse_uncalled, told_of_calls
 from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
 from rkgb.tracing.side_effects import SideEffects
 from rkgb.tree import leaves, map_leaves
@@ -45,22 +49,26 @@ class _Flat(torch.nn.Module):
         return tuple(leaves(self.output))
 
 
-def trace(module: torch.nn.Module, sample: Sample, tracer: FrontEnd = "jit") -> BGraph:
+def trace(
+    module: torch.nn.Module, sample: Sample, tracer: FrontEnd = "jit", opaque: Iterable[torch.nn.Module] = ()
+) -> BGraph:
     """What `module` runs on `sample`, as seen by one of the two front ends. The module is left as it was.
 
     ``"jit"``: composite operations, by ``torch.jit.trace``; refused where forward reads numbers out of its
     data, as nothing in such a trace would check them. ``"record"``: the operations below autograd, with guards
-    for such reads. Tracing takes about as much memory as inference: autograd's saved tensors are dropped.
+    for such reads. Calls of compiled submodules, and of those given as `opaque`, are one operation each.
+    Tracing takes about as much memory as inference: autograd's saved tensors are dropped.
 
     Raises `TraceError` when the module cannot be traced, naming the operation and what to change.
     """
-    _refuse_scripted(module)
-    _refuse_backward_hooks(module)
+    submodules = OpaqueModules(module, opaque)
+    _refuse_scripted(submodules)
+    _refuse_backward_hooks(submodules)
     front_end = _trace_by_jit if tracer == "jit" else _trace_by_recording
     try:
-        graph, output = front_end(module, sample, True)
+        graph, output = front_end(module, sample, True, submodules)
     except BackwardInside:  # its gradient needs what is saved: this takes more memory
-        graph, output = front_end(module, sample, False)
+        graph, output = front_end(module, sample, False, submodules)
     if not leaves(output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
     graph.tracer = tracer
@@ -68,10 +76,14 @@ def trace(module: torch.nn.Module, sample: Sample, tracer: FrontEnd = "jit") -> 
     return graph
 
 
-def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
+def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules) -> tuple[BGraph, Any]:
+    if opaque:
+        raise TraceError(
+            f'{next(iter(opaque.by_path))!r} is opaque: torch.jit.trace does not record it whole: use tracer="record".'
+        )
     flat = _Flat(module, sample)
     flat.training = module.training
-    effects, generators = _refuse_reads(module, sample, frugal)
+    effects, generators = _refuse_reads(module, sample, frugal, opaque)
     with (
         borrowed(module, own=generators.found),
         nothing_saved(frugal),
@@ -101,14 +113,16 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool) -> tupl
     return graph, output
 
 
-def _refuse_reads(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[SideEffects, GeneratorsMet]:
+def _refuse_reads(
+    module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules
+) -> tuple[SideEffects, GeneratorsMet]:
     """Refuse what reads out of its data on the way that it takes under ``torch.jit.trace``.
 
     That tracer takes all that Python reads for fixed. Whether it read of shapes or of data shows when the
     same way is recorded; some models only skip an all-true mask where nobody traces them.
     """
     recorder = Recorder(module, sample)
-    effects = _record(module, sample, recorder, frugal, as_if_by_jit())[1]
+    effects = _record(module, sample, recorder, frugal, opaque, as_if_by_jit())[1]
     guards = [node.call.function for node in recorder.nodes if isinstance(node.call.function, Guard)]
     if guards:
         raise TraceError(
@@ -118,9 +132,11 @@ def _refuse_reads(module: torch.nn.Module, sample: Sample, frugal: bool) -> tupl
     return effects, recorder.generators
 
 
-def _trace_by_recording(module: torch.nn.Module, sample: Sample, frugal: bool) -> tuple[BGraph, Any]:
+def _trace_by_recording(
+    module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules
+) -> tuple[BGraph, Any]:
     recorder = Recorder(module, sample)
-    output, effects = _record(module, sample, recorder, frugal, contextlib.nullcontext())
+    output, effects = _record(module, sample, recorder, frugal, opaque, contextlib.nullcontext())
     result = map_leaves(recorder.ref, output)
     graph = BGraph(
         recorder.nodes,
@@ -137,11 +153,13 @@ def _record(
     sample: Sample,
     recorder: Recorder,
     frugal: bool,
+    opaque: OpaqueModules,
     inside: contextlib.AbstractContextManager[None],
 ) -> tuple[Any, SideEffects]:
-    effects = SideEffects(module)
+    effects = SideEffects(opaque.outside)
+    calls = Interception(opaque, effects.passed_over(partial(recorded_call, recorder)))
     with borrowed(module), recorder.generators.given_back():
-        with effects.watched(), inside, recording(recorder, frugal):
+        with effects.watched(), inside, recording(recorder, frugal), calls.on():
             try:
                 output = sample.call(module)
             except TraceError:
@@ -150,6 +168,8 @@ def _record(
                 raise _failed(module, error) from error
         with nothing_saved(frugal), MeetingGenerators(recorder.generators):
             effects.tell(lambda: sample.copy().call(module))
+    effects.told += told_of_calls(recorder.nodes)
+    refuse_uncalled(module, opaque, calls.called)
     return output, effects
 
 
@@ -160,8 +180,8 @@ def _failed(module: torch.nn.Module, error: Exception) -> TraceError:
     )
 
 
-def _refuse_backward_hooks(module: torch.nn.Module) -> None:
-    for path, submodule in module.named_modules():
+def _refuse_backward_hooks(opaque: OpaqueModules) -> None:
+    for path, submodule in opaque.outside:
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             raise TraceError(
                 f"submodule {path or '(root)'!r} has a backward hook: the graph would run without it. Remove the hook, "
@@ -169,10 +189,11 @@ def _refuse_backward_hooks(module: torch.nn.Module) -> None:
             )
 
 
-def _refuse_scripted(module: torch.nn.Module) -> None:
-    for path, submodule in module.named_modules():
+def _refuse_scripted(opaque: OpaqueModules) -> None:
+    for path, submodule in opaque.outside:
         if isinstance(submodule, torch.jit.ScriptModule):
             raise TraceError(
                 f"submodule {path or '(root)'!r} is compiled by torch.jit ({type(submodule).__name__}): its "
-                "operations cannot be told apart. Use the Python module that it was made from."
+                "operations cannot be told apart. Use the Python module that it was made from, or let its call be one "
+                "operation: opaque=[it]."
             )

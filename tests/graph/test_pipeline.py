@@ -55,7 +55,7 @@ def test_progress_is_told_in_order():
         make_all_graphs(
             nn.Sequential(linear(), nn.Tanh()),
             rows(),
-            on_stage=lambda name, done, total: told.append((name, done, total)),
+            verbose=lambda name, done, total: told.append((name, done, total)),
         )
     assert [name for name, _, _ in told] == sorted((name for name, _, _ in told), key=["trace", "measure"].index)
     for stage in ("trace", "measure"):
