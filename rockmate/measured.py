@@ -102,7 +102,13 @@ def _graphs(
 ) -> tuple[AllGraphs, LossCost | None]:
     """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be; what the loss takes."""
     loss, costs = request.loss, list[LossCost]()
-    basic, dataflow = exact_trace(model, sample, on_stage=request.progress, may_branch=request.may_branch)
+    basic, dataflow = exact_trace(
+        model,
+        sample,
+        on_stage=request.progress,
+        may_branch=request.may_branch,
+        opaque=[model.get_submodule(path) for path in request.opaque],
+    )
     pinned = pinned_operations(model, dataflow, request.pin)
     request.progress("loss", 0, 1)
     if loss is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch
 from rk_solvers import Solver
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rkgb import ModelError, make_sample
+from rkgb.tracing.opaque import opaque_paths
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
 from rockmate.errors import NotPlanned, PickleWarning
@@ -61,6 +63,8 @@ class Rockmate(Transparent):
         pin: what is always saved and never recomputed, beside what must not be anyway: submodules of `model`
             (all that runs while they are called), operators such as ``torch.ops.aten.topk``, and operations
             by their names in the graphs, such as "softmax_3".
+        opaque: submodules whose call is one operation, kept or recomputed as a whole, as those that `torch.compile`
+            has compiled are anyway: for code that cannot be traced, or that depends on its data.
         shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
             "nearest" traces it, but follows the decisions of the plan next in size, which takes no search; "eager"
             runs the model itself, without a budget; "error" raises. All but the last warn (`ReplanWarning`).
@@ -89,10 +93,12 @@ class Rockmate(Transparent):
         scope: Scope = "step",
         optimizer: OptimizerLike | None = None,
         shapes: Shapes = "replan",
+        opaque: torch.nn.Module | Iterable[torch.nn.Module] = (),
     ) -> None:
         request = PlanRequest(budget, loss, solver, no_progress, time_limit, gap, as_pins(pin), scope, optimizer)
         check_request(request)
         _check_model(model)
+        request = replace(request, opaque=opaque_paths(model, opaque))
         check_pins(model, request.pin)
         family = PlanFamily(model, request, shapes, progress)
         if sample is not None:

@@ -36,6 +36,7 @@ class PlanRequest:
     scope: Scope = "step"  # what the budget is for
     optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
     may_branch: bool = False  # data that take another branch of the model are planned by themselves
+    opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: Decisions | None = None  # those of another plan: taken where they fit, in place of a search
 
 

@@ -196,6 +196,13 @@ class OpaqueModules:
         return bool(self.by_path)
 
 
+def opaque_paths(module: torch.nn.Module, declared: torch.nn.Module | Iterable[torch.nn.Module]) -> tuple[str, ...]:
+    """Where in `module` the submodules are that are to be opaque: one, or several. Raises as `OpaqueModules` does."""
+    # Containers of modules can be iterated over as well.
+    several = [declared] if isinstance(declared, torch.nn.Module) else list(declared)
+    return tuple(OpaqueModules(module, several).declared)
+
+
 def _outside(
     path: str, module: torch.nn.Module, opaque: set[int], seen: set[int]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
