@@ -242,8 +242,8 @@ def refuse_drawn(value: object, place: str) -> None:
     """Raise the error for a forward that reads, into Python, the random numbers that it draws."""
     raise TraceError(
         f"at {place} forward reads {value!r} out of random numbers that it drew, and so may go another way at every "
-        "call (layers dropped at random, for instance): a graph holds for one way. Switch that off (layerdrop=0), or decide "
-        "in tensors (torch.where)."
+        "call (layers dropped at random, for instance): a graph holds for one way. Switch that off (layerdrop=0), or "
+        "decide in tensors (torch.where)."
     )
 
 
