@@ -16,7 +16,7 @@ import torch
 
 from rkgb import GuardError, RockmateError, Sample, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
-from rkgb.state import autocast_in_force, module_devices
+from rkgb.state import autocast_in_force, for_planning, module_devices
 from rockmate.errors import ReplanWarning, ShapesError
 from rockmate.follow import Decisions
 from rockmate.measured import Measured
@@ -35,6 +35,8 @@ Shapes = Literal["replan", "nearest", "eager", "error"]
 
 SHAPES: tuple[str, ...] = get_args(Shapes)
 
+# Enough for every length that a collator pads to; what has not been used for longest goes.
+_MOST_PLANS = 64
 # A module that reads something else out of every batch would be planned for ever.
 _MOST_BRANCHES = 8
 _OWN_CODE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
@@ -113,6 +115,7 @@ class PlanFamily:
     def adopt(self, member: Member) -> None:
         """Take in a plan, as the one used last."""
         self.members.insert(0, member)
+        del self.members[_MOST_PLANS:]
         if self._reader is None:
             self._reader = TraitsReader(self._model)
 
@@ -137,6 +140,15 @@ class PlanFamily:
             elif refusal is None:
                 refusal = mismatch
         return self._unplanned(call, refusal)
+
+    def member_for(self, call: Sample) -> Member:
+        """The plan that holds for `call` in training, made if there is none. Raises as planning does."""
+        with for_planning(self._model):
+            traits = self._reader.read() if self._reader is not None else None
+            for member in self.members:
+                if traits is not None and member.runner.mismatch(call, traits) is None:
+                    return member
+        return self.plan_for(call)
 
     def plan_for(self, call: Sample, refusal: RockmateError | None = None) -> Member:
         """Plan such calls, whether or not there is a plan for them. Raises as planning does."""

@@ -154,7 +154,7 @@ class Rockmate(Transparent):
 
         `sample` is as for the constructor. Raises as planning does.
         """
-        return self._family.plan_for(make_sample(self.original, sample)).plan
+        return self._family.member_for(make_sample(self.original, sample)).plan
 
     @property
     def code(self) -> str:

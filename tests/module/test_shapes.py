@@ -80,6 +80,19 @@ def test_plans_made_ahead_are_used_without_a_word():
     for length in reversed(lengths):
         trains_like(model, eager, rows(2)[:length])
     assert len(model.plans) == 3
+    assert model.eval().plan_for(rows(1)[:300]) in plans  # there already
+    assert len(model.plans) == 3
+
+
+def test_the_plan_that_was_not_used_for_longest_goes_when_there_are_many(monkeypatch):
+    monkeypatch.setattr("rockmate.family._MOST_PLANS", 2)
+    model = planned(built(Layers), budget=1.0)
+    for length in (32, 24, 32, 16):
+        model.plan_for(rows()[:length])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReplanWarning)
+            squares(model(rows()[:length])).backward()
+    assert [plan.calls for plan in model.plans] == ["float32[16, 32] on cpu", "float32[32, 32] on cpu"]
 
 
 def test_blocks_that_are_equal_are_not_measured_again():
