@@ -84,6 +84,10 @@ class Family:
         torch.manual_seed(0)
         return built(self.model, self.config, **self.settings)
 
+    def row(self, number: int) -> Row:
+        """One row of the data, as the model takes it."""
+        return self.rows(torch.Generator().manual_seed(number))
+
 
 FAMILIES = {
     "gpt2": Family(

@@ -1,7 +1,5 @@
 """A library's own checkpointing is told of and left out: the plan chooses what is recomputed."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -53,15 +51,15 @@ def test_switches_are_put_back_where_they_were_also_after_errors():
     assert model.grad_checkpointing
 
 
-def test_it_is_told_once_whenever_it_is_switched_on():
-    model = built(Checkpointed)
-    own = OwnCheckpointing(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        own.tell()
-    model.grad_checkpointing = True
+def test_it_is_told_once_also_where_it_is_switched_on_after_planning():
+    """Planned steps stay as they are: checkpointing changes no value, and there is nothing to plan again."""
+    model, x = built(Checkpointed), torch.randn(32, 16)
+    planned = Rockmate(model, x, 0.8, loss=squares)
+    planned(x)
+    planned.grad_checkpointing = True
+    assert model.grad_checkpointing
     with pytest.warns(CheckpointingWarning):
-        own.tell()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        own.tell()
+        planned(x)
+    planned(x)  # a second warning would be an error
+    assert len(planned.plans) == 1
+    assert OwnCheckpointing(model).news() is not None

@@ -1,11 +1,14 @@
 """The Trainer of the transformers library trains planned models as it trains the models themselves, bit by bit."""
 
 import json
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from torch import nn
 
-from rockmate import Rockmate
+from rockmate import CheckpointingWarning, Rockmate
 from tests.module.steps import assert_same
 from tests.trainers.hugging_face import FAMILIES, train, trainer_of
 
@@ -17,12 +20,17 @@ slow = pytest.mark.slow
 BUDGET = 0.75
 
 
+def planned_for(model: nn.Module, sample: Any = None) -> Rockmate:
+    """Planned within a second: which plan it is does not matter here."""
+    return Rockmate(model, sample, BUDGET, time_limit=1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", *(pytest.param(name, marks=slow) for name in ("llama", "t5", "vit"))])
 def test_training_is_that_of_the_model_itself_resumed_or_not(tmp_path, name):
     """Two epochs, accumulation, a short last batch, evaluation, checkpoints."""
     family = FAMILIES[name]
     expected = train(trainer_of(family.build(), family, tmp_path / "eager"))
-    planned = Rockmate(family.build(), budget=BUDGET)
+    planned = planned_for(family.build())
     trainer = trainer_of(planned, family, tmp_path / "planned")
     assert_same(train(trainer), expected)
     assert len(planned.plans) >= 2
@@ -37,8 +45,81 @@ def test_training_is_that_of_the_model_itself_resumed_or_not(tmp_path, name):
     assert_same(dict(loaded.state_dict()), dict(planned.original.state_dict()))
 
     # A new planned model that goes on from the first checkpoint ends where the others ended.
-    resumed = trainer_of(Rockmate(family.build(), budget=BUDGET), family, tmp_path / "resumed")
+    resumed = trainer_of(planned_for(family.build()), family, tmp_path / "resumed")
     if not family.resumes:
         first = str(tmp_path / "eager" / checkpoints[0].name)
         expected = train(trainer_of(family.build(), family, tmp_path / "eager_resumed"), resume_from_checkpoint=first)
     assert_same(train(resumed, resume_from_checkpoint=str(checkpoints[0])), expected)
+
+
+# ---- the library's own checkpointing -------------------------------------------------------------------------
+
+
+def checkpointed_before(model):
+    model.activation_checkpointing_enable()
+    return planned_for(model)
+
+
+def checkpointed_after(model):
+    planned = planned_for(model)
+    planned.activation_checkpointing_enable()
+    return planned
+
+
+def checkpointed_by_the_trainer(model):
+    return planned_for(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*has forward hooks:rkgb.TraceWarning")  # the library puts one on the embedding
+@pytest.mark.parametrize("make", [checkpointed_before, checkpointed_after, checkpointed_by_the_trainer])
+def test_the_librarys_own_checkpointing_is_left_out_and_told_of(tmp_path, make):
+    family, settings = FAMILIES["bert"], {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
+    expected = train(trainer_of(family.build(), family, tmp_path, **settings))
+    planned = make(family.build())
+    if make is checkpointed_by_the_trainer:
+        settings["activation_checkpointing"] = True
+    with pytest.warns(CheckpointingWarning, match=r"gradient_checkpointing of .*gradient_checkpointing_disable\(\)"):
+        found = train(trainer_of(planned, family, tmp_path, **settings))
+    assert_same(found, expected)
+    assert planned.is_activation_checkpointing, "the user's switch is left alone"
+    assert "checkpoint" not in planned.code
+
+
+# ---- what the Trainer asks a model ---------------------------------------------------------------------------
+
+
+def test_columns_labels_and_loss_arguments_are_found_as_on_the_model(tmp_path):
+    family = FAMILIES["gpt2"]
+    eager, planned = (trainer_of(model, family, tmp_path) for model in (family.build(), planned_for(family.build())))
+    for trainer in (eager, planned):
+        trainer._set_signature_columns_if_needed()
+    assert planned._signature_columns == eager._signature_columns
+    assert planned.label_names == eager.label_names
+    assert planned.model_accepts_loss_kwargs == eager.model_accepts_loss_kwargs
+    assert planned.can_return_loss == eager.can_return_loss
+
+
+def test_a_model_planned_before_its_trainer_is_planned_again_for_the_configuration_that_the_trainer_sets(tmp_path):
+    """The Trainer switches `use_cache` off: a plan that still returned the cache would hold its memory."""
+    family = FAMILIES["gpt2"]
+    settings = {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
+    expected = train(trainer_of(family.build(), family, tmp_path, **settings))
+    sample = {name: torch.stack([tensor] * 4) for name, tensor in family.row(0).items()}
+    planned = planned_for(family.build(), sample)
+    assert planned(**sample).past_key_values is not None
+    assert_same(train(trainer_of(planned, family, tmp_path, **settings)), expected)
+    assert planned(**sample).past_key_values is None
+
+
+def test_a_planned_model_generates_and_is_saved_as_the_model_itself(tmp_path):
+    family = FAMILIES["gpt2"]
+    model = family.build()
+    planned = planned_for(model)
+    prompt = family.row(0)["input_ids"][None, :4]
+    for module in (planned, planned.original):
+        module.eval()
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(planned.generate(prompt, **settings), model.generate(prompt, **settings))
+    planned.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
