@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from rockmate.errors import CheckpointingWarning
 
 # Attributes of modules that switch it on: of transformers and Lightning's models, of timm, of Swin and its descendants.
 CHECKPOINTING_FLAGS = frozenset({"gradient_checkpointing", "grad_checkpointing", "use_checkpoint"})
@@ -29,21 +26,19 @@ class OwnCheckpointing:
         ]
         self._told = False
 
-    def tell(self) -> None:
-        """Warn once, by `CheckpointingWarning`, where it is on."""
+    def news(self) -> str | None:
+        """What to tell the user where it is on, in words; None where it is not, and once it has been told."""
         if self._told:
-            return
+            return None
         on = [(path, flag) for path, submodule, flag in self._switches if getattr(submodule, flag)]
         if not on:
-            return
+            return None
         self._told = True
         places = ", ".join(repr(path) for path, _ in on[:_SHOWN]) + (", …" if len(on) > _SHOWN else "")
-        warnings.warn(
+        return (
             f"{self._name} has its own checkpointing switched on ({on[0][1]} of {places}). Planned steps run without "
             "it: the plan chooses what is recomputed, within the budget. Switch it off to silence this: "
-            "model.gradient_checkpointing_disable(), or leave gradient_checkpointing out of the trainer's arguments.",
-            CheckpointingWarning,
-            stacklevel=4,
+            "model.gradient_checkpointing_disable(), or leave gradient_checkpointing out of the trainer's arguments."
         )
 
     @contextlib.contextmanager
@@ -64,12 +59,3 @@ class OwnCheckpointing:
                     values[flag] = value
                 else:
                     values.pop(flag, None)
-
-
-@contextlib.contextmanager
-def without_own_checkpointing(module: torch.nn.Module) -> Iterator[None]:
-    """Plan `module` inside: warns by `CheckpointingWarning` where its own checkpointing is on, and switches it off."""
-    own = OwnCheckpointing(module)
-    own.tell()
-    with own.switched_off():
-        yield

@@ -17,7 +17,8 @@ import torch
 from rkgb import GuardError, RockmateError, Sample, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
-from rockmate.errors import ReplanWarning, ShapesError
+from rockmate.checkpointing import OwnCheckpointing
+from rockmate.errors import CheckpointingWarning, ReplanWarning, ShapesError
 from rockmate.follow import Decisions
 from rockmate.measured import Measured
 from rockmate.module_traits import TraitsReader
@@ -95,6 +96,7 @@ class PlanFamily:
         self._known: MeasuredBlocks = {}
         self._told: set[str] = set()
         self._expected: list[tuple[CallPattern, Decisions]] = []
+        self._own_checkpointing = OwnCheckpointing(model)
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
@@ -124,6 +126,7 @@ class PlanFamily:
         bound = self._signature.bind(*args, **kwargs)
         call = Sample(bound.args, bound.kwargs)
         refuse_transforms(self._model, call.tensors)
+        self._tell_of_own_checkpointing()
         refusal: RockmateError | None = None
         traits = self._reader.read() if self._reader is not None else None
         for member in tuple(self.members):
@@ -154,6 +157,7 @@ class PlanFamily:
         """Plan such calls, whether or not there is a plan for them. Raises as planning does."""
         if isinstance(refusal, GuardError):
             self._refuse_more_branches(refusal)
+        self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
             request = replace(self.request, progress=tell, follow=self._decisions_for(call))
             with self._told_once():
@@ -220,6 +224,11 @@ class PlanFamily:
             f"{format_bytes(plan.budget_bytes)}: {_first_clause(refusal)}. Each is kept for calls like its own; "
             'shapes="nearest", "eager" or "error" does otherwise.'
         )
+
+    def _tell_of_own_checkpointing(self) -> None:
+        news = self._own_checkpointing.news()
+        if news is not None:
+            self._tell(news, CheckpointingWarning)
 
     def _tell_of_eager(self, refusal: RockmateError) -> None:
         self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {_first_clause(refusal)}.")

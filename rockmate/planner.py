@@ -19,7 +19,7 @@ from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
 from rockmate.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.budget import resolve_budget
-from rockmate.checkpointing import without_own_checkpointing
+from rockmate.checkpointing import OwnCheckpointing
 from rockmate.codegen import CompiledProgram, compile_program
 from rockmate.costs import LOSS, LossFunction
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
@@ -238,7 +238,7 @@ def plan_model(
     refuse_what_spans_ranks(model)
     try:
         doing = f"while {type(model).__name__} was planned"
-        with out_of_memory_told(doing, "Free some memory first."), without_own_checkpointing(model):
+        with out_of_memory_told(doing, "Free some memory first."), OwnCheckpointing(model).switched_off():
             measured = measure(model, sample, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
     finally:
