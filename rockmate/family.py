@@ -18,16 +18,17 @@ from rkgb import GuardError, RockmateError, Sample, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
 from rockmate.checkpointing import OwnCheckpointing
-from rockmate.errors import CheckpointingWarning, ReplanWarning, ShapesError
+from rockmate.errors import CheckpointingWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.follow import Decisions
 from rockmate.measured import Measured
-from rockmate.module_traits import TraitsReader
+from rockmate.module_traits import ModuleTraits, TraitsReader
 from rockmate.pattern import CallPattern
 from rockmate.plan import Plan
 from rockmate.planner import Planned, plan_model
 from rockmate.progress import Progress, progress_display
 from rockmate.request import PlanRequest
 from rockmate.runner import Runner
+from rockmate.settings import BoundSettings, Settings
 from rockmate.transforms import refuse_transforms
 from rockmate.units import format_bytes
 
@@ -81,6 +82,29 @@ class Member:
         return same_calls and self.measured.traits == other.measured.traits
 
 
+@dataclass(eq=False, slots=True)
+class _Untrained:
+    """Calls whose outputs no gradient reaches: the module itself runs them, and autograd saves nothing."""
+
+    pattern: CallPattern
+    traits: ModuleTraits
+    settings: BoundSettings
+
+    @staticmethod
+    def of(model: torch.nn.Module, call: Sample) -> _Untrained:
+        """Such calls as `call`, on the module as it is."""
+        settings = Settings.read_by(model, call).bound_to(model)
+        return _Untrained(CallPattern.of(call), TraitsReader(model).read(), settings)
+
+    def holds(self, call: Sample, traits: ModuleTraits) -> bool:
+        """Whether `call` is one of them."""
+        return (
+            self.pattern.mismatch(call) is None
+            and traits.mismatch(self.traits) is None
+            and self.settings.difference() is None
+        )
+
+
 class PlanFamily:
     """Runs a module's calls by their plans, and makes those that are missing."""
 
@@ -97,6 +121,7 @@ class PlanFamily:
         self._told: set[str] = set()
         self._expected: list[tuple[CallPattern, Decisions]] = []
         self._own_checkpointing = OwnCheckpointing(model)
+        self._untrained: list[_Untrained] = []
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
@@ -177,10 +202,25 @@ class PlanFamily:
             self._tell_of_eager(refusal)
             return self._model.forward(*call.args, **call.kwargs)
         first = not self.members
-        member = self.plan_for(make_sample(self._model, call), refusal)
+        try:
+            member = self._trained_plan_for(call, refusal)
+        except NothingToTrain:
+            return self._model.forward(*call.args, **call.kwargs)
         if not first:
             self._tell_of_plan(member, refusal)
         return member.runner.run(call)
+
+    def _trained_plan_for(self, call: Sample, refusal: RockmateError | None) -> Member:
+        """Raises `NothingToTrain` for what trains nothing, and traces it but once."""
+        if self._untrained:
+            traits = TraitsReader(self._model).read()
+            if any(untrained.holds(call, traits) for untrained in self._untrained):
+                raise NothingToTrain
+        try:
+            return self.plan_for(make_sample(self._model, call), refusal)
+        except NothingToTrain:
+            self._untrained.append(_Untrained.of(self._model, call))
+            raise
 
     def _decisions_for(self, call: Sample) -> Decisions | None:
         """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""

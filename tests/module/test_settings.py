@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from rkgb import make_sample
+from rockmate import ReplanWarning, Rockmate
+from rockmate.planner import plan_model
 from rockmate.settings import BoundSettings, Settings
 from tests.models.factories import tokens
 from tests.models.hugging_face import gpt2
@@ -119,6 +121,38 @@ def test_settings_hold_for_a_copy_of_the_module():
     assert on_twin.difference() is None
     twin.drop.p = 0.5
     assert on_twin.difference() is not None
+
+
+class Switched(nn.Module):
+    """Its only layer has no part in the output while a switch is off."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.on = True
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) * 2 if self.on else torch.tanh(x) * 2
+
+
+def test_calls_that_train_nothing_are_run_by_the_module_itself_and_traced_but_once(monkeypatch):
+    model, x = Switched(), torch.randn(64, 32)
+    planned = Rockmate(model, budget=1.0)
+    traced = []
+    monkeypatch.setattr("rockmate.family.plan_model", lambda *given: traced.append(1) or plan_model(*given))
+    model.on = False
+    for _ in range(3):
+        assert torch.equal(planned(x), torch.tanh(x) * 2)
+    assert len(traced) == 1
+    model.on = True
+    assert planned(x).requires_grad, "the switch is seen"
+    model.requires_grad_(False)
+    for _ in range(3):
+        assert not planned(x).requires_grad
+    assert (len(traced), len(planned.plans)) == (3, 1)
+    x.requires_grad_()
+    with pytest.warns(ReplanWarning):
+        assert planned(x).requires_grad, "a gradient reaches the input"
 
 
 def test_settings_of_a_transformer_are_compared_in_no_time():
