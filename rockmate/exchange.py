@@ -23,6 +23,7 @@ import torch
 from rk_solvers import Problem
 from rkgb.errors import RockmateError
 from rockmate import errors
+from rockmate.budget import RESERVE, Budget, resolve_budget
 from rockmate.costs import LOSS
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
 from rockmate.follow import Decisions, Follow
@@ -179,14 +180,28 @@ def _followed(
     try:
         problem = published.with_times(measured.problem)
         same = dataclasses.replace(measured, problem=problem)
-        follow = Follow(published.decisions, published.lower_bound_ms)
-        planned = make_plan(same, dataclasses.replace(request, solver=follow), module)
+        same_request = dataclasses.replace(
+            request,
+            solver=Follow(published.decisions, published.lower_bound_ms),
+            budget=_budget(measured, request, published.budget_bytes),
+            follow=None,  # by who planned, if at all
+        )
+        planned = make_plan(same, same_request, module)
     except PlanMismatch as error:
         raise _CannotFollow(str(error)) from None
     except BudgetTooSmall as error:
         raise _CannotFollow(f"what another rank planned does not fit here. {error}") from None
     planned.plan = dataclasses.replace(planned.plan, lower_bound_ms=published.lower_bound_ms)
     return same, planned
+
+
+def _budget(measured: Measured, request: PlanRequest, published_bytes: int) -> Budget:
+    """The publisher's, where each rank would take what is free and has about as much: later plans are for it, too."""
+    if request.budget is not None and request.budget != "auto":
+        return request.budget
+    present_bytes = 0 if measured.residents is None else measured.residents.present_bytes
+    own_bytes = resolve_budget(None, measured.eager_peak_bytes, measured.device, present_bytes)
+    return published_bytes if published_bytes <= own_bytes * (1 + RESERVE / 2) else request.budget
 
 
 def plan_key(measured: Measured, request: PlanRequest) -> str:
@@ -202,7 +217,7 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
         [(op.name, op.needs, op.resident_bytes, op.peak_bytes * (op.name == LOSS)) for op in problem.backward],
         sorted(problem.held),
         ["auto" if request.budget is None else request.budget, request.scope],
-        [solver, request.time_limit_s, request.gap],
+        [solver, request.time_limit_s, request.gap, None if request.follow is None else request.follow.to_json()],
         device_kind(measured.device),
     ]
     return key_of(content)
@@ -239,6 +254,7 @@ class _Published:
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     lower_bound_ms: float | None
+    budget_bytes: int  # of the step, or of all of training
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> _Published:
@@ -247,6 +263,7 @@ class _Published:
             tuple(op.time_ms for op in problem.forward),
             tuple(op.time_ms for op in problem.backward),
             plan.lower_bound_ms,
+            plan.budget_bytes if plan.memory_split is None else plan.memory_split.total_bytes,
         )
 
     def to_json(self) -> str:
@@ -260,6 +277,7 @@ class _Published:
             tuple(content["forward_ms"]),
             tuple(content["backward_ms"]),
             content["lower_bound_ms"],
+            content["budget_bytes"],
         )
 
     def with_times(self, problem: Problem) -> Problem:

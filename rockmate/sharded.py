@@ -23,8 +23,11 @@ def refuse_what_spans_ranks(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         return  # refused elsewhere, as what it is
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise TraceError(f"{name!r} of {type(model).__name__} {sharded_text(parameter)} {_INSTEAD}")
+        if _is_sharded(parameter):
+            raise TraceError(
+                f"{name!r} of {type(model).__name__} is a {type(parameter).__name__}, of which this rank has a part "
+                f"alone: its module is sharded by itself. {_INSTEAD}"
+            )
     for name, submodule in model.named_modules():
         if isinstance(submodule, torch.nn.SyncBatchNorm) and (submodule.training or not model.training):
             if _is_alone(submodule.process_group):
@@ -36,14 +39,9 @@ def refuse_what_spans_ranks(model: Any) -> None:
             )
 
 
-def is_sharded(parameter: torch.Tensor | None) -> bool:
+def _is_sharded(parameter: torch.Tensor | None) -> bool:
     """Whether only a part of `parameter` is here: it is a `DTensor`, or another wrapper of tensors."""
     return type(parameter) is not torch.nn.Parameter and is_traceable_wrapper_subclass(parameter)
-
-
-def sharded_text(parameter: torch.Tensor) -> str:
-    """What is wrong with a sharded parameter, as the end of a sentence."""
-    return f"is a {type(parameter).__name__}, of which this rank has a part alone: its module is sharded by itself."
 
 
 def _is_alone(group: Any) -> bool:

@@ -7,6 +7,8 @@ that keeps less in every block needs more in each block's backward.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from rockmate.follow import Decisions
 from rockmate.memory_split import above_gradients
 from rockmate.simulator import simulate
 
+_MOST_CHOICES = 20_000  # compared one by one
 _LEVELS = 8  # of kept bytes, at which each class is solved at first
 
 
@@ -137,16 +140,24 @@ class Chooser:
             self._candidates[index].append(found)
 
     def _best(self, limit_bytes: int) -> Choice | None:
+        """The fastest choice that fits: of all, where these are not too many, else by steps that each save the most."""
+        candidates = [_undominated(found) for found in self._candidates]
+        if math.prod(map(len, candidates)) > _MOST_CHOICES:
+            return self._climbed(candidates, limit_bytes)
+        choices = [list(choice) for choice in itertools.product(*candidates)]
+        fitting = [choice for choice in choices if step_bytes(self._problems, choice) <= limit_bytes]
+        return min(fitting, key=lambda choice: step_time_ms(self._problems, choice), default=None)
+
+    def _climbed(self, candidates: list[list[Candidate]], limit_bytes: int) -> Choice | None:
         """From the leanest plans on, what saves the most time for its bytes, as long as anything fits."""
-        choice = min(
-            (list(start) for start in self._starts()), key=lambda choice: step_bytes(self._problems, choice)
-        )  # fmt: skip
+        smallest = [min(found, key=lambda c: (c.peak_bytes, c.kept_bytes)) for found in candidates]
+        choice = min(self.leanest(), smallest, key=lambda start: step_bytes(self._problems, start))
         if step_bytes(self._problems, choice) > limit_bytes:
             return None
         while True:
             moves = [
                 (self._worth(choice, moved), moved)
-                for index, found in enumerate(self._candidates)
+                for index, found in enumerate(candidates)
                 for candidate in found
                 if candidate.time_ms < choice[index].time_ms
                 for moved in [[*choice[:index], candidate, *choice[index + 1 :]]]
@@ -156,12 +167,16 @@ class Chooser:
                 return choice
             choice = max(moves, key=lambda move: move[0])[1]
 
-    def _starts(self) -> list[Choice]:
-        """Where the search may begin: the least kept; and the least working set, which few blocks may prefer."""
-        smallest = [min(found, key=lambda c: (c.peak_bytes, c.kept_bytes)) for found in self._candidates]
-        return [self.leanest(), smallest]
-
     def _worth(self, choice: Choice, moved: Choice) -> tuple[float, float]:
         saved_ms = step_time_ms(self._problems, choice) - step_time_ms(self._problems, moved)
         more_bytes = step_bytes(self._problems, moved) - step_bytes(self._problems, choice)
         return (float("inf"), saved_ms) if more_bytes <= 0 else (saved_ms / more_bytes, saved_ms)
+
+
+def _undominated(candidates: list[Candidate]) -> list[Candidate]:
+    """Without those that keep no less, take no less and are no faster than another."""
+    kept: list[Candidate] = []
+    for one in sorted(candidates, key=lambda c: (c.time_ms, c.kept_bytes, c.peak_bytes)):
+        if not any(o.kept_bytes <= one.kept_bytes and o.working_bytes <= one.working_bytes for o in kept):
+            kept.append(one)
+    return kept

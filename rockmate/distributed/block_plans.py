@@ -15,7 +15,7 @@ from torch import nn
 
 from rk_solvers import Effort, solver_named
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
-from rkgb import ModelError, Sample, make_sample
+from rkgb import Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
 from rockmate.budget import Budget, resolve_budget
@@ -91,8 +91,6 @@ def plan_blocks(
     """
     check_request(PlanRequest(budget, loss, time_limit_s=time_limit))
     refuse_what_spans_ranks(model)
-    if isinstance(model, Rockmate):
-        raise ModelError("the model is planned already as a whole. Give model.original, to plan its blocks.")
     arguments = make_sample(model, sample)
     found = find_blocks(model, blocks)
     with computed_as(model, mp_policy), training_mode(model):
@@ -181,7 +179,7 @@ class _WholeStep:
         for each, planned in zip(self.classes, chosen, strict=True):
             measured = replace(each.measured, sample=None)  # its tensors are not kept
             for block in each.blocks.values():
-                wrapped[id(block)] = Rockmate._following(block, measured, planned)
+                wrapped[id(block)] = Rockmate._following(block, measured, planned, "nearest")
         put_in_place(self.model, wrapped)
         return wrapped
 

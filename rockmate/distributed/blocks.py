@@ -52,20 +52,20 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module]
     Without `blocks`, those of the classes that occur more than once and hold the most parameters. Raises `ModelError`
     where there are none, where one holds another, and where one is planned or sharded already.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, Rockmate):
+            raise ModelError(f"{name or 'the model'!r} is planned already. Give the model as it was before.")
     wanted = _repeated(model) if blocks is None else _given(model, blocks)
     if not wanted:
         raise ModelError(
             f"{type(model).__name__} repeats no class of modules with submodules of their own: say which are its "
             "blocks (blocks=MyBlock, or a list of modules), or plan it whole by Rockmate(model, ...)."
         )
-    for name, block in wanted.items():
+    for name in wanted:
         inside = [other for other in wanted if other != name and other.startswith(f"{name}.")]
         if inside or not name:
-            raise ModelError(
-                f"the block {name or '(root)'!r} holds {inside[:1] or 'the others'}: give the one or the other"
-            )
-        if isinstance(block, Rockmate):
-            raise ModelError(f"the block {name!r} is planned already. Give the model as it was before.")
+            held = inside[0] if inside else "the others"
+            raise ModelError(f"the block {name or '(root)'!r} holds {held!r}: give the one or the other.")
     return wanted
 
 

@@ -164,7 +164,7 @@ def assert_buckets_ready_as_early() -> tuple[int, int]:
     batches = mine(rows)
     expected = _events_of_backward(built(Layers, 4, 0.0), batches)
     planned = recomputing(built(Layers, 4, 0.0), rows())
-    found = _events_of_backward(planned, batches, planned._runner)
+    found = _events_of_backward(planned, batches, planned._member.runner)
     assert found == expected
     ready = [place for place, event in enumerate(expected[-1]) if event.startswith("bucket")]
     assert ready[0] < len(expected[-1]) / 2, "the first bucket is ready before half of the backward has run"

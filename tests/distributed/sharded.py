@@ -109,7 +109,7 @@ def recompute_blocks(model: Stack, sample: Tensor) -> Stack:
     """Each block recomputes all it may; one plan serves all."""
     first = model.blocks[0]
     measured = measured_for(first, sample)
-    planned = recomputing(first, sample)._planned
+    planned = recomputing(first, sample)._member.planned
     for index, block in enumerate(model.blocks):
         model.blocks[index] = Rockmate._following(block, measured, planned)
     return model
@@ -192,9 +192,13 @@ def refusals() -> dict[str, str]:
         Rockmate(model, batch())
     with _noted(told, "planning the blocks of a model with a sharded one", TraceError):
         plan_blocks(model, 0.5, batch())
+    planned = Rockmate(built(lambda: Stack(2)), batch(), 0.8)
+    fully_shard(planned.blocks[1])
+    with _noted(told, "calling a planned model with a sharded block", TraceError):
+        planned(batch())
     planned = recomputing(built(lambda: Stack(2)), batch())
     fully_shard(planned.blocks[1])
-    with _noted(told, "calling a planned model with a sharded block", PlanMismatch):
+    with _noted(told, "calling it where nothing is planned again", PlanMismatch):
         planned(batch())
     sharded = fully_shard(recomputing(built(Block), hidden_rows()), reshard_after_forward=False)
     output = sharded(hidden_rows())
