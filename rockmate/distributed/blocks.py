@@ -49,8 +49,8 @@ class BlockClass:
 def find_blocks(model: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module]:
     """The blocks by name, in the model's order, none within another.
 
-    Without `blocks`, those of the classes that occur more than once and hold the most parameters. Raises `ModelError`
-    where there are none, where one holds another, and where one is planned or sharded already.
+    Without `blocks`, those of the classes that are repeated, in a list if any is, and hold the most parameters. Raises
+    `ModelError` where there are none, where one holds another, and where a module is planned already.
     """
     for name, module in model.named_modules():
         if isinstance(module, Rockmate):
@@ -82,16 +82,25 @@ def _given(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
 
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """Greedily, the class that holds the most, then the next one that holds other modules."""
-    places: dict[type, list[str]] = defaultdict(list)
+    """Greedily, the class that holds the most, then the next one that holds other modules.
+
+    Those that repeat in a list come before all others: the encoder and the decoder of a model may be of one class, too.
+    """
     modules = dict(model.named_modules())
+    every: dict[type, list[str]] = defaultdict(list)
+    listed: dict[type, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        if name and any(True for _ in module.children()) and not isinstance(module, _CONTAINERS):
-            places[type(module)].append(name)
-    sizes = {kind: sum(_held(modules[n]) for n in _outermost(names)) for kind, names in places.items()}
+        if not name or isinstance(module, _CONTAINERS) or not any(True for _ in module.children()):
+            continue
+        every[type(module)].append(name)
+        siblings = modules[name.rpartition(".")[0]]
+        if isinstance(siblings, _CONTAINERS) and sum(type(other) is type(module) for other in siblings.children()) > 1:
+            listed[type(module)].append(name)
+    places = {kind: _outermost(names) for kind, names in (listed or every).items()}
+    sizes = {kind: sum(_held(modules[name]) for name in names) for kind, names in places.items()}
     chosen: list[str] = []
     for kind in sorted(places, key=lambda kind: (-sizes[kind], places[kind][0].count("."))):
-        names = _outermost(places[kind])
+        names = places[kind]
         if len(names) > 1 and sizes[kind] and not any(_overlap(one, other) for one in names for other in chosen):
             chosen += names
     return {name: module for name, module in modules.items() if name in set(chosen)}

@@ -225,8 +225,9 @@ def test_a_block_that_is_not_called_is_named():
     model = built(lambda: Stack(3))
     model.spare = Block()
     with pytest.raises(SampleError, match="'spare' is not called with gradients"):
-        plan_blocks(model, 0.7, tokens())
-    plan_blocks(model, 0.8, tokens(), blocks=list(model.blocks))
+        plan_blocks(model, 0.7, tokens(), blocks=Block)
+    plan_blocks(model, 0.8, tokens())
+    assert [type(module) is Block for module in (model.spare, *model.blocks)] == [True, False, False, False]
 
 
 def test_a_planned_model_is_refused():
