@@ -66,8 +66,8 @@ class MemoryObserver(Observer):
 
     def given(self, leaves: dict[str, torch.Tensor]) -> None:
         for name, tensor in leaves.items():
-            kind = SavedKind.LEAF if name in self.graph.leaves else SavedKind.DATA
-            self.know(self.graph.owner(name), tensor, kind)
+            owner = self.graph.owner(name)  # of a view that an earlier block made of a leaf: the leaf
+            self.know(owner, tensor, SavedKind.LEAF if owner in self.graph.leaves else SavedKind.DATA)
 
     def before_op(self, op: DNode) -> None:
         self._packed = []

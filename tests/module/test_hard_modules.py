@@ -208,6 +208,21 @@ class WithoutGradient(nn.Module):
         return (wanted * found.sin() * found.detach().exp()).tanh()
 
 
+class BroadcastTarget(nn.Module):
+    """One operation gives a view of what the module computed and, for a later block's backward, one of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.register_buffer("target", torch.randn(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        found, wanted = torch.broadcast_tensors(hidden, self.target)
+        return torch.tanh((found * wanted).exp()).sum(0)
+
+
 MODULES: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
     "recurrent": (Recurrent, rows()),
     "encoder": (Encoder, rows()),
@@ -222,6 +237,7 @@ MODULES: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
     "counting": (Counting, rows()),
     "in-place": (InPlace, rows()),
     "without-gradient": (WithoutGradient, rows()),
+    "broadcast-target": (BroadcastTarget, rows()),
 }
 every_module = pytest.mark.parametrize(("make", "sample"), MODULES.values(), ids=MODULES)
 
