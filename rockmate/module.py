@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, Self
 
@@ -28,6 +28,11 @@ from rockmate.planner import Planned
 from rockmate.progress import Progress
 from rockmate.request import PlanRequest, check_request, no_progress
 from rockmate.transparent import Transparent
+
+_NOT_COMPILED = (
+    "a planned module runs its own generated code in training, as one call between compiled graphs: compile without "
+    "fullgraph=True, or compile submodules before the model is planned"
+)
 
 
 class Rockmate(Transparent):
@@ -77,6 +82,7 @@ class Rockmate(Transparent):
     """
 
     _family: PlanFamily
+    _run_planned: Callable[..., Any]  # what `torch.compile` leaves alone
 
     def __init__(
         self,
@@ -122,6 +128,8 @@ class Rockmate(Transparent):
         """Become `model`, with these plans."""
         self._stand_for(model)
         self.__dict__["_family"] = family
+        # Not bound to the family, which would make a cycle.
+        self.__dict__["_run_planned"] = torch.compiler.disable(PlanFamily.__call__, reason=_NOT_COMPILED)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -132,7 +140,7 @@ class Rockmate(Transparent):
         """
         if not self.original.training or not torch.is_grad_enabled():
             return self.original.forward(*args, **kwargs)  # hooks are called around this one
-        return self._family(*args, **kwargs)
+        return self._run_planned(self._family, *args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Nothing: ``loss.backward()`` is enough. Accepted for code written for older versions."""

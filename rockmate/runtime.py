@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from rkgb.state import without_autocast
 from rockmate.errors import PlanMismatch
@@ -71,6 +72,7 @@ class Handle:
         self.segment = -1
 
 
+@_disable_dynamo  # a compiled training step runs the backward between its graphs: nothing of it is to be compiled
 def _unpack(handle: Handle) -> torch.Tensor:
     if handle.value is None:
         assert handle.step is not None

@@ -140,7 +140,7 @@ def train(model: nn.Module, batches: Iterable[Any], loss: Loss = squares, forwar
         arguments = batch if isinstance(batch, tuple) else (batch,)
         for tensor in leaves(arguments):
             tensor.grad = None
-        output = (forward or model)(*arguments)
+        output = (model if forward is None else forward)(*arguments)  # a compiled one may have no truth
         loss(output).backward()
         steps.append(seen(model, arguments, output))
         optimizer.step()
