@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind, Source, verify_order
 from rkgb.call import Call, bind, ref_names
 from rkgb.sample import Sample
-from rkgb.state import borrowed, module_devices, random_states, without_autocast
+from rkgb.state import borrowed, module_devices, nothing_packed, random_states, without_autocast
 from rkgb.tracing.generators import OwnGenerator, generators_for
 from rkgb.values import ValueInfo, info_of
 
@@ -150,7 +150,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         for name, tensor in values.items():
             inspector.note(name, tensor)
         inspector.refresh_random_states()
-        nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never_unpacked)
+        nothing_saved = nothing_packed(_never_unpacked)
         with torch.enable_grad(), nothing_saved:
             run_nodes(graph.nodes, values, [], inspector.observe)
     nodes = _live(inspector.nodes, inspector.values, set(graph.leaves), graph.output_names)

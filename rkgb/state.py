@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from rkgb.tracing.generators import OwnGenerator, generators_for
@@ -34,6 +35,16 @@ def autocast_in_force(devices: set[torch.device]) -> tuple[tuple[str, torch.dtyp
     """Device types, of those among `devices`, for which autocast is on now, and what it casts to."""
     kinds = sorted({device.type for device in devices})
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@_disable_dynamo  # compiled submodules call it as they run: it is no part of them
+def _dropped(_: object) -> None:
+    """In the place of a saved tensor."""
+
+
+def nothing_packed(unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Context in which autograd saves nothing; `unpack` is to raise where a backward runs all the same."""
+    return torch.autograd.graph.saved_tensors_hooks(_dropped, unpack)
 
 
 @contextlib.contextmanager

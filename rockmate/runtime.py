@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -72,7 +73,8 @@ class Handle:
         self.segment = -1
 
 
-@_disable_dynamo  # a compiled training step runs the backward between its graphs: nothing of it is to be compiled
+# Hooks run where compiled submodules run, and in the backward of a compiled training step: they are not to be compiled.
+@_disable_dynamo
 def _unpack(handle: Handle) -> torch.Tensor:
     if handle.value is None:
         assert handle.step is not None
@@ -280,7 +282,7 @@ class _Forgetting:
         self._op = op
         self._handles: list[Handle] = []
         # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(_packer(self._handles), _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_pack, self._handles), _unpack)
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
@@ -294,14 +296,17 @@ class _Forgetting:
         self._handles.clear()
 
 
-def _packer(handles: list[Handle]) -> Callable[[torch.Tensor], Handle]:
-    def pack(tensor: torch.Tensor) -> Handle:
-        # Detached, or an output would own the graph node that owns the handle that owns it.
-        handle = Handle(tensor.detach(), tensor._version)
-        handles.append(handle)
-        return handle
+@_disable_dynamo
+def _pack(handles: list[Handle], tensor: torch.Tensor) -> Handle:
+    # Detached, or an output would own the graph node that owns the handle that owns it.
+    handle = Handle(tensor.detach(), tensor._version)
+    handles.append(handle)
+    return handle
 
-    return pack
+
+@_disable_dynamo
+def _note(saved: list[torch.Tensor], tensor: torch.Tensor) -> None:
+    saved.append(tensor.detach())
 
 
 class _Capturing:
@@ -312,7 +317,7 @@ class _Capturing:
     def __init__(self) -> None:
         saved: list[torch.Tensor] = []
         self._saved = saved
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _discarded)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), _discarded)
         self._grad = torch.enable_grad()
 
     def __enter__(self) -> list[torch.Tensor]:

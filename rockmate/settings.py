@@ -17,6 +17,7 @@ import torch
 
 from rkgb import Sample
 from rkgb.state import borrowed, training_mode
+from rkgb.tracing.opaque import as_written
 from rkgb.tracing.side_effects import attributes_of
 from rockmate.checkpointing import CHECKPOINTING_FLAGS
 
@@ -54,7 +55,7 @@ class Settings:
     @classmethod
     def read_by(cls, module: torch.nn.Module, sample: Sample) -> Settings:
         """Run the forward once, without gradients, and note what it reads and leaves as it is. All is given back."""
-        with training_mode(module), borrowed(module), torch.no_grad():
+        with training_mode(module), borrowed(module), torch.no_grad(), as_written():
             holders = _holders(module)
             before = {key: _values(holder) for key, (holder, *_) in holders.items()}
             reads: dict[tuple[int, str], None] = {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.cut import Block
@@ -54,6 +55,7 @@ class MemoryObserver(Observer):
         reference = StorageWeakRef(tensor.untyped_storage())
         self._sources.setdefault(reference.cdata, (reference, name, kind))
 
+    @_disable_dynamo  # it is no part of the compiled submodules that save
     def pack(self, tensor: torch.Tensor) -> _Packed:
         packed = _Packed(tensor.detach(), "")
         self._packed.append(packed)

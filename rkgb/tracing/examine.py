@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
-import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.bgraph import BGraph
@@ -25,7 +22,7 @@ from rkgb.state import borrowed, module_devices, random_states
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import GeneratorsMet
 from rkgb.tracing.guard import Guard
-from rkgb.tracing.opaque import Traits, held_by, is_compiled, outline
+from rkgb.tracing.opaque import Traits, as_written, held_by, is_compiled, outline
 from rkgb.tracing.record import Recorder, recording
 from rkgb.tracing.side_effects import attributes_of, differ, has_hooks_of_its_own
 from rkgb.tree import leaves, map_leaves
@@ -95,7 +92,7 @@ def _look_inside(submodule: torch.nn.Module, arguments: Sample, generators: Gene
     recorder = Recorder(submodule, given)
     recorder.generators = generators
     try:
-        with borrowed(submodule, module_devices(submodule, given.tensors)), generators.as_now(), _uncompiled():
+        with borrowed(submodule, module_devices(submodule, given.tensors)), generators.as_now(), as_written():
             with recording(recorder, frugal=False), torch.set_grad_enabled(torch.is_grad_enabled()):
                 output = given.call(submodule)
             graph = BGraph(recorder.nodes, recorder.leaves, map_leaves(recorder.ref, output))
@@ -121,17 +118,6 @@ def _look_inside(submodule: torch.nn.Module, arguments: Sample, generators: Gene
 
 def _constant(tensor: torch.Tensor | None) -> str:
     return "" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {digest(tensor).hex()}"
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Run what is compiled as it is written."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # the recorder's
-        yield
 
 
 # ---- what it does when it runs ---------------------------------------------------------------------------
@@ -174,6 +160,7 @@ def _run(submodule: torch.nn.Module, arguments: Sample, states: list[tuple[torch
     others = random.getstate(), np.random.get_state()
     packed: list[tuple[torch.Tensor, StorageWeakRef]] = []
 
+    @_disable_dynamo  # it is no part of what is compiled inside
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append((tensor.detach(), StorageWeakRef(tensor.untyped_storage())))
         return tensor

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.errors import GuardError, TraceError
+from rkgb.state import nothing_packed
 from rkgb.tree import attributes_of, is_tensor, leaves, map_leaves
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -76,8 +78,7 @@ class OpaqueCall:
                 return self._parts(args, kwargs)
             flags = iter(self.gradients)
             args, kwargs = map_leaves(lambda t: t.detach().requires_grad_(next(flags)), (args, kwargs))
-            dropping = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never_unpacked)
-            with torch.enable_grad(), dropping:
+            with torch.enable_grad(), nothing_packed(_never_unpacked):
                 return map_leaves(lambda tensor: tensor.detach(), self._parts(args, kwargs))
 
     def _parts(self, args: Any, kwargs: Any) -> Any:
@@ -171,6 +172,17 @@ def _wrapper_classes() -> tuple[type, ...]:
     # Looked up, not imported: it takes seconds, and where nobody has, nothing is compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return () if dynamo is None else (dynamo.OptimizedModule,)
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Run what is compiled as it is written."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        yield
 
 
 class OpaqueModules:

@@ -28,6 +28,7 @@ from rkgb.errors import TraceError
 from rkgb.naming import Namer
 from rkgb.sample import Sample
 from rkgb.source import caller_is_torch, python_location
+from rkgb.state import nothing_packed
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
 from rkgb.tracing.guard import Guard, shape_guard, snapshot
 from rkgb.tracing.opaque import OpaqueCall
@@ -277,7 +278,7 @@ def nothing_saved(frugal: bool = True) -> Iterator[None]:
 
     A forward that runs a backward of its own raises `BackwardInside`; not `frugal`, it finds what it saved.
     """
-    dropped = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)
+    dropped = nothing_packed(_refuse_backward)
     with torch.enable_grad(), dropped if frugal else contextlib.nullcontext(), _whole_functions():
         yield
 
