@@ -127,7 +127,8 @@ class PlanFamily:
         """The same plans for a copy of the module."""
         twin = PlanFamily(model, self.request, self.shapes, self.progress)
         twin._known = self._known  # what blocks take does not depend on which module has them
-        for member in self.members:
+        twin._expected = self._expected
+        for member in reversed(self.members):
             twin.adopt(Member.of(model, member.measured, member.planned))
         return twin
 
