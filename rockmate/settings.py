@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 
 from rkgb import Sample
 from rkgb.state import borrowed, training_mode
+from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.opaque import as_written
 from rkgb.tracing.side_effects import attributes_of
 from rockmate.checkpointing import CHECKPOINTING_FLAGS
 
 _MOST_ENTRIES = 64  # of a container that is compared: longer ones are data, not settings
+_DEEPEST = 4  # containers within containers: deeper ones are data, or go in a circle
 _SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 
@@ -55,7 +58,16 @@ class Settings:
     @classmethod
     def read_by(cls, module: torch.nn.Module, sample: Sample) -> Settings:
         """Run the forward once, without gradients, and note what it reads and leaves as it is. All is given back."""
-        with training_mode(module), borrowed(module), torch.no_grad(), as_written():
+        met = GeneratorsMet(module)
+        with (
+            training_mode(module),
+            borrowed(module),
+            met.given_back(),
+            MeetingGenerators(met),
+            torch.no_grad(),
+            as_written(),
+            warnings.catch_warnings(action="ignore"),  # of a run without gradients, which nobody asked for
+        ):
             holders = _holders(module)
             before = {key: _values(holder) for key, (holder, *_) in holders.items()}
             reads: dict[tuple[int, str], None] = {}
@@ -158,7 +170,7 @@ def _reads_noted(kind: type, note: Callable[[Any, str], object]) -> Iterator[Non
             any_kind.__getattribute__ = own
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: Any, depth: int = 0) -> Any:
     """A value that equals another's exactly where the two are of one type and equal; what is no setting is `OTHER`."""
     if isinstance(value, bool):
         return (bool, value)  # True is not 1
@@ -166,15 +178,17 @@ def _comparable(value: Any) -> Any:
         return (float, repr(value))  # 1.0 is not 1, and a NaN is itself
     if isinstance(value, (*_SCALARS, *_CODE)):
         return value
+    if depth == _DEEPEST:
+        return _Nothing.OTHER
     if isinstance(value, (list, tuple, set, frozenset)) and len(value) <= _MOST_ENTRIES:
-        return _container(type(value), value)
+        return _container(type(value), value, depth)
     if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
-        return _container(dict, (part for entry in value.items() for part in entry))
+        return _container(dict, (part for entry in value.items() for part in entry), depth)
     return _Nothing.OTHER
 
 
-def _container(kind: type, parts: Iterable[Any]) -> Any:
-    parts = [_comparable(part) for part in parts]
+def _container(kind: type, parts: Iterable[Any], depth: int) -> Any:
+    parts = [_comparable(part, depth + 1) for part in parts]
     if any(part is _Nothing.OTHER for part in parts):
         return _Nothing.OTHER
     return (kind, frozenset(parts) if issubclass(kind, (set, frozenset)) else tuple(parts))
