@@ -21,7 +21,9 @@ import pytest
 from tests.scripts import load_script, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
+)
 SOURCE_FOLDERS = ("rkgb", "rockmate", "solvers", "tests", "docs", "examples", "benchmarks")
 BLOCK = re.compile(
     r"^(?:```(?P<language>\w*)|<!-- (?P<setup>setup))\n(?P<text>.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL

@@ -116,7 +116,13 @@ FAMILIES = {
 }
 
 
-def trainer_of(model: nn.Module, family: Family, folder: Path, **settings: Any) -> Trainer:
+def trainer_of(
+    model: nn.Module | None,
+    family: Family,
+    folder: Path,
+    model_init: Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> Trainer:
     """Two epochs of 22 rows: batches of 4 and a last one of 2, two to an optimizer step; evaluated and saved twice."""
     arguments = TrainingArguments(
         str(folder),
@@ -136,7 +142,7 @@ def trainer_of(model: nn.Module, family: Family, folder: Path, **settings: Any) 
         },
     )
     rows, held_out = Rows(family.rows, 22), Rows(family.rows, 6)
-    return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out)
+    return Trainer(model=model, model_init=model_init, args=arguments, train_dataset=rows, eval_dataset=held_out)
 
 
 def train(trainer: Trainer, **settings: Any) -> dict[str, Any]:

@@ -141,7 +141,9 @@ def test_a_saved_state_is_loaded_into_another_planned_module(tmp_path):
     second.losses = first.losses
     second.epoch()
     assert_same(second.result(), expected)
-    # The file is the module's own: it is loaded into one that is not planned.
+    # Files are the module's own: they are loaded into one that is not planned.
+    second.accelerator.save_model(second.module, tmp_path / "model")
+    accelerate.load_checkpoint_in_model(Classifier(), tmp_path / "model", strict=True)
     plain = Run(Classifier())
     plain.accelerator.load_state(tmp_path)
     assert plain.module.state_dict().keys() == expected.keys() - {"losses", "random stream"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 
 from rockmate import TransformError
 from tests.module.models import Layers, Smooth, Tied, built, rows, tokens
@@ -55,8 +55,10 @@ def loss_of(module: nn.Module):
         lambda planned: grad(loss_of(planned))(dict(planned.named_parameters())),
         lambda planned: vmap(planned)(torch.stack([rows(1), rows(2)])),
         lambda planned: jvp(planned, (rows(1),), (rows(2),)),
+        lambda planned: jacfwd(planned)(rows(1)),
+        lambda planned: hessian(loss_of(planned))(dict(planned.named_parameters())),
     ],
-    ids=["grad", "vmap", "jvp"],
+    ids=["grad", "vmap", "jvp", "jacfwd", "hessian"],
 )
 def test_transforms_are_refused_with_what_to_do(call):
     planned = recomputing(built(Smooth), rows())
