@@ -33,7 +33,7 @@ def module_devices(module: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()
 
 def autocast_in_force(devices: set[torch.device]) -> tuple[tuple[str, torch.dtype], ...]:
     """Device types, of those among `devices`, for which autocast is on now, and what it casts to."""
-    kinds = sorted({device.type for device in devices})
+    kinds = sorted({device.type for device in devices} - {"meta"})  # where nothing is computed, nothing is cast
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rk_solvers import Chain, KeepAll, Problem
-from rkgb import AllGraphs, Sample, d_to_s, make_sample
+from rkgb import AllGraphs, ModelError, Sample, d_to_s, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
@@ -57,6 +57,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
+    _refuse_without_data(model)
     check_pins(model, request.pin)
     state_bytes = None  # known before what takes minutes
     if request.scope == "total":
@@ -95,6 +96,17 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
     pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
     measuring_s = time.perf_counter() - started
     return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, traits, settings, residents)
+
+
+def _refuse_without_data(model: torch.nn.Module) -> None:
+    """Parameters on the meta device: not loaded yet, or taken away between calls by hooks of a library."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name!r} of {type(model).__name__} is on the meta device, without data: there is nothing "
+                "to plan with. Load the weights first; a module whose weights a library offloads between calls (as "
+                "cpu_offload and device_map do) is for inference, and cannot be planned."
+            )
 
 
 def _graphs(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rkgb import ModelError
 from rockmate import Rockmate
 from tests.module.steps import assert_same
 
@@ -158,3 +159,11 @@ def test_a_module_that_was_prepared_before_it_is_planned_trains_alike():
     run.epoch()
     assert_same(run.result(), expected)
     assert planned.plans
+
+
+def test_weights_that_are_offloaded_between_calls_are_refused():
+    module = built()
+    accelerate.cpu_offload(module, torch.device("cpu"))
+    planned = Rockmate(module, budget=0.75)
+    with pytest.raises(ModelError, match=r"'body\.0\.weight' of Classifier is on the meta device.* cannot be planned"):
+        planned(torch.randn(4, 32, 16))
