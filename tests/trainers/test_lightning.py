@@ -13,6 +13,7 @@ from rockmate import IntegrationError, Rockmate
 from tests.module.steps import assert_same
 
 lightning = pytest.importorskip("lightning.pytorch")
+fabric = pytest.importorskip("lightning.fabric")
 integration = pytest.importorskip("rockmate.integrations.lightning")
 
 pytestmark = [
@@ -233,3 +234,22 @@ def test_a_planned_module_within_a_lightning_module_needs_no_callback(tmp_path):
     assert_same(result_of(planned), expected)
     with pytest.raises(IntegrationError, match="planned already"):
         trained(planned, integration.RockmateCallback(0.9), folder=tmp_path)
+
+
+def test_fabric_sets_planned_modules_up_as_the_modules_themselves():
+    results = []
+    for make in (tokenwise, lambda: Rockmate(tokenwise(), budget="2 MiB")):
+        torch.manual_seed(0)
+        setup = fabric.Fabric(accelerator="cpu", precision="bf16-mixed")
+        module = make()
+        module, optimizer = setup.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+        torch.manual_seed(3)
+        for inputs, _ in data():
+            loss = module(inputs).square().mean()
+            setup.backward(loss)
+            setup.clip_gradients(module, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({**module.state_dict(), "loss": loss.detach(), "random stream": torch.get_rng_state()})
+    assert_same(results[1], results[0])
+    assert len(module.plans) == 2

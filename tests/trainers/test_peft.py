@@ -60,7 +60,7 @@ def trained(model: nn.Module, inputs: dict[str, torch.Tensor], steps: int = 3) -
     return {**state, **gradients, "losses": torch.stack(losses), "random stream": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "bert"])
 def test_adapters_over_a_frozen_model_need_no_inputs_with_gradients(name):
     """Its inputs are integers and its first layers frozen: no gradient reaches them, and the plan knows."""
     inputs = batch(name)
@@ -114,7 +114,9 @@ def scaled(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
     return model(**inputs).logits
 
 
-@pytest.mark.parametrize("use", [disabled, another_adapter, merged, scaled])
+@pytest.mark.parametrize(
+    "use", [disabled, merged, *(pytest.param(use, marks=pytest.mark.slow) for use in (another_adapter, scaled))]
+)
 def test_what_is_done_to_adapters_after_planning_is_seen(use: Callable[..., Any]):
     """Flags, lists and numbers in the adapters decide what their forward computes."""
     inputs = batch("llama", 2)

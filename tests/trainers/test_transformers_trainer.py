@@ -64,6 +64,47 @@ def test_mixed_precision_and_a_model_made_by_the_trainer(tmp_path):
     assert "bfloat16" in planned.model.code
 
 
+@slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt2", {"neftune_noise_alpha": 5.0}),  # a hook on the embedding adds noise
+        ("bert", {"label_smoothing_factor": 0.1}),  # the labels do not come to the model
+        ("bert", {"load_best_model_at_end": True, "save_strategy": "epoch"}),
+        ("vit", {"optim": "adafactor", "max_grad_norm": 0.0}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+@pytest.mark.filterwarnings("ignore:.*has forward hooks:rkgb.TraceWarning")
+def test_what_else_the_trainer_does_is_as_on_the_model_itself(tmp_path, name, settings):
+    family, settings = FAMILIES[name], {"save_strategy": "no", **settings}
+    expected = train(trainer_of(family.build(), family, tmp_path / "eager", **settings))
+    found = train(trainer_of(planned_for(family.build()), family, tmp_path / "planned", **settings))
+    assert_same(found, expected)
+
+
+@slow
+@pytest.mark.parametrize("shapes", ["nearest", "eager"])
+def test_sentences_of_every_length_train_alike(tmp_path, shapes):
+    """Batches are cut to their longest sentence: nearly every one has a shape of its own."""
+
+    def cut(rows):
+        longest = max(int(row["attention_mask"].sum()) for row in rows)
+        return {
+            name: torch.stack([row[name][:longest] for row in rows])
+            for name in ("input_ids", "attention_mask", "labels")
+        }
+
+    family, settings = FAMILIES["llama"], {"num_train_epochs": 1, "save_strategy": "no"}
+    results = []
+    for model in (family.build(), Rockmate(family.build(), budget=BUDGET, time_limit=1, shapes=shapes)):
+        trainer = trainer_of(model, family, tmp_path, **settings)
+        trainer.data_collator = cut
+        results.append(train(trainer))
+    assert_same(results[1], results[0])
+    assert (len(model.plans) > 2) == (shapes == "nearest")
+
+
 # ---- the library's own checkpointing -------------------------------------------------------------------------
 
 
@@ -83,7 +124,9 @@ def checkpointed_by_the_trainer(model):
 
 
 @pytest.mark.filterwarnings("ignore:.*has forward hooks:rkgb.TraceWarning")  # the library puts one on the embedding
-@pytest.mark.parametrize("make", [checkpointed_before, checkpointed_after, checkpointed_by_the_trainer])
+@pytest.mark.parametrize(
+    "make", [pytest.param(checkpointed_before, marks=slow), checkpointed_after, checkpointed_by_the_trainer]
+)
 def test_the_librarys_own_checkpointing_is_left_out_and_told_of(tmp_path, make):
     family, settings = FAMILIES["bert"], {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
     expected = train(trainer_of(family.build(), family, tmp_path, **settings))
@@ -111,6 +154,7 @@ def test_columns_labels_and_loss_arguments_are_found_as_on_the_model(tmp_path):
     assert planned.can_return_loss == eager.can_return_loss
 
 
+@slow
 def test_a_model_planned_before_its_trainer_is_planned_again_for_the_configuration_that_the_trainer_sets(tmp_path):
     """The Trainer switches `use_cache` off: a plan that still returned the cache would hold its memory."""
     family = FAMILIES["gpt2"]
