@@ -21,7 +21,7 @@ from rockmate.memory_split import above_gradients
 from rockmate.simulator import simulate
 
 _MOST_CHOICES = 20_000  # compared one by one
-_LEVELS = 8  # of kept bytes, at which each class is solved at first
+_LEVELS = 6  # of kept bytes, at which each class is solved at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Chooser:
         self._problems = problems
         self._solvers = solvers
         self._candidates = [problem.extremes() for problem in problems]
-        self._solved: set[tuple[int, int, int]] = set()
+        self._solved: dict[tuple[int, int], list[tuple[int, Candidate | None]]] = {}  # by class and kept bytes
 
     def leanest(self) -> Choice:
         """The plans that keep the least."""
@@ -132,10 +132,11 @@ class Chooser:
         leanest = zip(self._problems, self.leanest(), strict=True)
         others = sum(p.calls * lean.kept_bytes for p, lean in leanest if p is not problem)
         peak_bytes = limit_bytes - others - (problem.calls - 1) * kept_bytes
-        if peak_bytes < kept_bytes or (index, kept_bytes, peak_bytes) in self._solved:
+        known = self._solved.setdefault((index, kept_bytes), [])
+        if peak_bytes < kept_bytes or any(_answers(entry, peak_bytes) for entry in known):
             return
-        self._solved.add((index, kept_bytes, peak_bytes))
         found = problem.solve(self._solvers[index], kept_bytes, peak_bytes)
+        known.append((peak_bytes, found))
         if found is not None:
             self._candidates[index].append(found)
 
@@ -171,6 +172,12 @@ class Chooser:
         saved_ms = step_time_ms(self._problems, choice) - step_time_ms(self._problems, moved)
         more_bytes = step_bytes(self._problems, moved) - step_bytes(self._problems, choice)
         return (float("inf"), saved_ms) if more_bytes <= 0 else (saved_ms / more_bytes, saved_ms)
+
+
+def _answers(solved: tuple[int, Candidate | None], peak_bytes: int) -> bool:
+    """Whether what was found for one limit of the peak tells enough of another one, which real steps have corrected."""
+    limit_bytes, found = solved
+    return limit_bytes >= peak_bytes if found is None else found.peak_bytes <= peak_bytes
 
 
 def _undominated(candidates: list[Candidate]) -> list[Candidate]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from rk_solvers import Effort, solver_named
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
-from rkgb import Sample, make_sample
+from rkgb import RockmateError, Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
 from rockmate.budget import Budget, resolve_budget
@@ -37,6 +37,7 @@ from rockmate.sharded import refuse_what_spans_ranks
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 5  # corrections of the account by real steps
+_ENOUGH = 0.95  # a step that takes so much of its budget is not searched for a faster one
 _LEVELS_SEARCHED = 10  # searches of each class, about
 
 
@@ -131,7 +132,14 @@ def apply(
 
 
 def _measured(block: nn.Module, sample: Sample) -> Measured:
-    return measure(block, sample, PlanRequest(None))
+    try:
+        return measure(block, sample, PlanRequest(None))
+    except RockmateError as error:
+        error.add_note(
+            f"This is a block of the model, a {type(block).__name__}. Leave it out of `blocks` to run it as it is; "
+            "where a block fills a cache that it is given, switch that off (config.use_cache = False)."
+        )
+        raise
 
 
 class _WholeStep:
@@ -259,6 +267,8 @@ class _Search:
             time_ms = step_time_ms(self._problems, choice)
             if found.peak_bytes <= self.budget_bytes and time_ms < best_ms:
                 best, best_ms = found, time_ms
+                if found.peak_bytes >= _ENOUGH * self.budget_bytes:
+                    break
             rest_bytes = found.peak_bytes - step_bytes(self._problems, choice)
             previous, choice = choice, chooser.choose(self.budget_bytes - rest_bytes)
             if choice == previous:
