@@ -16,6 +16,9 @@ from rkgb.state import borrowed
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.replay import fresh_sample
 
+# One of many counts, such as the rows of an expert, is sometimes that of the sample by chance: it is to vary, too.
+_ROUNDS = 4
+
 
 def without_varying_guards(
     basic: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample
@@ -61,16 +64,20 @@ def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sampl
                 varying.add(name)
 
     with borrowed(module, own=graph.generators), torch.no_grad():
-        for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
-            torch.manual_seed(0)
-            fresh = fresh_sample(sample, permuted=permuted)
-            values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
-            with contextlib.suppress(Exception):
-                run_nodes(nodes, values, [], observe)
-                return guards, varying
-            guards.clear()
-            varying.clear()
-    return set(), set()
+        for seed in range(_ROUNDS):
+            for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
+                torch.manual_seed(seed)
+                fresh = fresh_sample(sample, seed, permuted)
+                values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
+                before = set(guards), set(varying)
+                with contextlib.suppress(Exception):
+                    run_nodes(nodes, values, [], observe)
+                    break
+                guards.clear()
+                varying.clear()
+                guards.update(before[0])
+                varying.update(before[1])
+    return guards, varying
 
 
 class _Noting:

@@ -10,7 +10,7 @@ import rkgb
 from rkgb import TraceWarning, make_all_graphs
 from rkgb.check import summary
 from rkgb.sample import make_sample
-from rkgb.tracing.replay import run_graph
+from rkgb.tracing.replay import fresh_sample, run_graph
 from rockmate import zoo
 from tests.graph.programs import Program, bytes_of, linear, rows, state_of
 
@@ -147,3 +147,22 @@ class Counted(nn.Module):
 
     def forward(self, x):
         return (x[x > x.mean()] * self.weight).exp().sum()
+
+
+def test_a_count_that_fresh_data_repeat_by_chance_still_varies():
+    """Of many counts, such as the rows of each expert, some are the sample's: no guard may hold later data to these."""
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
+    fresh = fresh_sample(make_sample(nn.Identity(), x)).tensors[0]
+    limits = torch.linspace(-2, 2, 401)
+    counts, theirs = ((data[:, :1] > limits).sum(0) for data in (x, fresh))
+    limit = float(limits[(counts == theirs) & (counts > 20) & (counts < 180)][0])
+
+    def chosen_alone(m, x):
+        rows_above = (x[:, 0] > limit).nonzero()[:, 0]
+        return torch.zeros_like(x).index_add(0, rows_above, m.layer(x[rows_above]))
+
+    module = Program(chosen_alone, layer=linear())
+    with pytest.warns(TraceWarning, match="shape that depends on data"):
+        graph = make_all_graphs(module, x).D_graph
+    assert not any(node.is_guard for node in graph)
+    assert any(node.call.op_name == "nonzero" and node.name in graph.varying for node in graph)
