@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def code_version() -> str:
+    """The commit of this code, with "-dirty" where files were changed since; "unknown" outside a clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def bar(label: str, reached: float, limit: float) -> dict[str, Any]:
     """A promise, that `reached` is at most `limit`, and whether it is met."""
     return {"label": label, "reached": round(reached, 3), "limit": round(limit, 3), "met": reached <= limit}
@@ -63,9 +73,10 @@ def new_table(title: str) -> Table:
     return table
 
 
-def write_report(folder: Path, name: str, report: dict[str, Any]) -> None:
-    """Write `report` as JSON into `folder`, which is made if need be, and print where it is."""
+def write_report(folder: Path, name: str, report: dict[str, Any], quietly: bool = False) -> None:
+    """Write `report` as JSON into `folder`, which is made if need be, and print where it is, unless `quietly`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(f"wrote {path}")
+    if not quietly:
+        console.print(f"wrote {path}")

@@ -30,17 +30,23 @@ HEADINGS = (
 )
 
 
-def with_tables(page: str, results: Sequence[Path], memory: Path | None = None, solvers: Path | None = None) -> str:
+def with_tables(
+    page: str,
+    results: Sequence[Path],
+    memory: Path | None = None,
+    solvers: Path | None = None,
+    families: Path | None = None,
+) -> str:
     """The page with what stands between its marks replaced by the tables of these files.
 
-    `results` are those of training steps, between the first pair of marks; `memory`, of benchmarks/bytes.py, and
-    `solvers` are those of the second and the third pair. A pair whose file is None is left as it is.
+    `results` are those of training steps, between the first pair of marks; `memory`, of benchmarks/bytes.py, `solvers`
+    and `families` are those of the second, third and fourth pair. A pair whose file is None is left as it is.
 
     Raises:
         ValueError: the page lacks a mark.
     """
     texts: list[str | None] = ["\n\n".join("\n".join(section(_read(path))) for path in sorted(results))]
-    for path, sections in ((memory, bytes_sections), (solvers, solver_sections)):
+    for path, sections in ((memory, bytes_sections), (solvers, solver_sections), (families, family_sections)):
         exists = path is not None and path.exists()
         texts.append(None if path is None else "\n".join(sections(_read(path))) if exists else "")
     while texts and texts[-1] is None:
@@ -115,6 +121,47 @@ def solver_sections(report: dict[str, Any]) -> Iterator[str]:
     yield from bar_table(report["bars"])
 
 
+def family_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of the families of transformers: counts by kind, the bars, and a line of each family."""
+    where, rows = report["circumstances"], report["rows"]
+    yield (
+        f"PyTorch {where['torch']}, transformers {where['transformers']}, code at {where['code']}. Budgets are "
+        f"{where['budget']:g} of the eager peak, or, where that is refused, the smallest one named."
+    )
+    yield ""
+    yield row(["kind", "families", "exact, within the budget"])
+    yield row(["---", "--:", "--:"])
+    for kind in [*dict.fromkeys(result["kind"] for result in rows), None]:
+        of_kind = [result for result in rows if kind in (result["kind"], None)]
+        met = sum(result["exact"] and result["under_budget"] for result in of_kind)
+        yield row([kind or "all", str(len(of_kind)), str(met)])
+    yield ""
+    yield from bar_table(report["bars"])
+    yield ""
+    yield row(["", "eager", "budget", "measured", "recomputed", "time", "exact", "within", "planning", ""])
+    yield row(["---", *["--:"] * 8, "---"])
+    for result in rows:
+        yield row(family_cells(result))
+
+
+def family_cells(result: dict[str, Any]) -> list[str]:
+    """What the table says of a family."""
+    told = [result["note"], (result["reason"] or "").replace("|", "\\|")]
+    if not result["eager_bytes"]:
+        return [result["family"], *["–"] * 8, "; ".join(filter(None, told))]
+    if result["proven_bytes"] is not None:
+        told.insert(0, f"smallest budget: {format_bytes(result['proven_bytes'])} are proven to be needed")
+    return [
+        result["family"],
+        *(format_bytes(result[f"{size}_bytes"]) for size in ("eager", "budget", "measured")),
+        str(result["recomputations"]),
+        f"{100 * result['overhead']:+.1f} %",
+        *("yes" if result[claim] else "no" for claim in ("exact", "under_budget")),
+        f"{result['planning_s']:.1f} s",
+        "; ".join(filter(None, told)),
+    ]
+
+
 def solver_table(problem: str, results: list[dict[str, Any]], bounds: dict[tuple[str, float], float]) -> Iterator[str]:
     """One line per solver; for each budget the overhead, the gap, and the seconds of planning."""
     budgets = list(dict.fromkeys(result["budget"] for result in results))
@@ -185,8 +232,9 @@ def main() -> None:
     """Run the script."""
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    memory, solvers = (ROOT / "benchmarks" / "results" / name for name in ("bytes-cpu.json", "solvers.json"))
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), results, memory, solvers), encoding="utf-8")
+    names = ("bytes-cpu.json", "solvers.json", "hf-families.json")
+    stored = [ROOT / "benchmarks" / "results" / name for name in names]
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), results, *stored), encoding="utf-8")
 
 
 if __name__ == "__main__":
