@@ -18,7 +18,7 @@ import resource
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -70,6 +70,7 @@ class Row:
     under_budget: bool = False
     planning_s: float = 0.0
     reason: str | None = None  # of a failure
+    code: str = ""  # version of this project's code
 
     @property
     def met(self) -> bool:
@@ -146,9 +147,9 @@ def isolated(name: str, options: argparse.Namespace) -> Row:
     finally:
         process.kill()
         process.join()
-    if isinstance(found, Row):
-        return found
-    return Row(name, FAMILIES[name].kind, FAMILIES[name].note, reason=found)
+    if not isinstance(found, Row):
+        found = Row(name, FAMILIES[name].kind, FAMILIES[name].note, reason=found)
+    return replace(found, code=code_version())
 
 
 # ---- all of them -------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def main() -> None:
         outcome = "exact, within its budget" if row.met else row.reason or "above its budget"
         console.print(f"{name}: {outcome[:300]}", highlight=False, markup=False)
         rows = [found[name] for name in FAMILIES if name in found]
-        about = circumstances(options) | {"transformers": transformers.__version__, "code": code_version()}
+        about = circumstances(options) | {"transformers": transformers.__version__}
         report = {
             "circumstances": about | {"budget": FRACTION, "steps": STEPS},
             "rows": [asdict(row) for row in rows],

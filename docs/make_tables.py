@@ -124,8 +124,9 @@ def solver_sections(report: dict[str, Any]) -> Iterator[str]:
 def family_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of the families of transformers: counts by kind, the bars, and a line of each family."""
     where, rows = report["circumstances"], report["rows"]
+    code = dict.fromkeys(result["code"] for result in rows)
     yield (
-        f"PyTorch {where['torch']}, transformers {where['transformers']}, code at {where['code']}. Budgets are "
+        f"PyTorch {where['torch']}, transformers {where['transformers']}, code at {', '.join(code)}. Budgets are "
         f"{where['budget']:g} of the eager peak, or, where that is refused, the smallest one named."
     )
     yield ""
