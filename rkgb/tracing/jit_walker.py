@@ -19,6 +19,7 @@ from rkgb.naming import Namer
 from rkgb.sample import Sample
 from rkgb.source import OWN_FOLDER
 from rkgb.tracing.generators import GeneratorsMet, is_generator, is_own_generator
+from rkgb.tracing.opaque_jit import HandOn, Mark
 from rkgb.tree import leaves, map_leaves
 
 # The order of c10::ScalarType: traced graphs name a dtype by its place in that list.
@@ -185,10 +186,25 @@ class JitWalker:
         args = map_leaves(self.generators.own, read, is_generator)
         function = node.pyobj()
         owner = getattr(function, "__self__", function)  # the Function class; `function` is its bound apply
+        if owner is HandOn:
+            self._visit_opaque(read[0], read[1:], node)
+            return
         name = self._namer.numbered(getattr(owner, "__name__", "function").lower())
-        outputs = list(node.outputs())
-        pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
+        pattern = self._bind_all(name, node)
         self._append(name, Call(owner.apply, self._arguments(args)), pattern, node)
+
+    def _visit_opaque(self, mark: Mark, read: tuple[Any, ...], node: Any) -> None:
+        function = mark.function
+        name = self._namer.numbered(function.__name__)
+        pattern = self._bind_all(name, node)
+        around = _source(node)
+        source = Source(function.path, around.location, (*around.modules, function.path))
+        call = mark.call([self._as_ref(value) for value in read])
+        self.nodes.append(BNode(name, call, _as_results(pattern), function.grad_enabled, source))
+
+    def _bind_all(self, name: str, node: Any) -> Any:
+        outputs = list(node.outputs())
+        return self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
 
     def _visit_op(self, node: Any) -> None:
         read = [self._read(value) for value in node.inputs()]
@@ -203,11 +219,10 @@ class JitWalker:
         pairs = [(argument, _plain(v, argument)) for argument, v in zip(schema, values, strict=True)]
         positional = tuple(value for argument, value in pairs if not argument.kwarg_only)
         keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only and value is not None}
-        outputs = list(node.outputs())
         name = self._namer.numbered(function_name(function).strip("_"))
-        if not leaves(read, is_ref) and outputs[0].type().kind() != "TensorType":
+        if not leaves(read, is_ref) and next(iter(node.outputs())).type().kind() != "TensorType":
             raise TraceError(f"{function} at {_source(node)} computes no tensor from no tensor: cannot be traced.")
-        pattern = self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
+        pattern = self._bind_all(name, node)
         self._append(name, Call(function, positional, keywords), pattern, node)
 
     def _append(self, name: str, call: Call, pattern: Any, node: Any) -> None:
@@ -321,6 +336,10 @@ class JitWalker:
 
     def _part(self, name: str, place: int) -> str:
         return self._namer.plain(f"{name}_{place}")
+
+
+def _as_results(pattern: Any) -> Any:
+    return list(pattern) if isinstance(pattern, tuple) else pattern
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

@@ -19,14 +19,16 @@ import torch
 from torch.jit._trace import TracerWarning
 
 from rkgb.bgraph import BGraph
+from rkgb.call import opaque_calls
 from rkgb.errors import TraceError
 from rkgb.sample import Sample
 from rkgb.state import borrowed
-from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
+from rkgb.tracing.generators import MeetingGenerators
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.jit_walker import JitWalker
 from rkgb.tracing.opaque import Interception, OpaqueModules
 from rkgb.tracing.opaque_calls import recorded_call, refuse_uncalled, told_of_calls
+from rkgb.tracing.opaque_jit import JitCalls
 from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
 from rkgb.tracing.side_effects import SideEffects
 from rkgb.tree import leaves, map_leaves
@@ -77,16 +79,14 @@ def trace(
 
 
 def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules) -> tuple[BGraph, Any]:
-    if opaque:
-        raise TraceError(
-            f'{next(iter(opaque.by_path))!r} is opaque: torch.jit.trace does not record it whole: use tracer="record".'
-        )
     flat = _Flat(module, sample)
     flat.training = module.training
-    effects, generators = _refuse_reads(module, sample, frugal, opaque)
+    effects, recorder = _refuse_reads(module, sample, frugal, opaque)
+    generators = recorder.generators
     with (
         borrowed(module, own=generators.found),
         nothing_saved(frugal),
+        Interception(opaque, JitCalls(opaque_calls(recorder.nodes))).on(),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -115,7 +115,7 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
 
 def _refuse_reads(
     module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules
-) -> tuple[SideEffects, GeneratorsMet]:
+) -> tuple[SideEffects, Recorder]:
     """Refuse what reads out of its data on the way that it takes under ``torch.jit.trace``.
 
     That tracer takes all that Python reads for fixed. Whether it read of shapes or of data shows when the
@@ -129,7 +129,7 @@ def _refuse_reads(
             f"{type(module).__name__} reads out of its data: {guards[0]!r} at {guards[0].place}. torch.jit.trace takes "
             'what it read for fixed, and nothing would check it: use tracer="record".'
         )
-    return effects, recorder.generators
+    return effects, recorder
 
 
 def _trace_by_recording(

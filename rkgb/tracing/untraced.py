@@ -25,7 +25,7 @@ def untraced() -> Iterator[None]:
         _function_modes_away(),
         _module_hooks_away(),
         _patches_away(),
-        _jit_away(),
+        jit_away(),
     ):
         yield
 
@@ -84,7 +84,8 @@ def _patches_away() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _jit_away() -> Iterator[None]:
+def jit_away() -> Iterator[None]:
+    """Meanwhile ``torch.jit.trace`` records nothing."""
     bindings: Any = torch._C
     state = bindings._get_tracing_state()
     bindings._set_tracing_state(None)

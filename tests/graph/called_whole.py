@@ -47,15 +47,18 @@ def sample() -> Tensor:
 
 
 def traced(model: nn.Module, *opaque: nn.Module, given: object = None) -> rkgb.AllGraphs:
-    """All graphs, the replay check among what makes them; run once more on other data, and compared."""
+    """All graphs by the first front end that is exact, which the recorder is, too: run once more, and compared."""
     given = sample() if given is None else given
-    graphs = rkgb.make_all_graphs(model, given, opaque=opaque or [model.inner])
     arguments = make_sample(model, given)
-    own = graphs.D_graph.generators
-    model.train()
-    expected = record_step(model, arguments.copy(), lambda data: data.call(model), 3, own=own)
-    found = record_step(model, arguments.copy(), lambda data: run_graph(graphs.D_graph, model, data), 3, own=own)
-    assert found.first_difference(expected) is None
+    for tracer in ("record", "auto"):
+        graphs = rkgb.make_all_graphs(model, given, opaque=opaque or [model.inner], tracer=tracer)
+        own = graphs.D_graph.generators
+        model.train()
+        expected = record_step(model, arguments.copy(), lambda data: data.call(model), 3, own=own)
+        found = record_step(
+            model, arguments.copy(), lambda data, g=graphs.D_graph: run_graph(g, model, data), 3, own=own
+        )
+        assert found.first_difference(expected) is None
     return graphs
 
 

@@ -26,6 +26,7 @@ def test_each_call_is_one_operation_that_reads_what_the_submodule_holds():
     assert first.source.modules == ("inner.0",)
     assert [op.call.op_name for op in graphs.D_graph].count("gelu") == 0
     assert reasons(graphs) == ["", ""]
+    assert graphs.B_graph.tracer == "jit"
 
 
 def test_a_tied_weight_is_one_leaf_inside_and_outside():
