@@ -19,7 +19,7 @@ import torch
 from rkgb import Sample
 from rkgb.state import borrowed, training_mode
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
-from rkgb.tracing.opaque import as_written
+from rkgb.tracing.opaque import as_written, is_compiled_wrapper
 from rkgb.tracing.side_effects import attributes_of
 from rockmate.checkpointing import CHECKPOINTING_FLAGS
 
@@ -144,8 +144,10 @@ def _is_setting(holder: Any, name: str) -> bool:
     """
     if not isinstance(holder, torch.nn.Module):
         return True
+    if is_compiled_wrapper(holder):
+        return False
     registered = (holder._parameters, holder._buffers, holder._modules, vars(torch.nn.Module()))
-    own_affair = name[:2] == "__" or name == "_call_impl" or name in CHECKPOINTING_FLAGS
+    own_affair = name[:2] == "__" or name in ("_call_impl", "_compiled_call_impl") or name in CHECKPOINTING_FLAGS
     return not own_affair and not any(name in names for names in registered)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rkgb import ModelError, RockmateError, Sample, make_sample
+from rkgb import ModelError, RockmateError, Sample, TraceWarning, make_sample
 from rkgb.state import module_devices, random_states
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.opaque import compile_like
 from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
 from rkgb.tracing.side_effects import attributes_of, other_random_states_kept
 from rkgb.tree import is_tensor, leaves
@@ -139,19 +141,31 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
     """
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in _computed_tensors(module)}
     try:
-        return copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
             f"{type(module).__name__} is compared on copies, but cannot be copied: {type(error).__name__}: {error} "
             "Take what is not data (locks, files, results of autograd) out of the module while it is verified, or "
             "give it a __deepcopy__."
         ) from error
+    lost = compile_like(_root(module), _root(twin))
+    if lost:
+        warnings.warn(
+            f"{', '.join(lost)} of {type(module).__name__} is compiled in a way that cannot be repeated on a copy: "
+            "what is verified runs as it is written. Use torch.compile(submodule) in its place.",
+            TraceWarning,
+            stacklevel=4,
+        )
+    return twin
+
+
+def _root(module: torch.nn.Module) -> torch.nn.Module:
+    return module.original if isinstance(module, Rockmate) else module
 
 
 def _computed_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Tensors in a module's attributes and buffers that autograd knows the origin of: it refuses to copy them."""
-    root = module.original if isinstance(module, Rockmate) else module
-    for submodule in root.modules():
+    for submodule in _root(module).modules():
         for held in (*attributes_of(submodule).values(), *submodule._buffers.values()):
             yield from (tensor for tensor in leaves(held) if is_tensor(tensor) and tensor.grad_fn is not None)
 

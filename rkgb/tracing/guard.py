@@ -49,7 +49,8 @@ class Guard:
             raise GuardError(
                 f"at {self.place} the module reads {_short(found)} out of its data ({function_name(self.read)}), but "
                 f"read {_short(self.expected)} when it was traced: it would go another way than the graph. Trace with "
-                "a sample that goes this way, or keep such values in tensors."
+                "a sample that goes this way, keep such values in tensors, or let the submodule that reads them be one "
+                "operation (opaque=[it])."
             )
 
 

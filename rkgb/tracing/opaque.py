@@ -165,7 +165,12 @@ def _in_place(submodule: torch.nn.Module, held: dict[str, torch.Tensor]) -> Iter
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `torch.compile` has been applied to `module`, or its method ``compile`` been called."""
-    return module._compiled_call_impl is not None or isinstance(module, _wrapper_classes())
+    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+
+
+def is_compiled_wrapper(module: torch.nn.Module) -> bool:
+    """Whether `module` is what `torch.compile` puts around a module: it has nothing of its own."""
+    return isinstance(module, _wrapper_classes())
 
 
 def _wrapper_classes() -> tuple[type, ...]:
@@ -183,6 +188,20 @@ def as_written() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
         yield
+
+
+def compile_like(original: torch.nn.Module, twin: torch.nn.Module) -> list[str]:
+    """Compile in `twin`, a copy, what is compiled in place in `original`: copies lose that. Names what it could not."""
+    lost = []
+    for (path, part), other in zip(original.named_modules(), twin.modules(), strict=True):
+        if part._compiled_call_impl is not None and other._compiled_call_impl is None:
+            # What `Module.compile` made: PyTorch has no other way to ask how.
+            compiler = inspect.getclosurevars(part._compiled_call_impl).nonlocals.get("self")
+            if callable(compiler):
+                other._compiled_call_impl = compiler(other._call_impl)
+            else:
+                lost.append(path)
+    return lost
 
 
 class OpaqueModules:

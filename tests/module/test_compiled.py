@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import rkgb
-from rockmate import Rockmate
+from rockmate import Rockmate, verify
 from tests.module.models import WIDTH, Layers, built, rows
 from tests.module.steps import (
     assert_same_training,
@@ -200,6 +200,21 @@ def test_compiled_layers_under_autocast():
         model = recomputing(in_place(built(Stack), "aot_eager"), BATCHES[0], loss=None)
     assert_same_training(stepping(model), eager)
     assert "with torch.autocast('cpu', dtype=torch.bfloat16):" in model.code
+
+
+@ORDERS
+def test_what_is_verified_is_compiled_as_the_model_is(compile_layers: Callable[..., Stack]):
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:  # a function: copies of a module share it
+        compiled.append(graph)
+        return graph.forward
+
+    model = compile_layers(built(Stack), backend)
+    result = verify(model, BATCHES[0], 0.7, loss=squares)
+    assert result.exact, result
+    assert len(compiled) == 1
+    assert verify(Rockmate(model, BATCHES[0], 0.7, loss=squares), BATCHES[0], loss=squares).exact
 
 
 @pytest.mark.filterwarnings("ignore:Stack was planned once more")
