@@ -49,8 +49,10 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
     dgraph = program.graph.sgraph.dgraph
     repeated = [op for op in dgraph if op.name in program.random_marks and _own_generator(op) is None]
     devices = {str(_device_of(program, op)) for op in repeated}
+    profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
+    whole = frozenset(op.name for op in profiled if isinstance(op.call.function, OpaqueCall))
     tables = StepTables(
-        saved_counts={op: len(program.graph.op_profiles[op].saved) for op in program.slots},
+        saved_counts={op: len(program.graph.op_profiles[op].saved) for op in {*program.slots, *whole}},
         forgotten={
             op: {s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots}
             for op, slots in program.slots.items()
@@ -73,6 +75,7 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
             for name in _leaves_read(program, segment)
             if dgraph.leaves[name].kind is not LeafKind.INPUT
         },
+        whole=whole,
     )
     return CompiledProgram(code, functions["forward"], tables)
 

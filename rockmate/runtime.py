@@ -59,6 +59,7 @@ class StepTables:
     segments: list[SegmentCode]
     generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
+    whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
 
 
 class Handle:
@@ -154,6 +155,12 @@ class Step:
             )
         for index, forgotten in self._tables.forgotten[op].items():
             handle = handles[index]
+            if op in self._tables.whole and not _is_at(handle.value, forgotten):
+                raise PlanMismatch(
+                    f"%{op} saved another tensor for its backward than when it was planned: the submodule runs other "
+                    "code now, such as what torch.compile made for other shapes. Plan the module again, or compile it "
+                    "with dynamic=False."
+                )
             handle.value = None
             handle.step = self
             handle.segment = forgotten.segment
@@ -264,12 +271,18 @@ class Step:
 
     def captures(self, op: str) -> _Capturing:
         """Context in which `op` is repeated for the sake of what autograd saves for it."""
-        return _Capturing()
+        return _Capturing(op, self._tables.saved_counts[op] if op in self._tables.whole else None)
 
 
 def _place_of(leaf: torch.Tensor) -> tuple[torch.UntypedStorage, int | torch.SymInt]:
     # A storage equals itself alone, and is held: no other one can come by its address meanwhile.
     return leaf.untyped_storage(), leaf.storage_offset()
+
+
+def _is_at(value: torch.Tensor | None, place: ForgottenTensor) -> bool:
+    """Whether `value` looks at its storage as the tensor did that was forgotten when the module was planned."""
+    assert value is not None
+    return (value.shape, value.stride(), value.storage_offset()) == (place.size, place.stride, place.offset)
 
 
 class _Forgetting:
@@ -312,9 +325,11 @@ def _note(saved: list[torch.Tensor], tensor: torch.Tensor) -> None:
 class _Capturing:
     """Records what autograd would save, in packing order, and builds a graph that holds nothing."""
 
-    __slots__ = ("_grad", "_hooks", "_saved")
+    __slots__ = ("_expected", "_grad", "_hooks", "_op", "_saved")
 
-    def __init__(self) -> None:
+    def __init__(self, op: str, expected: int | None) -> None:
+        self._op = op
+        self._expected = expected  # how many tensors it is to save, where that may change
         saved: list[torch.Tensor] = []
         self._saved = saved
         self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), _discarded)
@@ -330,7 +345,12 @@ class _Capturing:
     ) -> None:
         self._hooks.__exit__(kind, error, traceback)
         self._grad.__exit__(kind, error, traceback)
-        self._saved = []
+        saved, self._saved = len(self._saved), []
+        if error is None and self._expected not in (None, saved):
+            raise PlanMismatch(
+                f"%{self._op} saved {saved} tensors for its backward when it was recomputed, but {self._expected} when "
+                "it was planned: the submodule runs other code now. Plan the module again."
+            )
 
 
 def _discarded(_: Any) -> torch.Tensor:

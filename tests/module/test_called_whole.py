@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rkgb
 from rockmate import Rockmate
-from rockmate.errors import PinError
+from rockmate.errors import PinError, PlanMismatch
 from rockmate.measured import measure
 from rockmate.request import PlanRequest
 from tests.module.models import ROWS, WIDTH, built, rows
@@ -241,6 +241,30 @@ def test_what_routed_experts_save_is_never_forgotten():
     model = following(measured, original, keep_nothing(measured))
     assert "step.forgets('routed" not in model.code
     assert_trains_exactly(model, [rows(seed) * scale for seed in range(3) for scale in (1.0, -3.0)])
+
+
+def test_a_layer_that_comes_to_run_other_code_is_refused():
+    way = ["as planned"]
+
+    class Turns(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if way[0] == "more":
+                x = x.exp()
+            if way[0] == "other":
+                return x + self.down(F.gelu(self.up(x[: ROWS // 2])).repeat(2, 1) * self.dropout(x).mean())
+            return super().forward(x)
+
+    model = whole(built(lambda: Stack(Turns)))
+    assert_trains_exactly(model, BATCHES)
+    for other in ("more", "other"):
+        way[0] = other
+        with pytest.raises(PlanMismatch, match=r"saved .* for its backward"):
+            model(BATCHES[0])
+    way[0] = "as planned"
+    output = model(BATCHES[0])
+    way[0] = "more"
+    with pytest.raises(PlanMismatch, match="when it was recomputed"):
+        output.sum().backward()
 
 
 def test_an_opaque_layer_can_be_pinned_and_nothing_inside_it():
