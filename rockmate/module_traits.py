@@ -18,7 +18,7 @@ class _Part(NamedTuple):
     path: str
     kind: type
     training: bool
-    hooks: tuple[Any, ...]  # on its forward: what they compute is part of the plan
+    hooks: tuple[Any, ...]  # what those on its forward compute is part of the plan; those on its backward are refused
     compiled: bool  # by `Module.compile`
 
 
@@ -79,8 +79,8 @@ def _part_difference(part: _Part, before: _Part) -> str:
         )
     if part.hooks != before.hooks:
         return (
-            f"submodule {name} has {_hook_names(part)} on its forward, but {_hook_names(before)} when the module was "
-            f"planned: a plan holds what hooks compute, and does not call them. {_ADVICE}"
+            f"submodule {name} has {_hook_names(part)}, but {_hook_names(before)} when the module was planned: a plan "
+            f"holds what hooks compute, and does not call them. {_ADVICE}"
         )
     if part.compiled is not before.compiled:
         word = "is" if part.compiled else "is not"
@@ -131,7 +131,8 @@ class TraitsReader:
         parameters: list[tuple[Any, ...]] = []
         buffers: list[tuple[Any, ...]] = []
         for path, part, _ in self._parts:
-            hooks = _hooks(part) if path and (part._forward_hooks or part._forward_pre_hooks) else ()
+            hooked = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+            hooks = _hooks(part) if path and hooked else ()
             parts.append((path, type(part), part.training, hooks, part._compiled_call_impl is not None))
             if part._parameters:
                 _read(path, part._parameters, parameters)
@@ -141,9 +142,9 @@ class TraitsReader:
 
 
 def _hooks(part: torch.nn.Module) -> tuple[Any, ...]:
-    """On its forward; those on the root are called around the plan."""
-    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    return tuple(hook for hook in hooks if not is_torchs_own(hook))
+    """Those of a submodule; those on the root are called around the plan."""
+    held = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
+    return tuple(hook for hooks in held for hook in hooks.values() if not is_torchs_own(hook))
 
 
 def _hook_names(part: _Part) -> str:

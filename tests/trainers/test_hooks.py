@@ -8,22 +8,23 @@ import torch
 from torch import Tensor, nn
 
 import rkgb
-from rockmate import ReplanWarning, Rockmate
+from rockmate import PlanMismatch, ReplanWarning, Rockmate
 from tests.module.models import Layers, built, rows
 from tests.module.steps import assert_same, seen, squares
 
 
 def planned_for(model: nn.Module) -> Rockmate:
-    return Rockmate(model, rows(), 0.75, loss=squares)
+    return Rockmate(model, rows(requires_grad=True), 0.75, loss=squares)
 
 
 def step(module: nn.Module) -> dict[str, Tensor | None]:
     """One training step from the same random numbers."""
     torch.manual_seed(0)
     module.zero_grad()
-    output = module(rows(1))
+    batch = rows(1, requires_grad=True)  # else PyTorch warns of backward hooks on the module
+    output = module(batch)
     squares(output).backward()
-    return seen(module, (), output)
+    return seen(module, (batch,), output)
 
 
 # ---- on the module -----------------------------------------------------------------------------------------
@@ -39,10 +40,10 @@ def test_hooks_on_the_module_fire_once_in_every_call(kind, when):
     assert not fired, "planning calls nothing of the user's"
     if when == "after planning":
         getattr(planned, kind)(lambda *_: fired.append(1))
-    planned(rows(1))
+    planned(rows(1, requires_grad=True))
     assert len(fired) == 1
     planned.eval()
-    planned(rows(1))
+    planned(rows(1, requires_grad=True))
     assert len(fired) == 2
 
 
@@ -70,7 +71,7 @@ def test_hooks_on_parameters_and_outputs_fire_as_often_as_without_a_plan():
             parameter.register_hook(lambda _, count=count: count("gradient"))
             parameter.register_post_accumulate_grad_hook(lambda _, count=count: count("accumulated"))
         for seed in range(2):
-            output = module(rows(seed))
+            output = module(rows(seed, requires_grad=True))
             output.register_hook(lambda _, count=count: count("output"))
             squares(output).backward()
         counts.append(fired)
@@ -123,7 +124,7 @@ def test_hooks_on_submodules_before_planning_do_not_fire_in_planned_steps_and_a_
     with torch.no_grad():
         planned.original(rows(1))
     planned.eval()
-    planned(rows(1))
+    planned(rows(1, requires_grad=True))
     assert len(logger.means) == 2
 
 
@@ -154,6 +155,55 @@ def test_hooks_on_submodules_that_change_what_they_return_are_part_of_the_plan()
         module.layers[1].register_forward_hook(lambda _, given, output: torch.sin(output) + given[0])
         module.layers[2].register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
     assert_same(step(planned), step(eager))
+
+
+BACKWARD = ["register_full_backward_hook", "register_full_backward_pre_hook"]
+
+
+def double(module: nn.Module, *gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Of a backward hook, what goes on; of a backward-pre hook, what comes in."""
+    return tuple(None if gradient is None else gradient * 2 for gradient in gradients[0])
+
+
+@pytest.mark.parametrize("register", BACKWARD)
+def test_backward_hooks_on_submodules_are_refused_before_and_after_planning(register):
+    model = built(Layers)
+    planned = planned_for(copy.deepcopy(model))
+    step(planned)
+    for module in (model, planned):
+        getattr(module.layers[1], register)(double)
+    with pytest.raises(rkgb.TraceError, match=r"'layers\.1' has a backward hook"):
+        planned_for(model)
+    with pytest.raises(rkgb.TraceError, match=r"'layers\.1' has a backward hook"):
+        step(planned)
+    held = Rockmate(built(Layers), rows(requires_grad=True), 0.75, shapes="error")
+    getattr(held.layers[1], register)(double)
+    with pytest.raises(PlanMismatch, match=r"'layers\.1' has the hooks double, but no hooks when"):
+        step(held)
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.parametrize("register", BACKWARD)
+def test_with_backward_hooks_on_submodules_the_module_itself_runs_if_it_may(register):
+    eager = built(Layers)
+    planned = Rockmate(copy.deepcopy(eager), rows(requires_grad=True), 0.75, loss=squares, shapes="eager")
+    for module in (eager, planned):
+        getattr(module.layers[1], register)(double)
+    assert_same(step(planned), step(eager))
+
+
+@pytest.mark.parametrize("register", BACKWARD)
+def test_backward_hooks_on_the_module_fire_before_and_after_planning(register):
+    eager, fired = built(Layers), []
+    before, after = planned_for(copy.deepcopy(eager)), copy.deepcopy(eager)
+    for module in (eager, before, after):
+        getattr(module, register)(lambda module, *gradients: fired.append(1) or double(module, *gradients))
+    after = planned_for(after)
+    fired.clear()
+    expected = step(eager)
+    for module in (before, after):
+        assert_same(step(module), expected)
+    assert len(fired) == 3
 
 
 def test_activations_are_logged_by_returning_them():
