@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from rockmate import Rockmate
-from tests.module.models import Layers, Normalised, Tied, built, images, rows, tokens
+from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_same, assert_trains_exactly, keep_every_other, recomputing, squares
 
 Batches = list[Tensor]
@@ -200,3 +200,30 @@ def test_parametrized_weights_are_exact():
     planned = recomputing(model, rows())
     assert_trains_exactly(planned, BATCHES)
     assert torch.equal(planned.layers[1].weight, planned.layers[1].weight.T)
+
+
+def symmetric(module: nn.Module) -> None:
+    parametrize.register_parametrization(module.layers[1], "weight", Symmetric())
+
+
+def pruned(module: nn.Module) -> None:
+    prune.random_unstructured(module.layers[1], "weight", 0.5)
+
+
+def another_layer(module: nn.Module) -> None:
+    module.layers[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.parametrize("change", [symmetric, pruned, another_layer])
+def test_weights_parametrized_pruned_or_replaced_after_planning_are_exact(change):
+    planned = Rockmate(built(Layers), rows(), 0.75, loss=squares)
+
+    def train(module):
+        steps(module, torch.optim.SGD(module.parameters(), 0.1), BATCHES[:1])
+        torch.manual_seed(1)
+        change(module)
+        return steps(module, torch.optim.SGD(module.parameters(), 0.1), BATCHES)
+
+    assert_equal_to_eager(planned, train)
+    assert len(planned.plans) == 2
