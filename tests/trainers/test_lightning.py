@@ -1,5 +1,7 @@
 """Lightning trains planned modules as it trains the modules themselves: losses, parameters, checkpoints, bit by bit."""
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,38 @@ class StreamAtSecondEpoch(lightning.Callback):
             torch.set_rng_state(self.state)
 
 
+class Alternating(TwoParts):
+    """Trains its parts in turns, as adversarial networks are: while one is trained, the other is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.loss_of(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=0.01) for part in (self.model, self.head)]
+
+
+def test_parts_that_are_trained_in_turns_have_a_plan_for_each_turn(tmp_path):
+    eager, planned = made(Alternating), made(Alternating)
+    trained(eager, folder=tmp_path)
+    expected = result_of(eager)
+    callback = integration.RockmateCallback(1.0, module=["model", "head"])
+    trained(planned, callback, folder=tmp_path)
+    assert_same(result_of(planned), expected)
+    # The head's input has a gradient in one turn only; the model has nothing to train in the other.
+    assert [len(callback.planned[path].plans) for path in ("model", "head")] == [2, 4]
+
+
 def test_a_fit_that_is_resumed_from_a_checkpoint_ends_as_one_that_was_not_interrupted(tmp_path):
     eager, first, second = (made(Classifier) for _ in range(3))
     stream = StreamAtSecondEpoch()
@@ -253,3 +287,10 @@ def test_fabric_sets_planned_modules_up_as_the_modules_themselves():
         results.append({**module.state_dict(), "loss": loss.detach(), "random stream": torch.get_rng_state()})
     assert_same(results[1], results[0])
     assert len(module.plans) == 2
+
+
+def test_without_the_library_the_error_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    place = importlib.util.spec_from_file_location("without_lightning", integration.__file__)
+    with pytest.raises(ImportError, match="needs the lightning library, which is not installed"):
+        place.loader.exec_module(importlib.util.module_from_spec(place))
