@@ -17,7 +17,7 @@ from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
 from rockmate.budget import Budget
 from rockmate.costs import LossFunction
-from rockmate.errors import NotPlanned, PickleWarning
+from rockmate.errors import IntegrationError, NotPlanned, PickleWarning
 from rockmate.family import Member, PlanFamily, Shapes
 from rockmate.measured import Measured
 from rockmate.memory_split import MemorySplit, Scope
@@ -200,6 +200,14 @@ class Rockmate(Transparent):
             _picklable(self._family.request),
             self._family.shapes,
             self._family.decisions(),
+        )
+
+    def _replicate_for_data_parallel(self) -> Self:
+        raise IntegrationError(
+            f"torch.nn.DataParallel copies a module to every device in every step, and {type(self.original).__name__} "
+            "is planned: its plan is for one. Use DistributedDataParallel, with one process for each device (torchrun, "
+            "accelerate launch), or let the process see one device (CUDA_VISIBLE_DEVICES=0): where trainers see "
+            "several, some take DataParallel by themselves."
         )
 
     def extra_repr(self) -> str:

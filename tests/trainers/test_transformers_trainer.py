@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from rockmate import CheckpointingWarning, Rockmate
+from rockmate import CheckpointingWarning, IntegrationError, Rockmate
 from tests.module.steps import assert_same
 from tests.trainers.hugging_face import FAMILIES, train, trainer_of
 
@@ -179,3 +179,10 @@ def test_a_planned_model_generates_and_is_saved_as_the_model_itself(tmp_path):
     planned.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_replicas_for_several_devices_in_one_process_are_refused():
+    """What the Trainer would do on a machine with several GPUs: `torch.nn.DataParallel` makes replicas so."""
+    planned = planned_for(FAMILIES["gpt2"].build())
+    with pytest.raises(IntegrationError, match=r"Use DistributedDataParallel.*CUDA_VISIBLE_DEVICES=0"):
+        planned._replicate_for_data_parallel()
