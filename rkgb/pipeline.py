@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from rkgb.state import autocast_in_force, borrowed, for_planning, module_devices
 from rkgb.tracing.expand import expand_composites
 from rkgb.tracing.replay import replay_check, run_graph
 from rkgb.tracing.trace import FrontEnd, Tracer, trace
+from rkgb.tracing.unsteady import unsteady_submodules
 from rkgb.tracing.varying import without_varying_guards
 from rkgb.tree import leaves, map_leaves
 
@@ -239,6 +240,10 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
                 return fine, inspected
     else:
         basic, dataflow = without_varying_guards(basic, dataflow, model, sample)
+        whole = check.with_opaque(unsteady_submodules(basic, model, sample), model)
+        if len(whole.opaque) > len(check.opaque):
+            with contextlib.suppress(TraceError):  # then it is refused for what it reads, or branches
+                return _front_end(model, sample, tracer, whole)
     try:
         told = check.accept(dataflow, model, sample)
     except ReplayMismatch as error:
@@ -260,6 +265,12 @@ class _Check:
     may_branch: bool
     tell: Stage
     opaque: tuple[torch.nn.Module, ...] = ()
+
+    def with_opaque(self, paths: Iterable[str], model: torch.nn.Module) -> _Check:
+        """The same with these submodules of `model` opaque as well."""
+        parts = [model.get_submodule(path) for path in paths]
+        more = [part for part in parts if all(part is not other for other in self.opaque)]
+        return replace(self, opaque=(*self.opaque, *more))
 
     def accept(self, graph: DGraph, model: torch.nn.Module, sample: Sample) -> str | None:
         """The replay check in memory, or, where that may not or does not suffice, on disk."""

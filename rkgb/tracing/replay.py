@@ -215,12 +215,12 @@ def backward_from(outputs: list[torch.Tensor], seed: int = 0) -> None:
 
 def run_graph(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -> Any:
     """The module's output, computed by the graph's operations."""
-    values = _given(graph, module, sample.tensors)
+    values = given(graph, module, sample.tensors)
     run_nodes(graph.nodes, values, graph.output_names)
     return map_leaves(lambda ref: values[ref.name], graph.output, is_ref)
 
 
-def _given(graph: BGraph | DGraph, module: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
+def given(graph: BGraph | DGraph, module: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
     """What a run of the graph on `module`, or on a copy of it, starts from."""
     values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, inputs))
     calls = {call.name: call.in_module(module) for call in opaque_calls(graph.nodes)}
@@ -347,7 +347,7 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fres
             if not wrong and any(digest(values[name]) not in digests for name in node.output_names):
                 wrong.append(node)
 
-        values = _given(graph, module, fresh.copy().tensors)
+        values = given(graph, module, fresh.copy().tensors)
         with torch.no_grad():
             run_nodes(graph.nodes, values, [], observe)
     if not wrong:

@@ -53,9 +53,9 @@ def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sampl
     for node in graph.nodes:
         guard = node.call.function
         if isinstance(guard, Guard) and guard.may_vary:
-            node = replace(node, call=replace(node.call, function=_Noting(guard, node.name, guards)))
+            node = replace(node, call=replace(node.call, function=Noting(guard, node.name, guards)))
         nodes.append(node)
-    if not any(isinstance(node.call.function, _Noting) for node in nodes):
+    if not any(isinstance(node.call.function, Noting) for node in nodes):
         return set(), set()
 
     def observe(node: Any, values: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sampl
     return guards, varying
 
 
-class _Noting:
+class Noting:
     """In place of a guard: notes that another value is read instead of refusing it."""
 
     is_guard = True

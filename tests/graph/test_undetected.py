@@ -17,6 +17,9 @@ from tests.models.hugging_face import bert, gpt2, llama, t5
 from tests.models.side_effects import EFFECTS, EXACT, REFUSED, WARNED
 from tests.models.tracing import differences, exact_graph, output_differences, sample_of, step_difference, tried
 
+# What reads something else at every run may become one operation as a whole, which is told.
+pytestmark = pytest.mark.filterwarnings("ignore:submodule 'inner' is one operation:rkgb.TraceWarning")
+
 SEED = 5
 # Where a message may point: the submodule, or a line of the files in which the scenarios are.
 PLACE = re.compile(r"\binner\b|(hidden_reads|side_effects|test_undetected)\.py:\d+")
