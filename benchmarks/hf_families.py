@@ -192,6 +192,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="to the result file: rows of other families stay in it")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of one search (default 5)")
     parser.add_argument("--most-seconds", type=float, default=300.0, help="of one family in all (default 300)")
+    # With several, PyTorch itself adds what meets in one place (the rows of experts) in no fixed order.
+    parser.set_defaults(threads=1)
     options = parser.parse_args()
     options.models = options.models or (list(QUICK) if options.quick else list(FAMILIES))
     return options
