@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -125,7 +126,7 @@ class Expressions:
         for name, known in self.namespace.items():
             if known is value:
                 return name
-        name = stem
+        name = stem if wanted else re.sub(r"\W", "_", stem)  # submodules may have any name
         while not wanted and (name in self._taken or keyword.iskeyword(name) or not name.isidentifier()):
             name = f"{name}_" if name.isidentifier() else f"_{name}"
         self._taken.add(name)

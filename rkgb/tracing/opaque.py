@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +57,8 @@ class OpaqueCall:
 
     @property
     def __name__(self) -> str:
-        return self.path.replace(".", "_")
+        name = re.sub(r"\W", "_", self.path)
+        return name if name.isidentifier() else f"submodule_{name}"
 
     def __repr__(self) -> str:
         return f"<{self.name}>"

@@ -155,6 +155,15 @@ def test_a_layer_is_recomputed_as_a_whole():
     assert "gelu" not in model.code
 
 
+def test_names_that_are_none_in_python():
+    original = nn.Sequential(nn.Linear(WIDTH, WIDTH), built(Layer), nn.Sequential(built(Layer)))
+    original.add_module("a part-of it", built(Layer))
+    measured = measure(original, BATCHES[0], PlanRequest(None, squares, opaque=("1", "2.0", "a part-of it")))
+    model = following(measured, original, keep_nothing(measured))
+    assert "submodule_1(" in model.code
+    assert_trains_exactly(model, BATCHES)
+
+
 def test_frozen_and_tied_parameters():
     def made() -> Stack:
         model = built(Stack)
