@@ -125,7 +125,9 @@ class PlanFamily:
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
-        twin = PlanFamily(model, self.request, self.shapes, self.progress)
+        paths = {part: path for path, part in self._model.named_modules()}
+        pins = tuple(model.get_submodule(paths[pin]) if pin in paths else pin for pin in self.request.pin)
+        twin = PlanFamily(model, replace(self.request, pin=pins), self.shapes, self.progress)
         twin._known = self._known  # what blocks take does not depend on which module has them
         twin._expected = self._expected
         for member in reversed(self.members):

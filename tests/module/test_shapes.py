@@ -165,6 +165,17 @@ def test_the_short_last_batch_of_an_epoch_just_works():
     assert sorted(plan.calls for plan in model.plans) == [f"float32[{n}, 3, 12, 12] on cpu" for n in (16, 6)]
 
 
+def test_a_copy_plans_other_shapes_as_the_original_does():
+    network = built(Layers)
+    model = planned(network, rows(), pin=[network.layers[1]])
+    twin = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplanWarning)
+        trains_like(twin, copy.deepcopy(network), rows(1)[:200])
+    assert twin.plan.calls == "float32[200, 32] on cpu"
+    assert len(model.plans) == 1
+
+
 # ---- the module changed -------------------------------------------------------------------------------
 
 CHANGES = {
