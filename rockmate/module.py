@@ -120,6 +120,12 @@ class Rockmate(Transparent):
         module._adopt(model, family)
         return module
 
+    def _of_an_equal(self, model: torch.nn.Module) -> Self:
+        """`model`, which differs from this one in the values of its parameters alone, under the same plans."""
+        twin = self._own_class()._empty()
+        twin._adopt(model, self._family.copy_for(model))
+        return twin
+
     @classmethod
     def _empty(cls) -> Self:
         return cls.__new__(cls)

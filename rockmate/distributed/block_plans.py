@@ -185,9 +185,11 @@ class _WholeStep:
         """Put planned modules in the places of the blocks; by the `id` of the block that each stands for."""
         wrapped: dict[int, nn.Module] = {}
         for each, planned in zip(self.classes, chosen, strict=True):
+            first, *others = each.blocks.values()
             measured = replace(each.measured, sample=None)  # its tensors are not kept
-            for block in each.blocks.values():
-                wrapped[id(block)] = Rockmate._following(block, measured, planned, "nearest")
+            planned_first = Rockmate._following(first, measured, planned, "nearest")
+            wrapped[id(first)] = planned_first
+            wrapped |= {id(block): planned_first._of_an_equal(block) for block in others}
         put_in_place(self.model, wrapped)
         return wrapped
 
