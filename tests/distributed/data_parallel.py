@@ -57,6 +57,15 @@ def assert_equal_to_eager(name: str, options: dict[str, Any]) -> None:
     assert_same_training(train(DistributedDataParallel(planned, **options), mine(batch)), expected)
 
 
+def assert_planned_in_training_equal_to_eager(name: str, options: dict[str, Any]) -> tuple[str, int]:
+    """Planned within the first forward of DDP: nothing that planning runs is seen by its hooks."""
+    make, batch = MODELS[name]
+    expected = train(DistributedDataParallel(make(), **options), mine(batch))
+    planned = Rockmate(make(), budget=0.9, loss=squares)
+    assert_same_training(train(DistributedDataParallel(planned, **options), mine(batch)), expected)
+    return str(planned.plan.schedule), len(planned.plans)
+
+
 def assert_ranks_agree(name: str) -> None:
     """Different data, equal parameters: the gradients really were reduced."""
     make, batch = MODELS[name]

@@ -130,6 +130,20 @@ def assert_blocks_equal_to_eager(
         assert_same(one, other)
 
 
+def assert_planned_in_training_equal_to_eager(policy: str) -> list[int]:
+    """Blocks sharded first, and planned when their parameters are gathered for the first step."""
+    options = {"mp_policy": POLICIES[policy]}
+    make: Callable[[], Any] = lambda: built(lambda: Stack(2))  # noqa: E731
+    expected = train_sharded(shard_blocks(make(), options), my_batches())
+    model = make()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = Rockmate(block, budget=0.9)
+    shard_blocks(model, options)
+    for one, other in zip(train_sharded(model, my_batches()), expected, strict=True):
+        assert_same(one, other)
+    return [block.plan.recomputations for block in model.blocks]
+
+
 def assert_whole_model_equal_to_eager(options: dict[str, Any]) -> None:
     """A planned model, sharded as one."""
     make: Callable[[], Any] = lambda: built(lambda: Stack(2))  # noqa: E731

@@ -25,6 +25,15 @@ def test_training_is_equal_to_eager(two: Ranks, name, options):
     two.run(data_parallel.assert_equal_to_eager, name, options)
 
 
+@pytest.mark.parametrize("name", ["dropout", "batch norm"])
+def test_a_module_planned_in_its_first_step_trains_as_eager_ones(two: Ranks, name):
+    first, second = two.run(
+        data_parallel.assert_planned_in_training_equal_to_eager, name, data_parallel.SMALL_BUCKETS
+    )  # fmt: skip
+    assert first == second
+    assert first[1] == 1
+
+
 @pytest.mark.parametrize("name", ["dropout", "tied"])
 def test_training_on_four_ranks_is_equal_to_eager(four: Ranks, name):
     four.run(data_parallel.assert_equal_to_eager, name, data_parallel.SMALL_BUCKETS)

@@ -23,6 +23,13 @@ def test_planned_blocks_train_as_eager_ones_on_four_ranks(four: Ranks):
     four.run(sharded.assert_blocks_equal_to_eager, {})
 
 
+@pytest.mark.parametrize("policy", ["none", "bf16"])
+def test_sharded_blocks_may_be_planned_in_their_first_step(two: Ranks, policy):
+    first, second = two.run(sharded.assert_planned_in_training_equal_to_eager, policy)
+    assert first == second
+    assert all(first)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_planned_model_may_be_sharded_whole(two: Ranks, reshard):
     two.run(sharded.assert_whole_model_equal_to_eager, {"reshard_after_forward": reshard})
