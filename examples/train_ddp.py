@@ -63,6 +63,7 @@ def main() -> None:
         distributed.all_reduce(loss := loss.detach())
         if rank == 0 and (step == 1 or step % 5 == 0):
             print(f"step {step:3}: loss {loss.item() / size:.3f}", flush=True)
+    distributed.barrier()  # gloo may abort a process that ends long before the others
     distributed.destroy_process_group()
 
 
