@@ -21,6 +21,7 @@ def test_one_rank_plans_and_all_have_its_plan(two: Ranks):
     assert all(plan == plans[0] for plan in plans)  # of the second time, too
 
 
+@pytest.mark.slow
 def test_four_ranks_have_one_plan(four: Ranks):
     results = four.run(agreement.plan_once, 310)
     assert sum(solved for solved, _, _ in results) == 1

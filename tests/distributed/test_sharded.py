@@ -23,6 +23,10 @@ def test_planned_blocks_train_as_eager_ones_on_four_ranks(four: Ranks):
     four.run(sharded.assert_blocks_equal_to_eager, {})
 
 
+def test_checkpoints_of_eager_and_planned_models_are_interchangeable(two: Ranks):
+    two.run(sharded.assert_checkpoints_are_interchangeable)
+
+
 @pytest.mark.parametrize("policy", ["none", "bf16"])
 def test_sharded_blocks_may_be_planned_in_their_first_step(two: Ranks, policy):
     first, second = two.run(sharded.assert_planned_in_training_equal_to_eager, policy)
