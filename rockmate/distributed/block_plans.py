@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +20,12 @@ from rkgb import RockmateError, Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
 from rockmate.budget import Budget, resolve_budget
+from rockmate.checkpointing import OwnCheckpointing
 from rockmate.costs import LossFunction
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
-from rockmate.errors import BudgetError, BudgetTooSmall, PlanExchangeError
+from rockmate.errors import BudgetError, BudgetTooSmall, CheckpointingWarning, PlanExchangeError
 from rockmate.exchange import default_exchange, key_of, plan_key, warn_alone
 from rockmate.follow import Decisions, Follow
 from rockmate.measured import Measured, measure
@@ -94,7 +96,11 @@ def plan_blocks(
     refuse_what_spans_ranks(model)
     arguments = make_sample(model, sample)
     found = find_blocks(model, blocks)
-    with computed_as(model, mp_policy), training_mode(model):
+    checkpointing = OwnCheckpointing(model)
+    news = checkpointing.news()
+    if news is not None:
+        warnings.warn(news, CheckpointingWarning, stacklevel=2)
+    with checkpointing.switched_off(), computed_as(model, mp_policy), training_mode(model):
         classes = classes_of(Forward(model, arguments, found, mp_policy), _measured)
         step = _WholeStep(model, arguments, loss, mp_policy, classes)
         search = _Search(step, budget, time_limit)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rk_solvers import Auto
 from rkgb.measuring.memory import AllocationLog
@@ -14,6 +15,7 @@ from rockmate import BudgetTooSmall, ModelError, Rockmate, SampleError
 from rockmate.distributed import plan_blocks
 from rockmate.distributed.account import BlockProblem, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import Forward, classes_of, find_blocks
+from rockmate.errors import CheckpointingWarning
 from rockmate.measured import measure
 from rockmate.request import PlanRequest
 from tests.distributed.sharded import Block, Stack, batch
@@ -219,6 +221,29 @@ def test_a_budget_that_is_too_small_says_so_and_leaves_the_model_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
     plans = plan_blocks(model, error.value.smallest_budget_bytes, tokens(), loss=squares)
     assert plans.measured_peak_bytes <= error.value.smallest_budget_bytes
+
+
+class Checkpointed(Stack):
+    """Checkpoints its blocks, where it is told to."""
+
+    gradient_checkpointing = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.gradient_checkpointing else block(hidden)
+        return self.head(hidden)
+
+
+def test_a_model_with_its_own_checkpointing_is_planned_without_it():
+    model, sample = built(lambda: Checkpointed(3)), tokens()
+    with pytest.warns(CheckpointingWarning, match="gradient_checkpointing"):
+        plans = plan_blocks(model, 0.7, sample, loss=squares)
+    assert model.gradient_checkpointing
+    model.gradient_checkpointing = False
+    eager_bytes = step_above_gradients(built(lambda: Stack(3)), sample)
+    assert plans.budget_bytes == pytest.approx(0.7 * eager_bytes, rel=0.02)
+    assert step_above_gradients(model, sample) <= plans.budget_bytes
 
 
 def test_a_block_that_is_not_called_is_named():
