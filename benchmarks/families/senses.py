@@ -65,7 +65,7 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
         "num_attention_heads": [1, 2, 3, 4],
     },
     "RegNet": {"embedding_size": 8, "groups_width": 8, **_STAGES},
-    "ResNet": {"embedding_size": 8, **_STAGES},
+    "ResNet": {"embedding_size": 8, "depths": [6, 3, 2, 2], "hidden_sizes": [8, 16, 24, 32]},
     "Segformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 4]},
     "Siglip": {
         "vision_config": {
@@ -187,9 +187,9 @@ def _speech2text() -> tuple[torch.nn.Module, Batch]:
 
 
 def _video(stem: str, own: dict[str, Any]) -> tuple[torch.nn.Module, Batch]:
-    settings = config(f"{stem}Config", image_size=32, patch_size=16, num_frames=8, **own)
+    settings = config(f"{stem}Config", image_size=64, patch_size=16, num_frames=8, **own)
     return model(f"{stem}ForVideoClassification", settings), {
-        "pixel_values": floats(8, 8, 3, 32, 32),
+        "pixel_values": floats(8, 8, 3, 64, 64),
         "labels": classes(8),
     }
 
