@@ -25,10 +25,10 @@ import torch
 from benchmarks.problems import model_named
 from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
 from rockmate import BudgetTooSmall, PeakMemory, Rockmate, reduce_fragmentation, verify, zoo
-from rockmate.measured import Measured, measure
-from rockmate.planner import make_plan
-from rockmate.real_step import run_step
-from rockmate.request import PlanRequest
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.planner import make_plan
+from rockmate.planning.real_step import run_step
+from rockmate.planning.request import PlanRequest
 from rockmate.units import format_bytes
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)

@@ -16,7 +16,7 @@ from benchmarks.random_dags import SIZES, random_problem
 from rk_solvers import Chain, Problem, problem_from_json, problem_to_json
 
 if TYPE_CHECKING:
-    from rockmate.measured import Measured
+    from rockmate.planning.measured import Measured
 
 Trainable = tuple[Any, Any, Callable[[Any], Any]]  # a module, a sample, and the loss of its output
 MODELS = ("gpt2-demo", "resnet50-demo", "resnet101-demo", "unet-demo", "t5-6", "mixer-demo", "gpt2-deep")
@@ -36,8 +36,8 @@ def problem_named(name: str, cache: Path) -> tuple[Problem, Chain | None]:
 
 def measured(name: str) -> Measured:
     """The problem and chain of one of `MODELS`, or of any model of the zoo."""
-    from rockmate.measured import measure  # torch is needed for this only
-    from rockmate.request import PlanRequest
+    from rockmate.planning.measured import measure  # torch is needed for this only
+    from rockmate.planning.request import PlanRequest
 
     model, sample, loss = model_named(name)
     return measure(model, sample, PlanRequest(1.0, loss))

@@ -15,7 +15,7 @@ from rkgb.cut import Block
 from rkgb.dgraph import DNode
 from rkgb.errors import GraphError
 from rkgb.measuring.memory import allocated_bytes
-from rkgb.measuring.profile import BlockProfile, OpProfile, SavedTensor
+from rkgb.measuring.profile import BlockProfile, OpProfile, SavedKind, SavedTensor
 from rkgb.sgraph import SGraph, SNode
 
 
@@ -295,3 +295,26 @@ def _early_bytes(graph: SGraph) -> dict[SNode, int]:
             if any(position[op] > start for op in before.ops):
                 early[before] = early.get(before, 0) + size_bytes
     return early
+
+
+def held_storages(graph: KGraph) -> set[str]:
+    """Storages alive to the end of the step whatever the plan: outputs, and what outputs without gradient saved.
+
+    No backward comes to the operations that lead to such an output alone: the output's own graph keeps what they saved.
+    """
+    dgraph = graph.sgraph.dgraph
+    held = {dgraph.owner(name) for name in dgraph.output_names}
+    staged = {comp.name.split(".backward")[0] for comp in graph.backward}
+    maker = {name: op for op in dgraph for name in op.output_names}
+    waiting = [name for name in dgraph.output_names if name not in dgraph.gradient_outputs]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in maker or not dgraph.values[name].requires_grad:
+            continue
+        seen.add(name)
+        op = maker[name]
+        if op.name not in staged and op.name in graph.op_profiles:
+            held |= {saved.source for saved in graph.op_profiles[op.name].saved if saved.kind is not SavedKind.LEAF}
+        waiting += op.call.inputs
+    return held

@@ -11,7 +11,6 @@ from rkgb.errors import (
     TraceWarning,
 )
 from rockmate import distributed
-from rockmate.allocators import AllocatorSettings, reduce_fragmentation
 from rockmate.errors import (
     BudgetError,
     BudgetTooSmall,
@@ -31,8 +30,9 @@ from rockmate.errors import (
     SolverError,
     TransformError,
 )
-from rockmate.memory import PeakMemory
-from rockmate.memory_split import MemorySplit
+from rockmate.memory.allocators import AllocatorSettings, reduce_fragmentation
+from rockmate.memory.peak import PeakMemory
+from rockmate.memory.split import MemorySplit
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
 from rockmate.verify import Verification, verify

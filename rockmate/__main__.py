@@ -20,7 +20,7 @@ import torch
 
 from rkgb import RockmateError
 from rockmate import zoo
-from rockmate.budget import Budget
+from rockmate.memory.budget import Budget
 from rockmate.verify import OPTIMIZERS, verify
 
 EXACT, DIFFERENT, WRONG_INPUT = 0, 1, 2

@@ -17,19 +17,19 @@ import torch
 from rkgb import GuardError, RockmateError, Sample, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
-from rockmate.checkpointing import OwnCheckpointing
 from rockmate.errors import CheckpointingWarning, NothingToTrain, ReplanWarning, ShapesError
-from rockmate.follow import Decisions
-from rockmate.measured import Measured
-from rockmate.module_traits import ModuleTraits, TraitsReader
-from rockmate.pattern import CallPattern
 from rockmate.plan import Plan
-from rockmate.planner import Planned, plan_model
+from rockmate.planning.follow import Decisions
+from rockmate.planning.measured import Measured
+from rockmate.planning.planner import Planned, plan_model
+from rockmate.planning.request import PlanRequest
 from rockmate.progress import Progress, progress_display
-from rockmate.request import PlanRequest
-from rockmate.runner import Runner
-from rockmate.settings import BoundSettings, Settings
-from rockmate.transforms import refuse_transforms
+from rockmate.running.checkpointing import OwnCheckpointing
+from rockmate.running.module_traits import ModuleTraits, TraitsReader
+from rockmate.running.pattern import CallPattern
+from rockmate.running.runner import Runner
+from rockmate.running.settings import BoundSettings, Settings
+from rockmate.running.transforms import refuse_transforms
 from rockmate.units import format_bytes
 
 Shapes = Literal["replan", "nearest", "eager", "error"]

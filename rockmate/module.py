@@ -15,18 +15,18 @@ from rk_solvers import Solver
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
-from rockmate.budget import Budget
-from rockmate.costs import LossFunction
 from rockmate.errors import IntegrationError, NotPlanned, PickleWarning
 from rockmate.family import Member, PlanFamily, Shapes
-from rockmate.measured import Measured
-from rockmate.memory_split import MemorySplit, Scope
-from rockmate.optimizer_state import OptimizerLike
-from rockmate.pinned import Pins, as_pins, check_pins
+from rockmate.memory.budget import Budget
+from rockmate.memory.optimizer_state import OptimizerLike
+from rockmate.memory.split import MemorySplit, Scope
 from rockmate.plan import Plan
-from rockmate.planner import Planned
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.measured import Measured
+from rockmate.planning.pinned import Pins, as_pins, check_pins
+from rockmate.planning.planner import Planned
+from rockmate.planning.request import PlanRequest, check_request, no_progress
 from rockmate.progress import Progress
-from rockmate.request import PlanRequest, check_request, no_progress
 from rockmate.transparent import Transparent
 
 _NOT_COMPILED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rk_solvers import Recompute, Schedule
-from rockmate.memory_split import MemorySplit
+from rockmate.memory.split import MemorySplit
 from rockmate.units import format_bytes, format_ms
 
 

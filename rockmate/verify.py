@@ -19,11 +19,11 @@ from rkgb.tracing.opaque import compile_like
 from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
 from rkgb.tracing.side_effects import attributes_of, other_random_states_kept
 from rkgb.tree import is_tensor, leaves
-from rockmate.budget import Budget
-from rockmate.costs import LossFunction
+from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
-from rockmate.runtime import Handle, Step, StepTables
+from rockmate.planning.costs import LossFunction
+from rockmate.running.runtime import Handle, Step, StepTables
 from rockmate.units import format_bytes
 
 _SEED = 0

@@ -25,7 +25,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rkgb.errors": (),
     "rk_solvers": ("rk_solvers",),
     "rockmate": ("rockmate", "rkgb", "rk_solvers"),
-    "rockmate.memory": ("rkgb.measuring.memory",),
+    "rockmate.memory": ("rockmate.memory", "rockmate.errors", "rockmate.units", "rkgb", "rk_solvers"),
+    "rockmate.running": ("rockmate.running", "rockmate.errors", "rockmate.units", "rkgb", "rk_solvers"),
+    "rockmate.planning": (
+        "rockmate.planning",
+        "rockmate.running",
+        "rockmate.memory",
+        "rockmate.plan",
+        "rockmate.errors",
+        "rockmate.units",
+        "rkgb",
+        "rk_solvers",
+    ),
+    "rockmate.memory.peak": ("rkgb.measuring.memory",),
     "rockmate.report": ("rockmate.units",),
     "rockmate.units": (),
     "rockmate.zoo": ("rockmate.zoo",),
@@ -35,7 +47,7 @@ NO_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rk_solvers": ("torch",), "rockmat
 # … or none but these.
 ONLY_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rockmate.zoo": ("torch",)}
 
-MAY_EXECUTE_TEXT = ("rockmate/codegen.py",)
+MAY_EXECUTE_TEXT = ("rockmate/running/codegen.py",)
 MAY_PRINT = ("rockmate/report.py", "rkgb/show.py", "rkgb/check.py", "examples/", "benchmarks/", "tests/")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rockmate.memory import PeakMemory
+from rockmate.memory.peak import PeakMemory
 
 KIB = 1024
 

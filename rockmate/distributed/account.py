@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rk_solvers import Chain, KeepAll, KeepNone, Problem, Recompute, Solution, Solver, schedule_of
-from rockmate.costs import LOSS
 from rockmate.distributed.blocks import BlockClass
-from rockmate.follow import Decisions
-from rockmate.memory_split import above_gradients
-from rockmate.simulator import simulate
+from rockmate.memory.split import above_gradients
+from rockmate.planning.costs import LOSS
+from rockmate.planning.follow import Decisions
+from rockmate.planning.simulator import simulate
 
 _MOST_CHOICES = 20_000  # compared one by one
 _LEVELS = 6  # of kept bytes, at which each class is solved at first

@@ -19,23 +19,23 @@ from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import RockmateError, Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
-from rockmate.budget import Budget, resolve_budget
-from rockmate.checkpointing import OwnCheckpointing
-from rockmate.costs import LossFunction
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
 from rockmate.errors import BudgetError, BudgetTooSmall, CheckpointingWarning, PlanExchangeError
-from rockmate.exchange import default_exchange, key_of, plan_key, warn_alone
-from rockmate.follow import Decisions, Follow
-from rockmate.measured import Measured, measure
-from rockmate.memory_split import Residents
+from rockmate.memory.budget import Budget, resolve_budget
+from rockmate.memory.split import Residents
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
-from rockmate.planner import Planned, make_plan
-from rockmate.real_step import StepFunction, real_peak_bytes, warm_step
-from rockmate.request import PlanRequest, check_request
-from rockmate.sharded import refuse_what_spans_ranks
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.exchange import default_exchange, key_of, plan_key, warn_alone
+from rockmate.planning.follow import Decisions, Follow
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.planner import Planned, make_plan
+from rockmate.planning.real_step import StepFunction, real_peak_bytes, warm_step
+from rockmate.planning.request import PlanRequest, check_request
+from rockmate.running.checkpointing import OwnCheckpointing
+from rockmate.running.sharded import refuse_what_spans_ranks
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 5  # corrections of the account by real steps

@@ -15,9 +15,9 @@ from rkgb import ModelError, ReplayMismatch, Sample, SampleError, make_sample
 from rkgb.state import autocast_in_force, borrowed, module_devices, training_mode
 from rkgb.tracing.replay import replay_check
 from rockmate.distributed.precision import casting, removed
-from rockmate.measured import Measured
 from rockmate.module import Rockmate
-from rockmate.pattern import CallPattern
+from rockmate.planning.measured import Measured
+from rockmate.running.pattern import CallPattern
 
 Blocks = type[nn.Module] | Iterable[type[nn.Module] | nn.Module] | None
 """Classes of blocks, the blocks themselves, or None for those that the model repeats."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rockmate.budget import Budget
 from rockmate.errors import IntegrationError
+from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 
 try:

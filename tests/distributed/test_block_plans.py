@@ -16,8 +16,8 @@ from rockmate.distributed import plan_blocks
 from rockmate.distributed.account import BlockProblem, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import Forward, classes_of, find_blocks
 from rockmate.errors import CheckpointingWarning
-from rockmate.measured import measure
-from rockmate.request import PlanRequest
+from rockmate.planning.measured import measure
+from rockmate.planning.request import PlanRequest
 from tests.distributed.sharded import Block, Stack, batch
 from tests.module.models import WIDTH, built
 from tests.module.steps import assert_same_training, squares, train

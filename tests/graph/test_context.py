@@ -9,7 +9,7 @@ from rkgb import AllGraphs, KGraph, make_all_graphs, make_sample
 from rkgb.kgraph import s_to_k
 from rkgb.measuring.context import measure_in_context
 from rockmate import zoo
-from rockmate.costs import assumed_loss_cost, build_problem
+from rockmate.planning.costs import assumed_loss_cost, build_problem
 from tests.module.models import WIDTH, built, rows
 from tests.module.random_modules import random_plan
 from tests.module.steps import following, keep_nothing, measured_for, peak_of_step

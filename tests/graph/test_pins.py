@@ -9,8 +9,8 @@ from rkgb import AllGraphs, cut, make_sample, s_to_k
 from rkgb.cut import chain
 from rkgb.measuring.measure import measure_blocks
 from rkgb.tree import map_leaves
-from rockmate.costs import build_problem, measure_loss
-from rockmate.memory import PeakMemory
+from rockmate.memory.peak import PeakMemory
+from rockmate.planning.costs import build_problem, measure_loss
 from tests.graph.programs import Program, simplified, timed_once
 
 

@@ -15,12 +15,12 @@ from rkgb.measuring.memory import AllocationLog
 from rkgb.tracing.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
-from rockmate.codegen import compile_program
-from rockmate.measured import Measured, measure
-from rockmate.planner import Planned, make_plan
-from rockmate.program import Program, make_program
-from rockmate.request import PlanRequest
-from rockmate.runner import Runner
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.planner import Planned, make_plan
+from rockmate.planning.request import PlanRequest
+from rockmate.running.codegen import compile_program
+from rockmate.running.program import Program, make_program
+from rockmate.running.runner import Runner
 
 Loss = Callable[[Any], Tensor]
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkgb.measuring.block_memory
-import rockmate.planner
-import rockmate.real_step
+import rockmate.planning.planner
+import rockmate.planning.real_step
 from rkgb.sample import make_sample
 from rkgb.state import borrowed
 from rockmate import AllocatorSettings, FragmentationWarning, Rockmate, reduce_fragmentation
-from rockmate.allocators import (
+from rockmate.memory.allocators import (
     SMALLEST_SEGMENTS_BYTES,
     StepPeak,
     allowed_reserved_bytes,
@@ -29,7 +29,7 @@ from rockmate.allocators import (
     start_peak,
     with_expandable_segments,
 )
-from rockmate.real_step import warm_step
+from rockmate.planning.real_step import warm_step
 from tests.module.steps import squares
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -120,7 +120,7 @@ def test_gradients_that_are_there_count_in_neither_peak():
 
 
 def test_a_warm_up_leaves_no_gradients_and_no_statistics(allocator, monkeypatch):
-    monkeypatch.setattr(rockmate.real_step, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(rockmate.planning.real_step, "available_bytes", lambda device: GIB)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     sample = make_sample(model, (torch.randn(8, 4, requires_grad=True),))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -146,7 +146,7 @@ def test_planning_with_warm_ups_comes_to_the_same(monkeypatch, budget, solver):
 
     cold, cold_state = planned()
     runs: list[torch.device] = []
-    for module in (rkgb.measuring.block_memory, rockmate.real_step):
+    for module in (rkgb.measuring.block_memory, rockmate.planning.real_step):
         monkeypatch.setattr(module, "warm_up", lambda device, run: (runs.append(device), run()))
     warm, warm_state = planned()
     assert len(runs) >= 4  # blocks, all of them together, the eager step, and the plan's
@@ -170,7 +170,7 @@ def test_a_warm_up_that_does_not_fit_says_where(allocator, monkeypatch):
     def fail(_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(rockmate.real_step, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(rockmate.planning.real_step, "available_bytes", lambda device: GIB)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         warm_step(fail, make_sample(nn.Linear(2, 2), (torch.ones(2),)), None, CUDA, nullcontext)
     assert "in a real step of the plan" in caught.value.__notes__[0]
@@ -218,8 +218,8 @@ def test_a_plan_on_the_cpu_knows_no_reserved_bytes(network):
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_gaps_are_told_to_who_asked_for_the_plan(network, monkeypatch, expandable):
-    monkeypatch.setattr(rockmate.planner, "real_peak_bytes", lambda *_: StepPeak(GIB, 3 * GIB))
-    monkeypatch.setattr(rockmate.planner, "segments_are_expandable", lambda: expandable)
+    monkeypatch.setattr(rockmate.planning.planner, "real_peak_bytes", lambda *_: StepPeak(GIB, 3 * GIB))
+    monkeypatch.setattr(rockmate.planning.planner, "segments_are_expandable", lambda: expandable)
     with pytest.warns(FragmentationWarning) as told:
         plan = Rockmate(*network, 2 * GIB, loss=torch.mean).plan
     assert [warning.filename for warning in told] == [__file__]
@@ -330,8 +330,8 @@ def test_a_refused_setting_says_what_to_do_instead(settings, monkeypatch):
 def test_pytorch_takes_the_settings_that_are_made():
     """PyTorch's own functions, in a process of its own: what the environment says, and then what was set."""
     program = (
-        "import torch; from rockmate.allocators import _allocator_settings, _set_allocator_settings\n"
-        "from rockmate.allocators import with_expandable_segments as more\n"
+        "import torch; from rockmate.memory.allocators import _allocator_settings, _set_allocator_settings\n"
+        "from rockmate.memory.allocators import with_expandable_segments as more\n"
         "_set_allocator_settings(more(_allocator_settings())); print(_allocator_settings())"
     )
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,roundup_power2_divisions:[256:1,>:4]"}

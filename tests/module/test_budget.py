@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb.measuring.available import available_bytes, cgroup_free_bytes
 from rockmate import BudgetError, Rockmate
-from rockmate.budget import RESERVE, resolve_budget
+from rockmate.memory.budget import RESERVE, resolve_budget
 from tests.module.models import Layers, built, rows
 from tests.module.steps import CPU, squares
 
@@ -44,15 +44,15 @@ def test_no_budget_is_what_is_free_less_the_reserve(budget):
 
 
 def test_what_is_there_already_is_in_a_budget_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("rockmate.budget.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 1000)
     assert resolve_budget(None, PEAK_BYTES, CPU, present_bytes=500) == 1400
 
 
 def test_a_module_planned_without_a_budget_gets_what_was_free_when_it_was_planned(monkeypatch):
-    monkeypatch.setattr("rockmate.budget.available_bytes", lambda device: 10 << 20)
+    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 10 << 20)
     model = Rockmate(built(Layers), rows(), loss=squares)
     assert model.plan.budget_bytes == int((10 << 20) * (1 - RESERVE))
-    monkeypatch.setattr("rockmate.budget.available_bytes", lambda device: 0)
+    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 0)
     squares(model(rows(1))).backward()  # what is free later does not matter
 
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import rkgb
 from rockmate import Rockmate
 from rockmate.errors import PinError, PlanMismatch
-from rockmate.measured import measure
-from rockmate.request import PlanRequest
+from rockmate.planning.measured import measure
+from rockmate.planning.request import PlanRequest
 from tests.module.models import ROWS, WIDTH, built, rows
 from tests.module.steps import (
     assert_same_training,

@@ -9,7 +9,7 @@ from rkgb.measuring.memory import AllocationLog
 from rkgb.sample import make_sample
 from rkgb.tracing.replay import record_step
 from rockmate import PeakMemory, Rockmate, reduce_fragmentation, zoo
-from rockmate.allocators import SMALLEST_SEGMENTS_BYTES, end_peak, segments_are_expandable, start_peak
+from rockmate.memory.allocators import SMALLEST_SEGMENTS_BYTES, end_peak, segments_are_expandable, start_peak
 
 pytestmark = pytest.mark.cuda
 

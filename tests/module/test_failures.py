@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.measuring.memory import AllocationLog
-from rockmate.runtime import Step
+from rockmate.running.runtime import Step
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.steps import CPU, assert_trains_exactly, recomputing, squares
 

@@ -7,9 +7,9 @@ import pytest
 
 from rk_solvers import Greedy, KeepAll, Problem, Status, check, normalise
 from rockmate import PlanMismatch
-from rockmate.follow import Decisions, Follow
-from rockmate.planner import make_plan
-from rockmate.request import PlanRequest
+from rockmate.planning.follow import Decisions, Follow
+from rockmate.planning.planner import make_plan
+from rockmate.planning.request import PlanRequest
 from tests.module.models import Layers, built, rows
 from tests.module.steps import assert_same_training, keep_nothing, measured_for, squares, train, wrapped
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from rkgb import make_sample
 from rkgb.tracing.replay import record_step
 from rockmate import BudgetTooSmall, InputMismatch, PlanMismatch, Rockmate, TraceError, verify
-from rockmate.runtime import Step
+from rockmate.running.runtime import Step
 from tests.module.models import WIDTH, built, rows
 from tests.module.noisy import (
     HELD,

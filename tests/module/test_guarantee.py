@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from rk_solvers import Greedy
 from rkgb.measuring.memory import AllocationLog
 from rockmate import BudgetTooSmall, Rockmate, zoo
-from rockmate.measured import Measured
-from rockmate.request import PlanRequest
+from rockmate.planning.measured import Measured
+from rockmate.planning.request import PlanRequest
 from tests.module.models import WIDTH, Layers, Normalised, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.steps import CPU, measured_for, rockmate_from, squares
 

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from rk_solvers import Recompute, Schedule, check, normalise, peak_and_time, schedule_of
-from rockmate.measured import Measured
-from rockmate.simulator import simulate
+from rockmate.planning.measured import Measured
+from rockmate.planning.simulator import simulate
 from tests.module.models import Layers, Normalised, SharedMask, Smooth, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.random_modules import RandomModule, random_plan
 from tests.module.steps import (

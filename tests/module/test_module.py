@@ -11,7 +11,7 @@ from torch import nn
 from rk_solvers import Greedy, Schedule
 from rk_solvers.search import Search
 from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate, SolverError, zoo
-from rockmate.budget import resolve_budget
+from rockmate.memory.budget import resolve_budget
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_trains_exactly, recomputing, squares
 

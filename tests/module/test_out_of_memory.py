@@ -210,6 +210,6 @@ def test_what_does_not(error):
 
 def test_a_budget_of_more_than_there_is_is_refused_before_the_step_runs(monkeypatch):
     network = built(Layers)
-    monkeypatch.setattr("rockmate.planner.available_bytes", lambda device: 10_000)
+    monkeypatch.setattr("rockmate.planning.planner.available_bytes", lambda device: 10_000)
     with pytest.raises(BudgetError, match=r"is more than there is: a step would take .* and 9\.77 KiB are free on cpu"):
         Rockmate(network, rows(), "1TiB", loss=squares)

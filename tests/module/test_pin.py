@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import BudgetTooSmall, PinError, Rockmate, TraceError
-from rockmate.measured import Measured, measure
-from rockmate.request import PlanRequest
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.request import PlanRequest
 from tests.module.steps import assert_trains_exactly, following, keep_nothing, squares
 
 aten = torch.ops.aten

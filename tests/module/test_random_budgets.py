@@ -18,9 +18,9 @@ from torch import nn
 
 from rk_solvers import Greedy, Solver, check
 from rockmate import BudgetTooSmall, Rockmate
-from rockmate.measured import Measured, measure
-from rockmate.memory_split import Residents
-from rockmate.request import PlanRequest
+from rockmate.memory.split import Residents
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.request import PlanRequest
 from tests.module.random_networks import Case, random_case
 from tests.module.steps import assert_same_training, peak_of_step, rockmate_from, train
 

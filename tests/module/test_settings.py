@@ -10,8 +10,8 @@ from torch import nn
 
 from rkgb import make_sample
 from rockmate import ReplanWarning, Rockmate
-from rockmate.planner import plan_model
-from rockmate.settings import BoundSettings, Settings
+from rockmate.planning.planner import plan_model
+from rockmate.running.settings import BoundSettings, Settings
 from tests.models.factories import tokens
 from tests.models.hugging_face import gpt2
 

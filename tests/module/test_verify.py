@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rockmate import BudgetTooSmall, ModelError, Rockmate, SampleError, Verification, verify
-from rockmate.runtime import Step
+from rockmate.running.runtime import Step
 from rockmate.verify import OPTIMIZERS
 from tests.module.models import WIDTH, Layers, Normalised, TwoHeads, built, images, rows
 from tests.module.steps import keep_nothing, recomputing, squares

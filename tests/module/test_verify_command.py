@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rockmate.__main__ import DIFFERENT, EXACT, WRONG_INPUT, load_target, main
-from rockmate.runtime import Step
+from rockmate.running.runtime import Step
 from tests.module.models import Layers, built, rows
 from tests.module.steps import squares
 from tests.scripts import ROOT

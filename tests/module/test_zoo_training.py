@@ -7,10 +7,10 @@ import pytest
 
 from rk_solvers import Greedy, Schedule, check, peak_and_time
 from rockmate import BudgetTooSmall, Rockmate, zoo
-from rockmate.measured import Measured
-from rockmate.planner import Planned, make_plan
-from rockmate.request import PlanRequest
-from rockmate.simulator import simulate
+from rockmate.planning.measured import Measured
+from rockmate.planning.planner import Planned, make_plan
+from rockmate.planning.request import PlanRequest
+from rockmate.planning.simulator import simulate
 from rockmate.zoo import ZooEntry
 from tests.module.steps import Trained, assert_same_training, measured_for, peak_of_step, rockmate_from, train, wrapped
 

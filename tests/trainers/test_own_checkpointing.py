@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import CheckpointingWarning, Rockmate
-from rockmate.checkpointing import OwnCheckpointing
+from rockmate.running.checkpointing import OwnCheckpointing
 from tests.module.models import built
 from tests.module.steps import assert_same_training, squares, train
 

@@ -23,13 +23,13 @@ import torch
 from rk_solvers import Problem
 from rkgb.errors import RockmateError
 from rockmate import errors
-from rockmate.budget import RESERVE, Budget, resolve_budget
-from rockmate.costs import LOSS
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
-from rockmate.follow import Decisions, Follow
-from rockmate.measured import Measured
+from rockmate.memory.budget import RESERVE, Budget, resolve_budget
 from rockmate.plan import Plan
-from rockmate.request import PlanRequest
+from rockmate.planning.costs import LOSS
+from rockmate.planning.follow import Decisions, Follow
+from rockmate.planning.measured import Measured
+from rockmate.planning.request import PlanRequest
 
 _FORMAT = "rockmate plan 1"  # keys of another form of the content are others'
 _LONGEST_POLL_S = 0.25

@@ -12,7 +12,7 @@ from rk_solvers import Problem
 from rkgb import AllGraphs
 from rkgb.measuring.memory import allocated_bytes
 from rockmate.errors import BudgetError, OptimizerError
-from rockmate.optimizer_state import check_optimizer
+from rockmate.memory.optimizer_state import check_optimizer
 from rockmate.units import format_bytes
 
 Scope = Literal["step", "total"]

@@ -21,7 +21,7 @@ from rkgb.state import borrowed, training_mode
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.opaque import as_written, is_compiled_wrapper
 from rkgb.tracing.side_effects import attributes_of
-from rockmate.checkpointing import CHECKPOINTING_FLAGS
+from rockmate.running.checkpointing import CHECKPOINTING_FLAGS
 
 _MOST_ENTRIES = 64  # of a container that is compared: longer ones are data, not settings
 _DEEPEST = 4  # containers within containers: deeper ones are data, or go in a circle

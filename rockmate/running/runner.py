@@ -16,13 +16,13 @@ from rkgb.state import autocast_in_force, random_states, without_autocast
 from rkgb.tracing.generators import generators_for
 from rkgb.tracing.guard import Guard
 from rkgb.tree import map_leaves
-from rockmate.codegen import CompiledProgram
 from rockmate.errors import PlanMismatch
-from rockmate.module_traits import ModuleTraits, TraitsReader
-from rockmate.pattern import CallPattern
-from rockmate.runtime import Step, StepTables
-from rockmate.settings import Settings
-from rockmate.transforms import refuse_transforms
+from rockmate.running.codegen import CompiledProgram
+from rockmate.running.module_traits import ModuleTraits, TraitsReader
+from rockmate.running.pattern import CallPattern
+from rockmate.running.runtime import Step, StepTables
+from rockmate.running.settings import Settings
+from rockmate.running.transforms import refuse_transforms
 
 
 class Runner:

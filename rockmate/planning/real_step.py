@@ -16,9 +16,9 @@ from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told,
 from rkgb.state import borrowed, without_autocast
 from rkgb.tracing.generators import OwnGenerator
 from rkgb.tree import leaves
-from rockmate.allocators import StepPeak, end_peak, start_peak
-from rockmate.costs import LossFunction, evaluate_loss
-from rockmate.memory_split import Residents
+from rockmate.memory.allocators import StepPeak, end_peak, start_peak
+from rockmate.memory.split import Residents
+from rockmate.planning.costs import LossFunction, evaluate_loss
 from rockmate.units import format_bytes
 
 StepFunction = Callable[..., Any]  # called like the module

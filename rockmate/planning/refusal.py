@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from rk_solvers import Compute, Forget, Problem, Solution
 from rk_solvers.least_peak import least_peak_bytes
-from rockmate.costs import LOSS
 from rockmate.errors import BudgetTooSmall
-from rockmate.measured import Measured
-from rockmate.memory_split import MemorySplit
-from rockmate.simulator import simulate
+from rockmate.memory.split import MemorySplit
+from rockmate.planning.costs import LOSS
+from rockmate.planning.measured import Measured
+from rockmate.planning.simulator import simulate
 from rockmate.units import format_bytes
 
 _PROOF_S = 3.0  # most seconds for the proof of how much less might do

@@ -11,6 +11,7 @@ import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
+from rkgb.kgraph import held_storages
 from rkgb.measuring.memory import AllocationLog, allocated_bytes, warm_up
 from rkgb.measuring.profile import SavedKind
 from rkgb.state import without_autocast
@@ -87,29 +88,6 @@ def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:
     )
     problem = Problem(data, forward, backward, held)
     return problem, _chain(graphs, len(graph.backward))
-
-
-def held_storages(graph: KGraph) -> set[str]:
-    """Storages alive to the end of the step whatever the plan: outputs, and what outputs without gradient saved.
-
-    No backward comes to the operations that lead to such an output alone: the output's own graph keeps what they saved.
-    """
-    dgraph = graph.sgraph.dgraph
-    held = {dgraph.owner(name) for name in dgraph.output_names}
-    staged = {comp.name.split(".backward")[0] for comp in graph.backward}
-    maker = {name: op for op in dgraph for name in op.output_names}
-    waiting = [name for name in dgraph.output_names if name not in dgraph.gradient_outputs]
-    seen: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in maker or not dgraph.values[name].requires_grad:
-            continue
-        seen.add(name)
-        op = maker[name]
-        if op.name not in staged and op.name in graph.op_profiles:
-            held |= {saved.source for saved in graph.op_profiles[op.name].saved if saved.kind is not SavedKind.LEAF}
-        waiting += op.call.inputs
-    return held
 
 
 def _stored(graph: KGraph) -> list[Any]:

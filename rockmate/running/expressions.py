@@ -16,7 +16,7 @@ from rkgb.dgraph import RUNNING_STATISTICS
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves, map_leaves
-from rockmate.runtime import Step, differentiable
+from rockmate.running.runtime import Step, differentiable
 
 
 class Expressions:

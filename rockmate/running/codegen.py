@@ -17,9 +17,9 @@ from rkgb.measuring.profile import SavedKind
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
-from rockmate.expressions import Expressions, statistics_of
-from rockmate.program import Program, Segment, Slot, dropped_after
-from rockmate.runtime import ForgottenTensor, SegmentCode, StepTables
+from rockmate.running.expressions import Expressions, statistics_of
+from rockmate.running.program import Program, Segment, Slot, dropped_after
+from rockmate.running.runtime import ForgottenTensor, SegmentCode, StepTables
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
 

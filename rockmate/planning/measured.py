@@ -15,16 +15,16 @@ from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
 from rkgb.state import autocast_in_force, for_planning, main_device, module_devices
-from rockmate.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
 from rockmate.errors import NothingToTrain
-from rockmate.memory_split import Residents, above_gradients, count_residents
-from rockmate.module_traits import ModuleTraits, TraitsReader
-from rockmate.optimizer_state import optimizer_state_bytes
-from rockmate.pattern import CallPattern
-from rockmate.pinned import check_pins, pinned_operations
-from rockmate.real_step import eager_peak_bytes
-from rockmate.request import PlanRequest
-from rockmate.settings import Settings
+from rockmate.memory.optimizer_state import optimizer_state_bytes
+from rockmate.memory.split import Residents, above_gradients, count_residents
+from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
+from rockmate.planning.pinned import check_pins, pinned_operations
+from rockmate.planning.real_step import eager_peak_bytes
+from rockmate.planning.request import PlanRequest
+from rockmate.running.module_traits import ModuleTraits, TraitsReader
+from rockmate.running.pattern import CallPattern
+from rockmate.running.settings import Settings
 
 
 @dataclass(eq=False, slots=True)

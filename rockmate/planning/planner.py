@@ -17,24 +17,24 @@ from rkgb.measuring.available import available_bytes
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
-from rockmate.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
-from rockmate.budget import resolve_budget
-from rockmate.checkpointing import OwnCheckpointing
-from rockmate.codegen import CompiledProgram, compile_program
-from rockmate.costs import LOSS, LossFunction
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
-from rockmate.exchange import plan_with_others
-from rockmate.follow import Follow
-from rockmate.measured import Measured, measure
-from rockmate.memory_split import MemorySplit
+from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
+from rockmate.memory.budget import resolve_budget
+from rockmate.memory.split import MemorySplit
 from rockmate.plan import Plan
-from rockmate.program import Program, make_program
-from rockmate.real_step import real_peak_bytes, warm_step
-from rockmate.refusal import too_small
-from rockmate.request import PlanRequest, Progress, check_request
-from rockmate.runner import Runner
-from rockmate.sharded import refuse_what_spans_ranks
-from rockmate.simulator import simulate
+from rockmate.planning.costs import LOSS, LossFunction
+from rockmate.planning.exchange import plan_with_others
+from rockmate.planning.follow import Follow
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.real_step import real_peak_bytes, warm_step
+from rockmate.planning.refusal import too_small
+from rockmate.planning.request import PlanRequest, Progress, check_request
+from rockmate.planning.simulator import simulate
+from rockmate.running.checkpointing import OwnCheckpointing
+from rockmate.running.codegen import CompiledProgram, compile_program
+from rockmate.running.program import Program, make_program
+from rockmate.running.runner import Runner
+from rockmate.running.sharded import refuse_what_spans_ranks
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from rk_solvers import SOLVERS, Solver
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from rockmate.budget import Budget, check_budget
-from rockmate.costs import LossFunction
 from rockmate.errors import LossError, SolverError
-from rockmate.follow import Decisions
-from rockmate.memory_split import Scope, check_scope
-from rockmate.optimizer_state import OptimizerLike
-from rockmate.pinned import Pin
+from rockmate.memory.budget import Budget, check_budget
+from rockmate.memory.optimizer_state import OptimizerLike
+from rockmate.memory.split import Scope, check_scope
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.follow import Decisions
+from rockmate.planning.pinned import Pin
 
 Progress = Callable[[str, int, int], None]
 

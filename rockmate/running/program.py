@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.dgraph import last_uses
+from rkgb.kgraph import held_storages
 from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.opaque import OpaqueCall
-from rockmate.costs import held_storages
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
 

@@ -1,0 +1,1 @@
+"""Budgets, what training holds beside a step, allocators, and the measured peak."""
