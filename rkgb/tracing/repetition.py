@@ -18,7 +18,7 @@ from rkgb.tree import leaves
 from rkgb.values import ValueInfo
 
 Values = Mapping[str, ValueInfo]
-_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _MASKS = (torch.bool, torch.uint8)
 # With the CPU alone, the order of what runs in parallel is fixed for all but the writes below.
 _ORDERLY = frozenset({"cpu", "meta"})
@@ -32,7 +32,7 @@ def reason_against_repetition(op: DNode, values: Values) -> str:
     function = op.call.function
     if not isinstance(function, torch._ops.OpOverload):
         return ""
-    if function.namespace in _COLLECTIVES:
+    if function.namespace in COLLECTIVES:
         return f"{op.name} takes part in a collective, which other processes would not repeat"
     if getattr(torch.Tag, "nondeterministic_bitwise", None) in function.tags:
         return f"{op.name} is declared not to repeat its bits"

@@ -25,6 +25,7 @@ from rockmate.planning.request import PlanRequest
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
 from rockmate.running.settings import Settings
+from rockmate.running.sharded import refuse_collectives
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +69,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
             f"no parameter of {type(model).__name__} and no tensor of the sample requires a gradient: there is no "
             "training step to plan. Unfreeze a parameter, or use the module as it is."
         )
+    refuse_collectives(model, arguments)
     with for_planning(model):
         traits = TraitsReader(model).read()
         graphs, loss_cost = _graphs(model, arguments, request, known)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from rkgb import Sample
 from rkgb.errors import TraceError
+from rkgb.state import borrowed, for_planning
+from rkgb.tracing.repetition import COLLECTIVES
 
 _INSTEAD = (
     "Plan the module that is sharded, and shard what is planned: fully_shard(Rockmate(block)) for each block, as "
@@ -37,6 +40,43 @@ def refuse_what_spans_ranks(model: Any) -> None:
                 "of this rank cannot compute them. Plan the parts of the model that have none (Rockmate(model.block) "
                 "in place of model.block), use BatchNorm, or put the layer in eval mode."
             )
+
+
+def refuse_collectives(model: torch.nn.Module, sample: Sample) -> None:
+    """Raise `TraceError` where a forward on `sample` takes part in a collective, and there are other ranks to do so.
+
+    Planning runs parts of a module as often as it takes to measure them, and one rank may plan what another does not:
+    they would wait for each other for ever. One forward tells, without gradients; `model` is left as it was.
+    """
+    if not _has_other_ranks():
+        return
+    with for_planning(model), borrowed(model), torch.no_grad(), _NoCollectives(model):
+        try:
+            sample.copy().call(model)
+        except TraceError:
+            raise
+        except Exception:  # noqa: BLE001, S110  whatever it is: tracing will tell it in its own words
+            pass
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = type(model).__name__
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "namespace", "") in COLLECTIVES:
+            raise TraceError(
+                f"the forward of {self._name} calls {function}, a collective: to plan it, it has to be run by itself, "
+                "and more often than on other ranks. Plan the parts of the model between its collectives: "
+                "model.block = Rockmate(model.block, ...)."
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _has_other_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_sharded(parameter: torch.Tensor | None) -> bool:

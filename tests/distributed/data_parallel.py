@@ -180,6 +180,46 @@ def assert_buckets_ready_as_early() -> tuple[int, int]:
     return len(ready), planned.plan.recomputations
 
 
+class _Summed(torch.autograd.Function):
+    """The sum over all ranks, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        total = value.clone()
+        distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total
+
+
+class Joined(nn.Module):
+    """Its function has a collective inside, which no trace shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.second(_Summed.apply(torch.tanh(self.first(hidden)))))
+
+
+def collectives_are_refused() -> str:
+    """On one rank alone, whom nobody would answer; returns the message."""
+    if distributed.get_rank() == 0:
+        return ""
+    model = built(Joined)
+    try:
+        Rockmate(model, rows(), 0.8)
+    except TraceError as error:
+        return str(error)
+    return "planned"
+
+
 def sync_batch_norm_is_refused() -> str:
     """Returns the message."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(built(Normalised))

@@ -54,3 +54,7 @@ def test_buckets_are_ready_as_early_as_in_eager(two: Ranks):
 def test_synchronised_batch_normalisation_is_refused(two: Ranks):
     for message in two.run(data_parallel.sync_batch_norm_is_refused):
         assert "SyncBatchNorm" in message
+
+
+def test_a_module_whose_forward_waits_for_other_ranks_is_refused_at_once(two: Ranks):
+    assert "allreduce_.default, a collective" in two.run(data_parallel.collectives_are_refused)[1]
