@@ -48,8 +48,8 @@ class Sample:
         return structure((self.args, self.kwargs))
 
     def call(self, module: torch.nn.Module) -> Any:
-        """``module(*args, **kwargs)``."""
-        return module(*self.args, **self.kwargs)
+        """The module's forward with its hooks. Where a class has a ``__call__`` of its own, that is around all this."""
+        return torch.nn.Module.__call__(module, *self.args, **self.kwargs)
 
 
 _ALIGNMENT_BYTES = 64  # a copy starts as far from such a boundary as its original: kernels may depend on that

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -109,8 +110,21 @@ class Transparent(_SeenAs, torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if "original" in self.__dict__:
-                return getattr(self.original, name)
+                value = getattr(self.original, name)
+                return self._own_method(value) if getattr(value, "__self__", None) is self.original else value
             raise
+
+    def _own_method(self, method: Any) -> Any:
+        """`method` of the module behind, which gives this module back where it gives that one: ``return self``."""
+        if not inspect.ismethod(method):
+            return method
+
+        @functools.wraps(method.__func__)
+        def called(itself: Transparent, *args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            return itself if result is itself.original else result
+
+        return types.MethodType(called, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What the module behind has, or may have, goes there; what belongs to the wrapper stays here."""
@@ -176,6 +190,13 @@ def _of_container(name: str) -> Callable[..., Any]:
     return method
 
 
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Transparent, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return call
+
+
 def _class_for(base: type[Transparent], original: torch.nn.Module) -> type[Transparent]:
     """`base` with a ``forward`` that has the signature, name and text of `original`'s: trainers inspect it."""
 
@@ -191,5 +212,7 @@ def _class_for(base: type[Transparent], original: torch.nn.Module) -> type[Trans
     signature = signature.replace(parameters=[itself, *signature.parameters.values()])
     forward.__signature__ = signature  # type: ignore[attr-defined]
     own = {"forward": forward, "_made_from": base, "__module__": base.__module__, "__doc__": base.__doc__}
+    if type(original).__call__ is not torch.nn.Module.__call__:  # one of its own, around the forward
+        own["__call__"] = functools.wraps(type(original).__call__)(_calling(type(original).__call__))
     own |= {name: _of_container(name) for name in _OF_CONTAINERS if hasattr(type(original), name)}
     return type(base.__name__, (base,), own)
