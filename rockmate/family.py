@@ -30,6 +30,7 @@ from rockmate.running.pattern import CallPattern
 from rockmate.running.runner import Runner
 from rockmate.running.settings import BoundSettings, Settings
 from rockmate.running.transforms import refuse_transforms
+from rockmate.running.turns import Turns
 from rockmate.units import format_bytes
 
 Shapes = Literal["replan", "nearest", "eager", "error"]
@@ -57,14 +58,34 @@ def check_shapes(shapes: object) -> None:
 class Member:
     """A plan, what was measured for it, and what runs it."""
 
+    model: torch.nn.Module
     measured: Measured
     planned: Planned
-    runner: Runner
+    _runner: Runner | None = None
 
     @staticmethod
     def of(model: torch.nn.Module, measured: Measured, planned: Planned) -> Member:
         """A plan that is there already, for `model`: the module that was planned, or a copy of it."""
-        return Member(measured, planned, planned.runner_for(model, measured))
+        return Member(model, measured, planned, planned.runner_for(model, measured))
+
+    @property
+    def runner(self) -> Runner:
+        """What calls the plan's code, which reads the parts that the module has now."""
+        if self._runner is None:
+            self._runner = self.planned.runner_for(self.model, self.measured)
+        return self._runner
+
+    def let_go(self) -> None:
+        """The module has other parts now: neither run those that the code reads, nor keep them."""
+        self._runner = None
+
+    def mismatch(self, call: Sample, traits: ModuleTraits) -> RockmateError | None:
+        """Why the plan does not hold for `call` on the module as it is, with `traits`; None where it does."""
+        if self._runner is None:  # then there may be no such parts any more
+            refusal = self.measured.pattern.mismatch(call) or traits.mismatch(self.measured.traits)
+            if refusal is not None:
+                return refusal
+        return self.runner.mismatch(call, traits)
 
     @property
     def plan(self) -> Plan:
@@ -122,6 +143,8 @@ class PlanFamily:
         self._expected: list[tuple[CallPattern, Decisions]] = []
         self._own_checkpointing = OwnCheckpointing(model)
         self._untrained: list[_Untrained] = []
+        self._turns = Turns()
+        self._made = 0  # plans so far
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
@@ -131,7 +154,10 @@ class PlanFamily:
         twin._known = self._known  # what blocks take does not depend on which module has them
         twin._expected = self._expected
         for member in reversed(self.members):
-            twin.adopt(Member.of(model, member.measured, member.planned))
+            if member.measured.settings.have_tensors:  # of the module's own, which the copy has others of
+                twin._expected = [(member.measured.pattern, member.decisions), *twin._expected]
+            else:
+                twin.adopt(Member(model, member.measured, member.planned))
         return twin
 
     def decisions(self) -> list[tuple[CallPattern, Decisions]]:
@@ -144,10 +170,21 @@ class PlanFamily:
 
     def adopt(self, member: Member) -> None:
         """Take in a plan, as the one used last."""
-        self.members.insert(0, member)
-        del self.members[_MOST_PLANS:]
+        self.members = [member, *self.members[: _MOST_PLANS - 1]]
+        self._made += 1
         if self._reader is None:
             self._reader = TraitsReader(self._model)
+
+    def _traits(self) -> ModuleTraits | None:
+        """Of the module as it is; None where it was never planned."""
+        if self._reader is None:
+            return None
+        walks = self._reader.walks
+        traits = self._reader.read()
+        if self._reader.walks != walks:
+            for member in self.members:
+                member.let_go()
+        return traits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A training forward, by the plan that holds for it; planned first, if there is none."""
@@ -155,11 +192,18 @@ class PlanFamily:
         call = Sample(bound.args, bound.kwargs)
         refuse_transforms(self._model, call.tensors)
         self._tell_of_own_checkpointing()
+        with self._turns.running():
+            made = self._made
+            ran, output, refusal = self._by_a_plan(call)
+        return output if ran else self._unplanned(call, refusal, made)
+
+    def _by_a_plan(self, call: Sample) -> tuple[bool, Any, RockmateError | None]:
+        """Whether a plan holds for `call`, and what the module returns by it; or why the first plan does not."""
         refusal: RockmateError | None = None
-        traits = self._reader.read() if self._reader is not None else None
+        traits = self._traits()
         for member in tuple(self.members):
             assert traits is not None
-            mismatch = member.runner.mismatch(call, traits)
+            mismatch = member.mismatch(call, traits)
             if mismatch is None:
                 try:
                     output = member.runner.run(call)
@@ -167,19 +211,20 @@ class PlanFamily:
                     refusal = error  # more telling than that other plans are for other shapes
                 else:
                     self._used(member)
-                    return output
+                    return True, output, None
             elif refusal is None:
                 refusal = mismatch
-        return self._unplanned(call, refusal)
+        return False, None, refusal
 
     def member_for(self, call: Sample) -> Member:
         """The plan that holds for `call` in training, made if there is none. Raises as planning does."""
-        with for_planning(self._model):
-            traits = self._reader.read() if self._reader is not None else None
-            for member in self.members:
-                if traits is not None and member.runner.mismatch(call, traits) is None:
-                    return member
-        return self.plan_for(call)
+        with self._turns.planning():
+            with for_planning(self._model):
+                traits = self._traits()
+                for member in self.members:
+                    if traits is not None and member.mismatch(call, traits) is None:
+                        return member
+            return self.plan_for(call)
 
     def plan_for(self, call: Sample, refusal: RockmateError | None = None) -> Member:
         """Plan such calls, whether or not there is a plan for them. Raises as planning does."""
@@ -198,20 +243,27 @@ class PlanFamily:
 
     # ---- calls without a plan ----------------------------------------------------------------------
 
-    def _unplanned(self, call: Sample, refusal: RockmateError | None) -> Any:
+    def _unplanned(self, call: Sample, refusal: RockmateError | None, made: int) -> Any:
         if refusal is not None and self.shapes == "error":
             raise refusal
         if refusal is not None and self.shapes == "eager":
             self._tell_of_eager(refusal)
             return self._model.forward(*call.args, **call.kwargs)
-        first = not self.members
-        try:
-            member = self._trained_plan_for(call, refusal)
-        except NothingToTrain:
-            return self._model.forward(*call.args, **call.kwargs)
-        if not first:
-            self._tell_of_plan(member, refusal)
-        return member.runner.run(call)
+        with self._turns.planning():
+            if made != self._made:  # by another thread, while this one waited for its turn
+                ran, output, refusal = self._by_a_plan(call)
+                if ran:
+                    return output
+            first = not self.members
+            try:
+                member = self._trained_plan_for(call, refusal)
+            except NothingToTrain:
+                pass
+            else:
+                if not first:
+                    self._tell_of_plan(member, refusal)
+                return member.runner.run(call)
+        return self._model.forward(*call.args, **call.kwargs)
 
     def _trained_plan_for(self, call: Sample, refusal: RockmateError | None) -> Member:
         """Raises `NothingToTrain` for what trains nothing, and traces it but once."""
@@ -254,9 +306,8 @@ class PlanFamily:
             raise refusal
 
     def _used(self, member: Member) -> None:
-        if self.members[0] is not member:
-            self.members.remove(member)
-            self.members.insert(0, member)
+        if self.members[0] is not member:  # another list: a thread may be walking this one
+            self.members = [member, *(other for other in self.members if other is not member)]
 
     # ---- messages ----------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class _Part(NamedTuple):
     training: bool
     hooks: tuple[Any, ...]  # what those on its forward compute is part of the plan; those on its backward are refused
     compiled: bool  # by `Module.compile`
+    children: tuple[tuple[str, str], ...]  # by name, where each is first found: a submodule may be in several places
 
 
 class _Kept(NamedTuple):
@@ -32,6 +33,7 @@ class _Kept(NamedTuple):
     device: torch.device
     shape: torch.Size
     strides: tuple[int, ...]
+    first: int  # which of the parameters, or buffers, is the first that is this very tensor: tied ones are one
 
     @property
     def path(self) -> str:
@@ -82,6 +84,10 @@ def _part_difference(part: _Part, before: _Part) -> str:
             f"submodule {name} has {_hook_names(part)}, but {_hook_names(before)} when the module was planned: a plan "
             f"holds what hooks compute, and does not call them. {_ADVICE}"
         )
+    if part.children != before.children:
+        return (
+            f"submodule {name} holds other submodules, or in other places, than when the module was planned. {_ADVICE}"
+        )
     if part.compiled is not before.compiled:
         word = "is" if part.compiled else "is not"
         return f"submodule {name} {word} compiled now, unlike when the module was planned. {_ADVICE}"
@@ -99,6 +105,8 @@ def _kept_difference(kept: _Kept, before: _Kept) -> str:
             f"requires_grad of {kept.path!r} is {kept.requires_grad}, but was {before.requires_grad} when the module "
             f"was planned. {_ADVICE}"
         )
+    if kept.first != before.first:
+        return f"{kept.path!r} is tied to other parameters or buffers than when the module was planned. {_ADVICE}"
     return f"{kept.path!r} is {_described(kept)}, but was {_described(before)} when the module was planned. {_ADVICE}"
 
 
@@ -111,16 +119,24 @@ class TraitsReader:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._walk()
+        self.walks = 0  # so far: another number tells that parts were replaced
+        self._walk()  # sets `_parts`: path, submodule, what it holds, and where those are found first
 
     def _walk(self) -> None:
-        self._parts = [(path, part, tuple(part._modules.values())) for path, part in self._module.named_modules()]
+        self.walks += 1
+        found = list(self._module.named_modules())
+        paths = {part: path for path, part in found}
+        parts = []
+        for path, part in found:
+            children = tuple(part._modules.items())
+            places = tuple((name, paths[child]) for name, child in children if child is not None)
+            parts.append((path, part, children, places))
+        self._parts = parts
 
     def _changed(self) -> bool:
         return any(
-            len(part._modules) != len(children)
-            or any(now is not then for now, then in zip(part._modules.values(), children, strict=True))
-            for _, part, children in self._parts
+            len(part._modules) != len(children) or (children and tuple(part._modules.items()) != children)
+            for _, part, children, _ in self._parts
         )
 
     def read(self) -> ModuleTraits:
@@ -130,14 +146,15 @@ class TraitsReader:
         parts: list[tuple[Any, ...]] = []
         parameters: list[tuple[Any, ...]] = []
         buffers: list[tuple[Any, ...]] = []
-        for path, part, _ in self._parts:
+        first: dict[int, int] = {}
+        for path, part, _, places in self._parts:
             hooked = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
             hooks = _hooks(part) if path and hooked else ()
-            parts.append((path, type(part), part.training, hooks, part._compiled_call_impl is not None))
+            parts.append((path, type(part), part.training, hooks, part._compiled_call_impl is not None, places))
             if part._parameters:
-                _read(path, part._parameters, parameters)
+                _read(path, part._parameters, parameters, first)
             if part._buffers:
-                _read(path, part._buffers, buffers)
+                _read(path, part._buffers, buffers, first)
         return ModuleTraits(tuple(parts), tuple(parameters), tuple(buffers))
 
 
@@ -152,8 +169,9 @@ def _hook_names(part: _Part) -> str:
     return f"the hooks {', '.join(names)}" if names else "no hooks"
 
 
-def _read(path: str, held: dict[str, torch.Tensor | None], found: list[tuple[Any, ...]]) -> None:
+def _read(path: str, held: dict[str, torch.Tensor | None], found: list[tuple[Any, ...]], first: dict[int, int]) -> None:
     for name, tensor in held.items():
         if tensor is not None:
             strides = tensor.stride() if tensor.layout is torch.strided else ()
-            found.append((path, name, tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, strides))
+            tied = first.setdefault(id(tensor), len(found))
+            found.append((path, name, tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, strides, tied))

@@ -44,7 +44,6 @@ class Runner:
         self._pattern = pattern
         self._traits = traits
         self._settings = settings.bound_to(module)
-        self._reader = TraitsReader(module)
         self._output_names = graph.output_names
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
@@ -62,7 +61,7 @@ class Runner:
         bound = self._signature.bind(*args, **kwargs)
         call = Sample(bound.args, bound.kwargs)
         refuse_transforms(self._module, call.tensors)
-        mismatch = self.mismatch(call, self._reader.read())
+        mismatch = self.mismatch(call, TraitsReader(self._module).read())
         if mismatch is not None:
             raise mismatch
         return self.run(call)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import operator
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,10 @@ _MOST_ENTRIES = 64  # of a container that is compared: longer ones are data, not
 _DEEPEST = 4  # containers within containers: deeper ones are data, or go in a circle
 _SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_DEFAULTS = (*_SCALARS, *_CONTAINERS)
+_OF_CLASS = "of the class"
+_MADE_IN_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8  # flags of types: only such classes can have their reads watched
 
 
 class _Nothing(enum.Enum):
@@ -34,6 +40,7 @@ class _Nothing(enum.Enum):
 
     ABSENT = "nothing"
     OTHER = "something that cannot be compared"
+    TENSOR = "a tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,8 @@ class Setting:
     path: str  # of the submodule, "" for the root
     configuration: str | None  # attribute of the submodule that holds the configuration; None if it holds the value
     name: str
-    value: Any  # as `_comparable` gives it
+    value: Any  # as `_comparable` or `_of_class` gives it
+    has_tensors: bool = False  # or is one: then it is compared which ones these are
 
     def __str__(self) -> str:
         return ".".join(part for part in (self.path, self.configuration, self.name) if part)
@@ -69,22 +77,28 @@ class Settings:
             warnings.catch_warnings(action="ignore"),  # of a run without gradients, which nobody asked for
         ):
             holders = _holders(module)
-            before = {key: _values(holder) for key, (holder, *_) in holders.items()}
+            before = {key: (_values(holder), _tensors(holder)) for key, (holder, *_) in holders.items()}
             reads: dict[tuple[int, str], None] = {}
             kinds: set[type] = {torch.nn.Module, *(type(holder) for holder, _, held_by in holders.values() if held_by)}
             with contextlib.ExitStack() as stack:
                 for kind in kinds:
                     stack.enter_context(_reads_noted(kind, lambda holder, name: reads.setdefault((id(holder), name))))
                 sample.copy().call(module)
-            noted = [(*holders[key], name, before[key]) for key, name in reads if key in holders]
+            noted = [(*holders[key], name, *before[key]) for key, name in reads if key in holders]
             noted = [entry for entry in noted if _is_setting(entry[0], entry[3])]
             found = [
-                Setting(path, held_by, name, value)
-                for holder, path, held_by, name, values in noted
-                if (value := _value(values, name, held_by)) is not _Nothing.OTHER
-                and value == _value(_values(holder), name, held_by)  # what forward itself sets is none of ours
+                Setting(path, held_by, name, value, bool(held))
+                for holder, path, held_by, name, values, tensors in noted
+                if (value := _value(values, holder, name)) is not _Nothing.OTHER
+                and value == _value(_values(holder), holder, name)  # what forward itself sets is none of ours
+                and _same(held := tensors.get(name, []), _tensors_in(vars(holder).get(name)))
             ]
         return cls(tuple(found))
+
+    @property
+    def have_tensors(self) -> bool:
+        """Whether tensors are among them that are neither parameters nor buffers: a plan has these very ones."""
+        return any(setting.has_tensors for setting in self.settings)
 
     def bound_to(self, module: torch.nn.Module) -> BoundSettings:
         """These settings on `module`: the one whose forward was watched, or a copy of it."""
@@ -95,24 +109,74 @@ class BoundSettings:
     """Settings, and the module whose values are compared with them."""
 
     def __init__(self, settings: Settings, module: torch.nn.Module) -> None:
-        submodules = dict(module.named_modules())
-        self._entries: list[tuple[Setting, dict[str, Any]]] = []
+        self._module = module
+        # Every submodule on the way to one with settings, after the one that holds it: (place of that, name).
+        self._steps: list[tuple[int, str]] = []
+        # Of each holder the settings with what it holds and what its class has now: what is the same object still
+        # needs no closer look.
+        self._holders: list[tuple[int, str | None, list[tuple[str, Setting, Any, Any]]]] = []
+        self._tensors: dict[Setting, list[weakref.ref[torch.Tensor]]] = {}
+        held: dict[tuple[str, str | None], list[Setting]] = {}
         for setting in settings.settings:
-            holder: Any = submodules[setting.path]
-            if setting.configuration is not None:
-                holder = getattr(holder, setting.configuration)
-            self._entries.append((setting, vars(holder)))
+            held.setdefault((setting.path, setting.configuration), []).append(setting)
+        places = {"": 0}
+        for (path, configuration), there in held.items():
+            place = self._place_of(path, places)
+            holder: Any = module.get_submodule(path)
+            if configuration is not None:
+                holder = vars(holder)[configuration]
+            self._holders.append((place, configuration, [self._entry(setting, holder) for setting in there]))
+
+    def _place_of(self, path: str, places: dict[str, int]) -> int:
+        if path not in places:
+            parent, _, name = path.rpartition(".")
+            self._steps.append((self._place_of(parent, places), name))
+            places[path] = len(self._steps)
+        return places[path]
+
+    def _entry(self, setting: Setting, holder: Any) -> tuple[str, Setting, Any, Any]:
+        value = vars(holder).get(setting.name, _Nothing.ABSENT)
+        if setting.has_tensors:  # of this module: a copy of the one that was planned has others
+            self._tensors[setting] = [weakref.ref(tensor) for tensor in _tensors_in(value)]
+        of_class = getattr(type(holder), setting.name, _Nothing.ABSENT)
+        now = _of_class(type(holder), setting.name) if value is _Nothing.ABSENT else _comparable(value)
+        if now != setting.value:  # it differs from the start
+            return setting.name, setting, _Nothing.OTHER, _Nothing.OTHER
+        same = value if isinstance(value, (_Nothing, *_SCALARS, *_CODE)) else _Nothing.OTHER
+        return setting.name, setting, same, of_class if not isinstance(of_class, _CONTAINERS) else _Nothing.OTHER
 
     def difference(self) -> str | None:
-        """The first value that is not what it was, in words; None where all are."""
-        for setting, values in self._entries:
-            value = values.get(setting.name, _Nothing.ABSENT)
-            if value is setting.value:
-                continue
-            now = _comparable(value)
-            if now != setting.value:
-                return f"{setting} is {_shown(now)}, but was {_shown(setting.value)} when the module was planned"
+        """The first value that is not what it was, in words; None where all are. The module has the same parts."""
+        # Found anew in every call: a part may have been replaced by one that differs in nothing but its settings.
+        parts = [self._module]
+        for parent, name in self._steps:
+            part = parts[parent]._modules[name]
+            assert part is not None, "parts are compared before"
+            parts.append(part)
+        absent = _Nothing.ABSENT
+        for place, configuration, entries in self._holders:
+            holder: Any = parts[place]
+            if configuration is not None:
+                holder = holder.__dict__.get(configuration)
+            kind, values = type(holder), getattr(holder, "__dict__", {})
+            for name, setting, same, same_of_class in entries:
+                value = values.get(name, absent)
+                if value is not same or (value is absent and getattr(kind, name, absent) is not same_of_class):
+                    difference = self._difference(setting, kind, value)
+                    if difference is not None:
+                        return difference
         return None
+
+    def _difference(self, setting: Setting, kind: type, value: Any) -> str | None:
+        now = _of_class(kind, setting.name) if value is _Nothing.ABSENT else _comparable(value)
+        if now != setting.value:
+            return f"{setting} is {_shown(now)}, but was {_shown(setting.value)} when the module was planned"
+        if setting.has_tensors and not self._holds_same_tensors(setting, value):
+            return f"{setting} is another tensor than when the module was planned"
+        return None
+
+    def _holds_same_tensors(self, setting: Setting, value: Any) -> bool:
+        return _same([then() for then in self._tensors[setting]], _tensors_in(value))
 
 
 def _holders(module: torch.nn.Module) -> dict[int, tuple[Any, str, str | None]]:
@@ -121,9 +185,48 @@ def _holders(module: torch.nn.Module) -> dict[int, tuple[Any, str, str | None]]:
     for path, submodule in module.named_modules():
         found[id(submodule)] = (submodule, path, None)
         for name, value in attributes_of(submodule).items():
-            if type(value).__name__.endswith("Config") and hasattr(value, "__dict__"):
+            if _is_configuration(value):
                 found.setdefault(id(value), (value, path, name))
     return found
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether an object is there for the values that it holds: by its name, or as it holds nothing else."""
+    kind = type(value)
+    if isinstance(value, (torch.Tensor, torch.nn.Module, *_SCALARS, *_CODE, *_CONTAINERS)) or callable(value):
+        return False
+    if not hasattr(value, "__dict__"):
+        return False
+    if kind.__name__.endswith("Config"):
+        return True
+    held = vars(value)
+    is_plain = bool(kind.__flags__ & _MADE_IN_PYTHON) and not kind.__flags__ & _IMMUTABLE
+    return is_plain and 0 < len(held) <= _MOST_ENTRIES and all(_is_plain(part) for part in held.values())
+
+
+def _is_plain(value: Any) -> bool:
+    return _comparable(value) is not _Nothing.OTHER and not _tensors_in(value)
+
+
+def _tensors(holder: Any) -> dict[str, list[torch.Tensor]]:
+    """By attribute of a module, where there are any. Held here, so that no other one can come in their places."""
+    if not isinstance(holder, torch.nn.Module):
+        return {}
+    return {name: held for name, value in attributes_of(holder).items() if (held := _tensors_in(value))}
+
+
+def _tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Those that `_comparable` puts a word in the place of, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, _CONTAINERS) or depth == _DEEPEST or len(value) > _MOST_ENTRIES:
+        return []
+    parts = value.values() if isinstance(value, dict) else value
+    return [tensor for part in parts for tensor in _tensors_in(part, depth + 1)]
+
+
+def _same(tensors: Sequence[torch.Tensor | None], others: list[torch.Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 def _values(holder: Any) -> dict[str, Any]:
@@ -132,9 +235,19 @@ def _values(holder: Any) -> dict[str, Any]:
     return {name: _comparable(value) for name, value in attributes.items()}
 
 
-def _value(values: dict[str, Any], name: str, held_by: str | None) -> Any:
-    """Of a configuration, what is not in it is a method or a property of others that are."""
-    return values.get(name, _Nothing.OTHER if held_by else _Nothing.ABSENT)
+def _value(values: dict[str, Any], holder: Any, name: str) -> Any:
+    return values[name] if name in values else _of_class(type(holder), name)
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """What a class gives its instances that have nothing of their own under this name, such as a method.
+
+    Methods and properties that compute something are not compared: what they read is.
+    """
+    value = getattr(kind, name, _Nothing.ABSENT)
+    if isinstance(value, _DEFAULTS):
+        return (_OF_CLASS, _comparable(value))
+    return _Nothing.ABSENT
 
 
 def _is_setting(holder: Any, name: str) -> bool:
@@ -180,8 +293,12 @@ def _comparable(value: Any, depth: int = 0) -> Any:
         return (float, repr(value))  # 1.0 is not 1, and a NaN is itself
     if isinstance(value, (*_SCALARS, *_CODE)):
         return value
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):  # those are compared elsewhere
+        return _Nothing.TENSOR
     if depth == _DEEPEST:
         return _Nothing.OTHER
+    if type(value) is types.SimpleNamespace:  # whose reads cannot be watched; those of a class made of it can
+        value = vars(value)
     if isinstance(value, (list, tuple, set, frozenset)) and len(value) <= _MOST_ENTRIES:
         return _container(type(value), value, depth)
     if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
@@ -201,5 +318,7 @@ def _shown(value: Any) -> str:
         return value.value
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         held = value[1]
+        if value[0] is _OF_CLASS:
+            return _shown(held)
         return f"[{', '.join(map(_shown, held))}]" if isinstance(held, (tuple, frozenset)) else str(held)
     return getattr(value, "__qualname__", None) or repr(value)
