@@ -184,7 +184,8 @@ def _with_shadows(held: Any, shadows: dict[int, torch.Tensor]) -> Any:
 @contextlib.contextmanager
 def for_planning(module: torch.nn.Module) -> Iterator[None]:
     """`module` in training mode, its runs unseen by hooks on its parameters and on itself."""
-    with training_mode(module), shadow_parameters(module), root_hooks_aside(module), torch.enable_grad():
+    trains = torch.inference_mode(mode=False)  # a plan may be made ahead in the middle of an evaluation
+    with trains, training_mode(module), shadow_parameters(module), root_hooks_aside(module), torch.enable_grad():
         yield
 
 
@@ -192,9 +193,9 @@ def for_planning(module: torch.nn.Module) -> Iterator[None]:
 def training_mode(module: torch.nn.Module) -> Iterator[None]:
     """Put `module` in training mode if its root is not, and every submodule back afterwards."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    if not module.training:
-        module.train()
     try:
+        if not module.training:
+            module.train()
         yield
     finally:
         for submodule, mode in modes:

@@ -218,6 +218,9 @@ class PlanFamily:
 
     def member_for(self, call: Sample) -> Member:
         """The plan that holds for `call` in training, made if there is none. Raises as planning does."""
+        with torch.inference_mode(mode=False):
+            if any(tensor.is_inference() for tensor in call.tensors):
+                call = call.copy()  # autograd refuses those
         with self._turns.planning():
             with for_planning(self._model):
                 traits = self._traits()

@@ -33,6 +33,7 @@ _NOT_COMPILED = (
     "a planned module runs its own generated code in training, as one call between compiled graphs: compile without "
     "fullgraph=True, or compile submodules before the model is planned"
 )
+_OF_PLANS = ("_family", "_run_planned")
 
 
 class Rockmate(Transparent):
@@ -146,6 +147,8 @@ class Rockmate(Transparent):
         """
         if not self.original.training or not torch.is_grad_enabled():
             return self.original.forward(*args, **kwargs)  # hooks are called around this one
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
+            return self.original.forward(*args, **kwargs)  # by others, for whom a plan is nothing
         return self._run_planned(self._family, *args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> None:
@@ -196,7 +199,27 @@ class Rockmate(Transparent):
         memo[id(self)] = twin
         original = copy.deepcopy(self.original, memo)
         twin._adopt(original, self._family.copy_for(original))
+        for name, value in self._notes().items():
+            twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
+
+    def __copy__(self) -> Rockmate:
+        """As of any module: another one that holds the same parameters, buffers and submodules."""
+        twin = self._own_class()._empty()
+        original = copy.copy(self.original)
+        twin._adopt(original, self._family.copy_for(original))
+        twin.__dict__.update(self._notes())
+        return twin
+
+    def _notes(self) -> dict[str, Any]:
+        """Attributes of the wrapper's own: what a library, or a class made of this one, has put on it."""
+        usual = type(self)._empty()
+        usual._stand_for(self.original)
+        return {name: value for name, value in self.__dict__.items() if name not in (*usual.__dict__, *_OF_PLANS)}
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What `torch.jit.script` takes in its place."""
+        return self.original
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The model and what planning was asked for; it is planned again where it is loaded, with these decisions."""
@@ -206,6 +229,7 @@ class Rockmate(Transparent):
             _picklable(self._family.request),
             self._family.shapes,
             self._family.decisions(),
+            {name: value for name, value in self._notes().items() if not callable(value)},
         )
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -253,11 +277,17 @@ def _picklable(request: PlanRequest) -> PlanRequest:
 
 
 def _restored(
-    kind: type[Rockmate], model: torch.nn.Module, request: PlanRequest, shapes: Shapes, decisions: Any
+    kind: type[Rockmate],
+    model: torch.nn.Module,
+    request: PlanRequest,
+    shapes: Shapes,
+    decisions: Any,
+    notes: Any = None,
 ) -> Rockmate:
     """A planned module that was pickled."""
     family = PlanFamily(model, request, shapes, False)
     family.expect(decisions)
     module = kind._empty()
     module._adopt(model, family)
+    module.__dict__.update(notes or {})
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import threading
+import pickle
 import types
 import weakref
 from collections.abc import Callable
@@ -221,27 +221,62 @@ def test_methods_that_return_the_module_return_the_planned_one() -> None:
     assert not model[0].weight.requires_grad
 
 
-def test_threads_that_share_a_module_plan_it_one_after_the_other() -> None:
-    torch.manual_seed(0)
-    model = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), budget=AMPLE_BYTES)
-    batches = [torch.randn(rows, WIDTH, requires_grad=True) for rows in (4, 5, 6, 4, 5, 6)]
-    parameters = list(map(id, model.parameters()))
-    outputs: list[Tensor | None] = [None] * len(batches)
+class Noted(Rockmate):
+    """Keeps something of its own."""
 
-    def run(index: int) -> None:
-        outputs[index] = model(batches[index])
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._note = ["kept"]
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert list(map(id, model.parameters())) == parameters
-    assert len(model.plans) == 3  # whoever waited for its turn found the plan that was made meanwhile
-    for batch, output in zip(batches, outputs, strict=True):
-        assert output is not None
-        held = [batch, *model.parameters()]
-        expected = model.original(batch)
-        found = torch.autograd.grad(squares(output), held)
-        for one, other in zip(found, torch.autograd.grad(squares(expected), held), strict=True):
-            assert torch.equal(one, other)
+    @property
+    def note(self) -> list[str]:
+        return self._note
+
+    @note.setter
+    def note(self, value: list[str]) -> None:
+        self._note = value
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_what_a_class_made_of_it_keeps_is_copied(copied: Callable[[Any], Any]) -> None:
+    model = Noted(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), budget=AMPLE_BYTES)
+    model.note = ["changed"]
+    assert copied(model).note == ["changed"]
+
+
+def test_a_shallow_copy_shares_the_parameters_and_the_plans(planned: Rockmate) -> None:
+    model = Rockmate(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.ones(2, WIDTH), 10**6, loss=lambda y: y.sum()
+    )
+    twin = copy.copy(model)
+    assert twin.original is not model.original
+    assert twin[0] is model[0]
+    assert [plan.recompute for plan in twin.plans] == [plan.recompute for plan in model.plans]
+    twin.extra = 1
+    assert not hasattr(model, "extra")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        lambda model, batch: torch.jit.trace(model, batch),
+        lambda model, _: torch.jit.script(model),
+        lambda model, batch: torch.export.export(model, (batch,)).module(),
+    ],
+    ids=["jit.trace", "jit.script", "export"],
+)
+def test_who_traces_it_gets_the_module_itself(recorded: Callable[[Any, Tensor], Any]) -> None:
+    batch = torch.randn(4, WIDTH)
+    model = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), batch, AMPLE_BYTES)
+    assert torch.equal(recorded(model, batch)(batch), model.original(batch))
+    squares(model(batch)).backward()
+    assert len(model.plans) == 1
+
+
+def test_plans_are_made_ahead_in_inference_mode() -> None:
+    model = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), budget=AMPLE_BYTES)
+    with torch.inference_mode():
+        plan = model.plan_for(torch.randn(4, WIDTH))
+    squares(model(torch.randn(4, WIDTH))).backward()
+    assert model.plans == (plan,)
