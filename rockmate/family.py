@@ -186,6 +186,10 @@ class PlanFamily:
                 member.let_go()
         return traits
 
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context no other thread plans the module, which holds other parameters meanwhile."""
+        return self._turns.running()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A training forward, by the plan that holds for it; planned first, if there is none."""
         bound = self._signature.bind(*args, **kwargs)
@@ -251,7 +255,7 @@ class PlanFamily:
             raise refusal
         if refusal is not None and self.shapes == "eager":
             self._tell_of_eager(refusal)
-            return self._model.forward(*call.args, **call.kwargs)
+            return self._by_the_module(call)
         with self._turns.planning():
             if made != self._made:  # by another thread, while this one waited for its turn
                 ran, output, refusal = self._by_a_plan(call)
@@ -266,7 +270,11 @@ class PlanFamily:
                 if not first:
                     self._tell_of_plan(member, refusal)
                 return member.runner.run(call)
-        return self._model.forward(*call.args, **call.kwargs)
+        return self._by_the_module(call)
+
+    def _by_the_module(self, call: Sample) -> Any:
+        with self._turns.running():
+            return self._model.forward(*call.args, **call.kwargs)
 
     def _trained_plan_for(self, call: Sample, refusal: RockmateError | None) -> Member:
         """Raises `NothingToTrain` for what trains nothing, and traces it but once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -145,10 +146,12 @@ class Rockmate(Transparent):
         arguments unlike the sample's, `PlanMismatch` for a model unlike the one that was planned, and `GuardError`
         where the data would take another branch of the model than the sample took.
         """
-        if not self.original.training or not torch.is_grad_enabled():
-            return self.original.forward(*args, **kwargs)  # hooks are called around this one
-        if torch._C._is_tracing() or torch.compiler.is_exporting():
-            return self.original.forward(*args, **kwargs)  # by others, for whom a plan is nothing
+        # While another thread plans, modes and what tells that a tracer is at work are not what they are.
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else self._family.turn():
+            if not self.original.training or not torch.is_grad_enabled():
+                return self.original.forward(*args, **kwargs)  # hooks are called around this one
+            if torch._C._is_tracing() or torch.compiler.is_exporting():
+                return self.original.forward(*args, **kwargs)  # by others, for whom a plan is nothing
         return self._run_planned(self._family, *args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> None:

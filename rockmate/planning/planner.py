@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import warnings
@@ -242,6 +243,7 @@ def plan_model(
             measured = measure(model, sample, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
     finally:
+        gc.collect()  # what traces leave goes in circles, and would hold the model when its user has let it go
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
             give_cache_back(device)
     measured.sample = None

@@ -81,14 +81,14 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
 
 
 def execute(code: GeneratedCode) -> dict[str, Any]:
-    """Run generated source; its lines show in tracebacks and in the debugger."""
+    """The functions of generated source, by name; its lines show in tracebacks and in the debugger."""
     file_name = f"<rockmate {next(_file_numbers)}>"
-    namespace = dict(code.namespace)
+    functions: dict[str, Any] = {}  # apart from what they read, or each would hold itself, and the model with it
     # Entries without a modification time stay until they are taken out: here, with the functions.
     linecache.cache[file_name] = (len(code.source), None, code.source.splitlines(keepends=True), file_name)
-    exec(compile(code.source, file_name, "exec"), namespace)
-    weakref.finalize(namespace["forward"], linecache.cache.pop, file_name, None)
-    return namespace
+    exec(compile(code.source, file_name, "exec"), dict(code.namespace), functions)
+    weakref.finalize(functions["forward"], linecache.cache.pop, file_name, None)
+    return functions
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -280,3 +281,45 @@ def test_plans_are_made_ahead_in_inference_mode() -> None:
         plan = model.plan_for(torch.randn(4, WIDTH))
     squares(model(torch.randn(4, WIDTH))).backward()
     assert model.plans == (plan,)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["planned", "trained"])
+def test_a_module_goes_with_the_last_reference_to_it(trained):
+    """Without the collector of cycles: its parameters are most of the memory that there is."""
+    planned = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.randn(4, WIDTH), AMPLE_BYTES)
+    gc.collect()
+    gc.disable()
+    try:
+        if trained:
+            squares(planned(torch.randn(4, WIDTH))).backward()
+        held = [weakref.ref(one) for one in (planned.original, planned[0], planned[0].weight)]
+        del planned
+        assert [reference() for reference in held] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_threads_that_share_a_module_plan_it_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    model = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), budget=AMPLE_BYTES)
+    batches = [torch.randn(rows, WIDTH, requires_grad=True) for rows in (4, 5, 6, 4, 5, 6)]
+    parameters = list(map(id, model.parameters()))
+    outputs: list[Tensor | None] = [None] * len(batches)
+
+    def run(index: int) -> None:
+        outputs[index] = model(batches[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(map(id, model.parameters())) == parameters
+    assert len(model.plans) == 3  # whoever waited for its turn found the plan that was made meanwhile
+    for batch, output in zip(batches, outputs, strict=True):
+        assert output is not None
+        held = [batch, *model.parameters()]
+        expected = model.original(batch)
+        found = torch.autograd.grad(squares(output), held)
+        for one, other in zip(found, torch.autograd.grad(squares(expected), held), strict=True):
+            assert torch.equal(one, other)
