@@ -121,7 +121,7 @@ def plan_by_itself(count: int) -> tuple[int, dict[str, Any]]:
 
 def cannot_follow(count: int) -> tuple[list[str], dict[str, Any]]:
     """Rank 0 plans for much memory, rank 1 has little, under a budget that both call by one name."""
-    from rockmate import budget
+    from rockmate.memory import budget
 
     rank = distributed.get_rank()
     whole = Rockmate(built(Layers), rows_of(count), "1GiB", loss=squares).plan
