@@ -182,6 +182,7 @@ class PlanFamily:
         walks = self._reader.walks
         traits = self._reader.read()
         if self._reader.walks != walks:
+            self._own_checkpointing.look(self._model)
             for member in self.members:
                 member.let_go()
         return traits
@@ -324,10 +325,12 @@ class PlanFamily:
 
     def _tell_of_plan(self, member: Member, refusal: RockmateError | None) -> None:
         plan, name = member.plan, type(self._model).__name__
-        self._tell(
+        warnings.warn(
             f"{name} was planned once more, in {plan.planning_s:.1f} s, and has {len(self.members)} plans now under "
             f"{format_bytes(plan.budget_bytes)}: {_first_clause(refusal)}. Each is kept for calls like its own; "
-            'shapes="nearest", "eager" or "error" does otherwise.'
+            'shapes="nearest", "eager" or "error" does otherwise.',
+            ReplanWarning,
+            stacklevel=_frames_to_the_user(),
         )
 
     def _tell_of_own_checkpointing(self) -> None:

@@ -37,13 +37,19 @@ def too_small(
         resident_bytes = split.residents.total_bytes
         budget_bytes, smallest, proven = split.total_bytes, smallest + resident_bytes, proven + resident_bytes
     return BudgetTooSmall(
-        f"budget {format_bytes(budget_bytes)} < {format_bytes(smallest)}, the smallest for which a schedule was found "
+        f"budget {_less(budget_bytes, smallest)}, the smallest for which a schedule was found "
         f"({_proof(proven, smallest)}; bound at {op}{_where(measured, op)}){divided}. Raise the budget to at least "
         f"{smallest} bytes, or: {advice}",
         smallest,
         op,
         proven,
     )
+
+
+def _less(budget_bytes: int, smallest_bytes: int) -> str:
+    """That one is less than the other, in digits that show it."""
+    texts = format_bytes(budget_bytes), format_bytes(smallest_bytes)
+    return " < ".join(texts if texts[0] != texts[1] else (f"{budget_bytes} bytes", f"{smallest_bytes} bytes"))
 
 
 def _proof(proven_bytes: int, smallest_bytes: int) -> str:

@@ -18,13 +18,17 @@ class OwnCheckpointing:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._name = type(module).__name__
+        self._told = False
+        self.look(module)
+
+    def look(self, module: torch.nn.Module) -> None:
+        """Find the switches: at first, and where parts were put in or out."""
         self._switches = [
             (path or "(root)", submodule, flag)
             for path, submodule in (module.named_modules() if isinstance(module, torch.nn.Module) else ())
             for flag in CHECKPOINTING_FLAGS
             if isinstance(getattr(submodule, flag, None), bool)
         ]
-        self._told = False
 
     def news(self) -> str | None:
         """What to tell the user where it is on, in words; None where it is not, and once it has been told."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rkgb.measuring.available import available_bytes, cgroup_free_bytes
-from rockmate import BudgetError, Rockmate
+from rockmate import BudgetError, BudgetTooSmall, Rockmate
 from rockmate.memory.budget import RESERVE, resolve_budget
 from tests.module.models import Layers, built, rows
 from tests.module.steps import CPU, squares
@@ -144,3 +144,11 @@ def test_what_is_available_is_within_a_groups_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("rkgb.measuring.available._CGROUP_ROOT", tmp_path)
     monkeypatch.setattr("rkgb.measuring.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
     assert available_bytes(torch.device("cpu")) == 4000
+
+
+def test_a_budget_one_byte_too_small_is_told_in_bytes():
+    network, sample = built(Layers), rows()
+    with pytest.raises(BudgetTooSmall) as refused:
+        Rockmate(network, sample, 1000, loss=squares, time_limit=1)
+    with pytest.raises(BudgetTooSmall, match=r"^budget \d+ bytes < \d+ bytes, the smallest"):
+        Rockmate(network, sample, refused.value.smallest_budget_bytes - 1, loss=squares, time_limit=1)
