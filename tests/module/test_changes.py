@@ -201,7 +201,14 @@ def test_a_module_planned_under_autocast_wants_it_in_every_call():
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward-inside", "backward-outside"])
 @pytest.mark.parametrize("budget", [1.0, 0.75])
-@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny", "unet-tiny", "transformer-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2-tiny",
+        "resnet18-tiny",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet-tiny", "transformer-tiny")),
+    ],
+)
 def test_a_step_under_autocast_is_that_of_eager(name, budget, inside):
     entry = zoo.get(name)
     with torch.autocast("cpu", torch.bfloat16):
