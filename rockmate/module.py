@@ -147,10 +147,11 @@ class Rockmate(Transparent):
         where the data would take another branch of the model than the sample took.
         """
         # While another thread plans, modes and what tells that a tracer is at work are not what they are.
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else self._family.turn():
+        compiling = torch.compiler.is_compiling()
+        with contextlib.nullcontext() if compiling else self._family.turn():
             if not self.original.training or not torch.is_grad_enabled():
                 return self.original.forward(*args, **kwargs)  # hooks are called around this one
-            if torch._C._is_tracing() or torch.compiler.is_exporting():
+            if torch.compiler.is_exporting() or (not compiling and torch._C._is_tracing()):
                 return self.original.forward(*args, **kwargs)  # by others, for whom a plan is nothing
         return self._run_planned(self._family, *args, **kwargs)
 
