@@ -24,7 +24,7 @@ from rockmate.planning.request import PlanRequest
 from tests.module.random_networks import Case, random_case
 from tests.module.steps import assert_same_training, peak_of_step, rockmate_from, train
 
-QUICK, ALL = 25, 500  # seeds of `make test`, of `make test-all`
+QUICK, ALL = 15, 500  # seeds of `make test`, of `make test-all`
 SEEDS = [pytest.param(seed, id=f"seed-{seed}", marks=pytest.mark.slow if seed >= QUICK else ()) for seed in range(ALL)]
 
 # Prediction adds stages that were measured one by one; small tensors that two of them hold together for a moment may
