@@ -62,17 +62,21 @@ class Member:
     measured: Measured
     planned: Planned
     _runner: Runner | None = None
+    # Compared with what the module held when it was planned, or copied: a tensor put there since is another.
+    _settings: BoundSettings | None = None
 
     @staticmethod
     def of(model: torch.nn.Module, measured: Measured, planned: Planned) -> Member:
         """A plan that is there already, for `model`: the module that was planned, or a copy of it."""
-        return Member(model, measured, planned, planned.runner_for(model, measured))
+        runner = planned.runner_for(model, measured)
+        return Member(model, measured, planned, runner, runner.settings)
 
     @property
     def runner(self) -> Runner:
         """What calls the plan's code, which reads the parts that the module has now."""
         if self._runner is None:
-            self._runner = self.planned.runner_for(self.model, self.measured)
+            self._runner = self.planned.runner_for(self.model, self.measured, self._settings)
+            self._settings = self._runner.settings
         return self._runner
 
     def let_go(self) -> None:

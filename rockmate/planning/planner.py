@@ -35,6 +35,7 @@ from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.codegen import CompiledProgram, compile_program
 from rockmate.running.program import Program, make_program
 from rockmate.running.runner import Runner
+from rockmate.running.settings import BoundSettings
 from rockmate.running.sharded import refuse_what_spans_ranks
 from rockmate.units import format_bytes
 
@@ -60,11 +61,12 @@ class Planned:
         """Generate and compile the code for `module` (the one planned, or a copy of it)."""
         return compile_program(self.program, module, self.header)
 
-    def runner_for(self, module: torch.nn.Module, measured: Measured) -> Runner:
-        """What calls that code in the place of `module`."""
+    def runner_for(self, module: torch.nn.Module, measured: Measured, settings: BoundSettings | None = None) -> Runner:
+        """What calls that code in the place of `module`; `settings` are those of a runner that was there before."""
         graph = measured.graphs.D_graph
         compiled = self.compile_for(module)
-        return Runner(module, graph, measured.pattern, measured.traits, measured.settings, compiled)
+        bound = settings or measured.settings.bound_to(module)
+        return Runner(module, graph, measured.pattern, measured.traits, bound, compiled)
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:

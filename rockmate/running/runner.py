@@ -21,7 +21,7 @@ from rockmate.running.codegen import CompiledProgram
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
 from rockmate.running.runtime import Step, StepTables
-from rockmate.running.settings import Settings
+from rockmate.running.settings import BoundSettings
 from rockmate.running.transforms import refuse_transforms
 
 
@@ -34,7 +34,7 @@ class Runner:
         graph: DGraph,
         pattern: CallPattern,
         traits: ModuleTraits,
-        settings: Settings,
+        settings: BoundSettings,
         compiled: CompiledProgram,
     ) -> None:
         self._module = module
@@ -43,7 +43,7 @@ class Runner:
         self._signature = inspect.signature(module.forward)
         self._pattern = pattern
         self._traits = traits
-        self._settings = settings.bound_to(module)
+        self.settings = settings
         self._output_names = graph.output_names
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
@@ -108,7 +108,7 @@ class Runner:
             raise
 
     def _settings_mismatch(self) -> PlanMismatch | None:
-        difference = self._settings.difference()
+        difference = self.settings.difference()
         return None if difference is None else PlanMismatch(f"{difference}. Put it back, or plan the module again.")
 
     def _autocast_mismatch(self) -> PlanMismatch | None:

@@ -116,7 +116,7 @@ def runner_for(measured: Measured, model: nn.Module, recompute: Recompute) -> Ru
     program = program_of(measured, normalise(measured.problem, recompute))
     compiled = compile_program(program, model, "a plan written by a test")
     graph = measured.graphs.D_graph
-    return Runner(model, graph, measured.pattern, measured.traits, measured.settings, compiled)
+    return Runner(model, graph, measured.pattern, measured.traits, measured.settings.bound_to(model), compiled)
 
 
 # ---- steps -----------------------------------------------------------------------------------------

@@ -105,6 +105,12 @@ def _replace_tensor(model: Any) -> None:
     model.table = torch.full((WIDTH,), 3.0)
 
 
+def _replace_part_and_tensor(model: Any) -> None:
+    torch.manual_seed(5)
+    model.head = nn.Linear(WIDTH, WIDTH)
+    model.table = torch.full((WIDTH,), 3.0)
+
+
 def _replace_tensor_in_list(model: Any) -> None:
     model.tables[1] = torch.full((WIDTH,), 3.0)
 
@@ -137,6 +143,7 @@ CHANGES = [
     _give_plain_object_a_value_of_its_own,
     _change_namespace,
     _replace_tensor,
+    _replace_part_and_tensor,
     _replace_tensor_in_list,
     _write_into_tensor,
     _untie_buffers,
