@@ -24,6 +24,9 @@ from rockmate.errors import (
     OptimizerError,
     PickleWarning,
     PinError,
+    PlanFileError,
+    PlanFileMismatch,
+    PlanFileWarning,
     PlanMismatch,
     ReplanWarning,
     ShapesError,
@@ -35,6 +38,7 @@ from rockmate.memory.peak import PeakMemory
 from rockmate.memory.split import MemorySplit
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
+from rockmate.plan_files.content import PlanFile
 from rockmate.verify import Verification, verify
 
 __all__ = [
@@ -57,6 +61,10 @@ __all__ = [
     "PickleWarning",
     "PinError",
     "Plan",
+    "PlanFile",
+    "PlanFileError",
+    "PlanFileMismatch",
+    "PlanFileWarning",
     "PlanMismatch",
     "ReplanWarning",
     "ReplayMismatch",

@@ -59,6 +59,18 @@ class PlanMismatch(RockmateError):
     """The module has changed since it was planned, so that its plan no longer holds."""
 
 
+class PlanFileError(RockmateError):
+    """A file is no plan that this version can read, or is damaged."""
+
+
+class PlanFileMismatch(PlanMismatch):
+    """The plan in a file was made for another graph than this module has on this sample."""
+
+
+class PlanFileWarning(UserWarning):
+    """The plan in a file was made with another PyTorch or device: only what it recomputes is taken from it."""
+
+
 class NotPlanned(RockmateError):
     """There is no plan yet: it is made with the first training batch."""
 

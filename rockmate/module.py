@@ -22,6 +22,8 @@ from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import MemorySplit, Scope
 from rockmate.plan import Plan
+from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured
 from rockmate.planning.pinned import Pins, as_pins, check_pins
@@ -176,6 +178,11 @@ class Rockmate(Transparent):
         `sample` is as for the constructor. Raises as planning does.
         """
         return self._family.member_for(make_sample(self.original, sample)).plan
+
+    def plan_file(self) -> PlanFile:
+        """`plan` with all that is known of it, to be kept as a file, looked at, and used again."""
+        member = self._member
+        return plan_file_of(self.original, member.measured, member.plan, self._family.request)
 
     @property
     def code(self) -> str:

@@ -38,8 +38,8 @@ def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
     if isinstance(function, OpaqueCall):
         return _custom(function.name, function.autocast)
     if isinstance(function, UnderAutocast):
-        return _custom(_name_of(function.apply), (function.kind, function.dtype))
-    return _custom(_name_of(function), None)
+        return _custom(name_of(function.apply), (function.kind, function.dtype))
+    return _custom(name_of(function), None)
 
 
 def _custom(name: str, autocast: tuple[str, torch.dtype] | None) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _custom(name: str, autocast: tuple[str, torch.dtype] | None) -> dict[str, An
     return {"custom": name, "autocast": [autocast[0], names.name_in(names.DTYPES, autocast[1])]}
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
     """Of a bound method, that of what it is bound to: the class of an autograd function."""
     if isinstance(function, MissingFunction):
         return function.name

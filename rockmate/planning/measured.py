@@ -48,6 +48,8 @@ class Measured:
     traits: ModuleTraits  # of the module, in the mode in which it was measured
     settings: Settings  # plain values that its forward reads
     residents: Residents | None = None
+    pinned: tuple[str, ...] = ()  # operations that the user wants to be saved
+    loss: LossCost | None = None  # None where no loss was given
 
 
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None) -> Measured:
@@ -72,7 +74,7 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
     refuse_collectives(model, arguments)
     with for_planning(model):
         traits = TraitsReader(model).read()
-        graphs, loss_cost = _graphs(model, arguments, request, known)
+        graphs, pinned, loss_cost = _graphs(model, arguments, request, known)
         settings = Settings.read_by(model, arguments)
     if not graphs.K_graph.backward:
         raise NothingToTrain(
@@ -97,7 +99,21 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
         request.progress("eager step", 1, 1)
     pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
     measuring_s = time.perf_counter() - started
-    return Measured(arguments, pattern, graphs, problem, chain, eager, device, measuring_s, traits, settings, residents)
+    return Measured(
+        arguments,
+        pattern,
+        graphs,
+        problem,
+        chain,
+        eager,
+        device,
+        measuring_s,
+        traits,
+        settings,
+        residents,
+        pinned,
+        loss_cost,
+    )
 
 
 def _refuse_without_data(model: torch.nn.Module) -> None:
@@ -113,7 +129,7 @@ def _refuse_without_data(model: torch.nn.Module) -> None:
 
 def _graphs(
     model: torch.nn.Module, sample: Sample, request: PlanRequest, known: MeasuredBlocks | None
-) -> tuple[AllGraphs, LossCost | None]:
+) -> tuple[AllGraphs, tuple[str, ...], LossCost | None]:
     """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be; what the loss takes."""
     loss, costs = request.loss, list[LossCost]()
     basic, dataflow = exact_trace(
@@ -132,4 +148,4 @@ def _graphs(
     request.progress("loss", 1, 1)
     simplified = run_once(d_to_s(dataflow), pinned)
     graphs = measured_graphs(basic, simplified, model, sample, request.progress, known)
-    return graphs, costs[0] if costs else None
+    return graphs, tuple(pinned), costs[0] if costs else None

@@ -1,0 +1,169 @@
+"""What a plan file holds: plain records, read and written as JSON.
+
+Everything that people look at (reports, explanations, comparisons) is made of these records, whether they come from a
+file or from a planned module. They name operations and hold numbers; nothing of them is ever executed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rk_solvers import Chain, Problem, Recompute, Schedule
+from rkgb.measuring.profile import BlockProfile
+from rockmate.memory.split import MemorySplit
+from rockmate.plan import Plan
+
+FORMAT: Literal["rockmate-plan"] = "rockmate-plan"
+VERSION: Literal[1] = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of a plan file: other fields than its own are refused."""
+
+
+class Made(Record, frozen=True):
+    """Where and by what a plan was made. Costs hold for such a place alone."""
+
+    rockmate: str  # versions
+    torch: str
+    device: str  # its kind: "cpu", or "cuda" with the name of the device
+    threads: int  # of torch, on the CPU
+
+
+class ValueRecord(Record, frozen=True):
+    """A tensor of the graph."""
+
+    name: str
+    text: str  # type, shape and marks, such as "float32[8, 128] grad"
+    size_bytes: int  # of its whole storage
+    storage: str  # name of the value that first held that storage: itself, where it is fresh
+
+
+class LeafRecord(Record, frozen=True):
+    """A tensor given from outside: a parameter, a buffer, an input or a constant."""
+
+    kind: Literal["parameter", "buffer", "input", "constant"]
+    path: str  # of a parameter or buffer: its name in the module
+    index: int  # of an input: its place among the sample's tensors; else -1
+    value: ValueRecord
+    digest: str = ""  # of a constant's elements
+
+
+class OperationRecord(Record, frozen=True):
+    """One call of the graph, in the order of the trace."""
+
+    name: str
+    function: str  # such as "aten::linear.default"
+    arguments: str  # as text, values by their names with a % before them
+    makes: tuple[ValueRecord, ...]
+    node: str = ""  # the forward operation of the problem that it belongs to; "" for one on leaves alone
+    module: str = ""  # path of the submodule in which it was called
+    source: str = ""  # "file.py:12"
+    facts: str = ""  # of the call, that decide what it computes: modes, whether it draws random numbers
+    keep_reason: str = ""  # why it must not run twice; empty where it may
+
+
+class GraphRecord(Record, frozen=True):
+    """The traced operations, in order."""
+
+    digest: str  # equal for graphs that compute and cost the same
+    model: str  # name of the module's class
+    calls: str  # the tensors of the calls that the plan is for
+    leaves: tuple[LeafRecord, ...]
+    operations: tuple[OperationRecord, ...]
+    output: str  # the structure of what the module returns
+
+
+class MeasuredBlock(Record, frozen=True):
+    """What was measured of one block, for all equal ones."""
+
+    digest: str
+    names: tuple[str, ...]  # of its values
+    profile: BlockProfile
+
+
+class LossRecord(Record, frozen=True):
+    """What the loss takes between forward and backward."""
+
+    time_ms: float
+    peak_bytes: int
+
+
+class Measurements(Record, frozen=True):
+    """Costs from which the problem is made."""
+
+    blocks: tuple[MeasuredBlock, ...]
+    stages: tuple[tuple[int, int], ...]  # of each backward operation of the graph: its resident and its peak bytes
+    loss: LossRecord | None  # None where no loss was given
+    eager_peak_bytes: int  # of the eager step
+
+
+class Asked(Record, frozen=True):
+    """What planning was asked for that decides the graph or what the plan means."""
+
+    scope: Literal["step", "total"] = "step"
+    pinned: tuple[str, ...] = ()  # operations that are never recomputed
+    opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation
+    trained: tuple[str, ...] | None = None  # outputs that the loss hands a gradient to; None for all that take one
+
+
+class Promise(Record, frozen=True):
+    """The numbers of a plan; see `rockmate.Plan`, whose fields these are."""
+
+    budget_bytes: int
+    peak_bytes: int
+    time_ms: float
+    baseline_peak_bytes: int
+    baseline_time_ms: float
+    solver: str
+    planning_s: float
+    measured_peak_bytes: int | None
+    measured_reserved_bytes: int | None
+    lower_bound_ms: float | None
+    gap: float | None  # how much of the step's time a better plan could save at most
+    memory_split: MemorySplit | None
+
+
+class ChainRecord(Record, frozen=True):
+    """The partition of the problem's operations into blocks."""
+
+    blocks: tuple[tuple[int, int], ...]  # first forward operation, and the one after the last
+    backward_block: tuple[int, ...]
+
+
+class PlanFile(Record, frozen=True):
+    """A plan with all that is needed to look at it, to check it, and to run it without measuring or solving."""
+
+    format: Literal["rockmate-plan"]
+    version: Literal[1]
+    made: Made
+    asked: Asked
+    graph: GraphRecord
+    measured: Measurements
+    problem: Problem  # made of the graph and the measurements
+    chain: ChainRecord
+    promise: Promise
+    schedule: tuple[str, ...]  # a line for each step, such as "compute linear_3"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, as a planned module has it."""
+        numbers = {name: getattr(self.promise, name) for name in Promise.__struct_fields__ if name != "gap"}
+        return Plan(schedule=self.parsed_schedule, recompute=self.recompute, calls=self.graph.calls, **numbers)
+
+    @property
+    def parsed_schedule(self) -> Schedule:
+        """The steps, in order. Raises `ScheduleError` for lines that are none."""
+        return Schedule.parse("\n".join(self.schedule))
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is recomputed before each backward operation. Raises `ScheduleError` as above."""
+        return self.parsed_schedule.recompute(self.problem)
+
+    @property
+    def solver_chain(self) -> Chain:
+        """The partition into blocks, as solvers take it."""
+        return Chain(tuple(range(*ends) for ends in self.chain.blocks), self.chain.backward_block)

@@ -1,0 +1,178 @@
+"""Plan files on disk: written at once or not at all, and believed only after every check that needs no model."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import tempfile
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from rk_solvers import check
+from rk_solvers.problem import MOST
+from rockmate.errors import PlanFileError
+from rockmate.plan_files.content import FORMAT, VERSION, PlanFile
+from rockmate.planning.simulator import simulate
+
+MOST_BYTES = 256 << 20  # of a file, unpacked: many times what the largest models take
+_DEEPEST = 40
+_ADVICE = "Get the file anew, or plan the module again."
+
+
+def save(plan_file: PlanFile, path: str | os.PathLike[str]) -> None:
+    """Write a plan file; packed, where the name ends in ".gz". A file that is there is replaced in one go.
+
+    Raises `OSError` where it cannot be written: then what was there is left.
+    """
+    path = Path(path)
+    content = dumps(plan_file)
+    if path.suffix == ".gz":
+        content = gzip.compress(content, mtime=0)  # the same plan, the same bytes
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(part, 0o666 & ~_umask())
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> PlanFile:
+    """The plan in a file that `save` wrote, checked.
+
+    Raises `PlanFileError`, with the place, for all that is no plan of this version, or damaged, or not one that could
+    be followed; `OSError` where there is no such file.
+    """
+    with open(path, "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    try:
+        return loads(_unpacked(content))
+    except PlanFileError as error:
+        error.add_note(f"in the file {os.fspath(path)}")
+        raise
+
+
+def dumps(plan_file: PlanFile) -> bytes:
+    """A plan file as JSON in UTF-8. The same plan gives the same bytes."""
+    content = msgspec.to_builtins(plan_file) | {"digest": digest_of(plan_file)}
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def loads(content: bytes) -> PlanFile:
+    """The plan file of which `dumps` made `content`; else as `load`."""
+    if len(content) > MOST_BYTES:
+        _refuse(f"it is larger than {MOST_BYTES} bytes, which no plan takes")
+    try:
+        raw = json.loads(content, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+    except RecursionError:
+        _refuse("it is nested too deeply to be read")
+    except ValueError as error:  # no UTF-8 either
+        _refuse(f"it is no JSON: {error}")
+    _check_header(raw)
+    _check_numbers(raw, "$", 0)
+    digest = raw.pop("digest", None)
+    try:
+        plan_file = msgspec.convert(raw, PlanFile, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        _refuse(str(error))
+    if digest != digest_of(plan_file):
+        _refuse("what it holds is not what was written: it was cut, or changed on the way")
+    _check_content(plan_file)
+    return plan_file
+
+
+def digest_of(plan_file: PlanFile) -> str:
+    """Of all that a plan file holds."""
+    return hashlib.sha256(msgspec.json.encode(plan_file)).hexdigest()
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise PlanFileError(f"this is no plan that can be used: {reason}. {_ADVICE}") from None
+
+
+def _unpacked(content: bytes) -> bytes:
+    """Nothing is unpacked beyond the largest file, however small it is packed."""
+    if not content.startswith(b"\x1f\x8b"):
+        return content
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
+            return packed.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        _refuse(f"it is packed by gzip, and damaged: {error}")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_header(raw: Any) -> None:
+    """Say the version before what else differs in it."""
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        _refuse(f'it does not say "format": "{FORMAT}"')
+    version = raw.get("version")
+    if type(version) is int and version > VERSION:
+        raise PlanFileError(
+            f"the plan is of version {version if version < MOST else 'beyond all'}, and this Rockmate reads up to "
+            f"{VERSION}. Update Rockmate, or plan the module again."
+        )
+
+
+def _check_numbers(raw: Any, place: str, depth: int) -> None:
+    """No number beyond what other readers of JSON keep, none below zero but where -1 stands for nothing."""
+    if depth > _DEEPEST:
+        _refuse(f"more than {_DEEPEST} levels are nested at {place[:200]}")
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            _check_numbers(value, f"{place}.{key}", depth + 1)
+    elif isinstance(raw, list):
+        for index, value in enumerate(raw):
+            _check_numbers(value, f"{place}[{index}]", depth + 1)
+    elif isinstance(raw, int | float) and not abs(raw) <= MOST:
+        _refuse(f"the number at {place[:200]} is beyond {MOST}")
+
+
+def _check_content(found: PlanFile) -> None:
+    """What the types do not tell: that the parts belong together, and the schedule is one of the problem's."""
+    problem = found.problem
+    try:
+        found.solver_chain.check(problem)
+        schedule = found.parsed_schedule
+        check(problem, schedule, None)
+        simulation = simulate(problem, schedule)
+    except (ValueError, IndexError) as error:  # ScheduleError among them
+        _refuse(str(error))
+    if simulation.peak_bytes != found.promise.peak_bytes:
+        _refuse(f"its schedule takes {simulation.peak_bytes} bytes, but it promises {found.promise.peak_bytes}")
+    if (found.promise.measured_peak_bytes or 0) > found.promise.budget_bytes:
+        _refuse("what was measured of it is above its budget")
+    nodes = {op.node for op in found.graph.operations} - {""}
+    forward = {op.name for op in problem.forward}
+    if nodes != forward:
+        _refuse(f"the operation {min(nodes ^ forward)!r} is in one of its graph and its problem, and not in the other")
+    repeated = [name for name, count in Counter(op.name for op in found.graph.operations).items() if count > 1]
+    if repeated:
+        _refuse(f"two operations are called {repeated[0]!r}")
+    if found.promise.time_ms < 0 or found.promise.baseline_time_ms < 0:
+        _refuse("a time in it is below zero")
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
