@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rk_solvers import Chain, KeepAll, Problem
-from rkgb import AllGraphs, ModelError, Sample, d_to_s, make_sample
+from rkgb import AllGraphs, BGraph, DGraph, KGraph, ModelError, Sample, SGraph, d_to_s, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
@@ -52,11 +52,38 @@ class Measured:
     loss: LossCost | None = None  # None where no loss was given
 
 
+@dataclass(eq=False, slots=True)
+class Traced:
+    """A module traced and checked, and nothing of it measured yet but what its loss takes."""
+
+    sample: Sample
+    pattern: CallPattern
+    basic: BGraph
+    graph: SGraph  # pinned operations in it run once
+    device: torch.device
+    traits: ModuleTraits
+    settings: Settings
+    pinned: tuple[str, ...]
+    loss: LossCost | None
+    state_bytes: tuple[int, int] | None  # of the optimizer, in all and already there, where the budget is for all of training
+    tracing_s: float
+
+
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None) -> Measured:
     """Trace and measure `model`, but for blocks that are `known`; leaves it as it was.
 
     Raises `SampleError`, `TraceError`, `PinError`, `LossError`, `NothingToTrain` for a module without any gradient, and
     what the allocator raises, with a note, where the memory does not suffice for planning.
+    """
+    return measure_traced(model, trace_model(model, sample, request), request, known)
+
+
+def trace_model(
+    model: torch.nn.Module, sample: Any, request: PlanRequest, trained: frozenset[str] | None = None
+) -> Traced:
+    """Trace `model`, and check the trace. The outputs that are `trained` are told by the loss, if there is one.
+
+    Raises as `measure`, whose first half it is.
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
@@ -74,45 +101,90 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
     refuse_collectives(model, arguments)
     with for_planning(model):
         traits = TraitsReader(model).read()
-        graphs, pinned, loss_cost = _graphs(model, arguments, request, known)
+        basic, dataflow, pinned, loss_cost = _trace(model, arguments, request, trained)
+        graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments)
-    if not graphs.K_graph.backward:
-        raise NothingToTrain(
-            f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
-            "requires one. Return the tensor that the loss is made of."
-        )
-    device = main_device(info.device for info in graphs.D_graph.values.values())
-    residents = None
-    if state_bytes is not None:
-        constants = [leaf.constant for leaf in graphs.D_graph.leaves.values() if leaf.constant is not None]
-        residents = count_residents(model, arguments.tensors, constants, device, state_bytes)
+    return Traced(
+        arguments,
+        CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors))),
+        basic,
+        graph,
+        main_device(info.device for info in dataflow.values.values()),
+        traits,
+        settings,
+        tuple(pinned),
+        loss_cost,
+        state_bytes,
+        time.perf_counter() - started,
+    )
+
+
+def measure_traced(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, known: MeasuredBlocks | None = None
+) -> Measured:
+    """Measure what was traced of `model`; see `measure`."""
+    started = time.perf_counter()
     with for_planning(model):
-        problem, chain = build_problem(graphs, loss_cost or assumed_loss_cost(graphs.K_graph))
-        problem = problem if residents is None else above_gradients(problem, graphs)
+        graphs = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
+    refuse_without_backward(model, graphs.K_graph)
+    residents = None
+    if traced.state_bytes is not None:
+        leaves = graphs.D_graph.leaves.values()
+        constants = [leaf.constant for leaf in leaves if leaf.constant is not None]
+        residents = count_residents(model, traced.sample.tensors, constants, traced.device, traced.state_bytes)
+    with for_planning(model):
+        problem, chain = problem_of(graphs, traced.loss, residents)
         request.progress("eager step", 0, 1)
         keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
         own = graphs.D_graph.generators
-        eager = eager_peak_bytes(model, arguments, request.loss, device, keep_all_peak, residents, own)
+        eager = eager_peak_bytes(model, traced.sample, request.loss, traced.device, keep_all_peak, residents, own)
         if eager is None:
             request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
             eager = keep_all_peak
         request.progress("eager step", 1, 1)
-    pattern = CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors)))
-    measuring_s = time.perf_counter() - started
+    measuring_s = traced.tracing_s + time.perf_counter() - started
+    return joined(traced, graphs, problem, chain, eager, measuring_s, residents)
+
+
+def refuse_without_backward(model: torch.nn.Module, graph: KGraph) -> None:
+    """Raise `NothingToTrain` where no gradient comes to anything."""
+    if not graph.backward:
+        raise NothingToTrain(
+            f"no gradient reaches an output of {type(model).__name__}: the output does not depend on anything that "
+            "requires one. Return the tensor that the loss is made of."
+        )
+
+
+def problem_of(graphs: AllGraphs, loss: LossCost | None, residents: Residents | None) -> tuple[Problem, Chain]:
+    """What the solvers are given: a step with that loss, above the gradients that are resident, if any are."""
+    problem, chain = build_problem(graphs, loss or assumed_loss_cost(graphs.K_graph))
+    return (problem if residents is None else above_gradients(problem, graphs)), chain
+
+
+def joined(
+    traced: Traced,
+    graphs: AllGraphs,
+    problem: Problem,
+    chain: Chain,
+    eager_peak_bytes: int,
+    measuring_s: float,
+    residents: Residents | None,
+) -> Measured:
+    """What was traced, with what was measured of it."""
     return Measured(
-        arguments,
-        pattern,
+        traced.sample,
+        traced.pattern,
         graphs,
         problem,
         chain,
-        eager,
-        device,
+        eager_peak_bytes,
+        traced.device,
         measuring_s,
-        traits,
-        settings,
+        traced.traits,
+        traced.settings,
         residents,
-        pinned,
-        loss_cost,
+        traced.pinned,
+        traced.loss,
     )
 
 
@@ -127,10 +199,10 @@ def _refuse_without_data(model: torch.nn.Module) -> None:
             )
 
 
-def _graphs(
-    model: torch.nn.Module, sample: Sample, request: PlanRequest, known: MeasuredBlocks | None
-) -> tuple[AllGraphs, tuple[str, ...], LossCost | None]:
-    """What `rkgb.make_all_graphs` makes, with the operations pinned that the user wants to be; what the loss takes."""
+def _trace(
+    model: torch.nn.Module, sample: Sample, request: PlanRequest, trained: frozenset[str] | None
+) -> tuple[BGraph, DGraph, dict[str, str], LossCost | None]:
+    """The trace, the operations that the user wants to be pinned and by what, and what the loss takes."""
     loss, costs = request.loss, list[LossCost]()
     basic, dataflow = exact_trace(
         model,
@@ -141,11 +213,11 @@ def _graphs(
     )
     pinned = pinned_operations(model, dataflow, request.pin)
     request.progress("loss", 0, 1)
-    if loss is not None:
+    if trained is not None:
+        dataflow = replace(dataflow, trained=trained)
+    elif loss is not None:
         dataflow = with_trained_outputs(
             dataflow, model, sample, lambda output: costs.append(measure_loss(loss, output))
         )
     request.progress("loss", 1, 1)
-    simplified = run_once(d_to_s(dataflow), pinned)
-    graphs = measured_graphs(basic, simplified, model, sample, request.progress, known)
-    return graphs, tuple(pinned), costs[0] if costs else None
+    return basic, dataflow, pinned, costs[0] if costs else None
