@@ -27,6 +27,10 @@ class GraphError(RockmateError):
     """A graph breaks one of its own rules: a defect of a stage, never of the user's model."""
 
 
+class RecordMismatch(RockmateError):
+    """What was recorded of a graph is not what it does now."""
+
+
 class GuardError(RockmateError):
     """A run read something else out of its data than the trace did, and would take another way than the graph."""
 

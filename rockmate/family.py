@@ -19,9 +19,12 @@ from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
 from rockmate.errors import CheckpointingWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.plan import Plan
+from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.restore import restore
+from rockmate.plan_files.reuse import plan_or_reuse
 from rockmate.planning.follow import Decisions
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import Planned, plan_model
+from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import Progress, progress_display
 from rockmate.running.checkpointing import OwnCheckpointing
@@ -133,11 +136,19 @@ class _Untrained:
 class PlanFamily:
     """Runs a module's calls by their plans, and makes those that are missing."""
 
-    def __init__(self, model: torch.nn.Module, request: PlanRequest, shapes: Shapes, progress: bool | Progress) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        request: PlanRequest,
+        shapes: Shapes,
+        progress: bool | Progress,
+        use_cache: bool = False,
+    ) -> None:
         check_shapes(shapes)
         self.request = replace(request, may_branch=shapes != "error")
         self.shapes: Shapes = shapes
         self.progress = progress
+        self.use_cache = use_cache
         self.members: list[Member] = []  # the one used last comes first
         self._model = model
         self._signature = inspect.signature(model.forward)
@@ -149,13 +160,15 @@ class PlanFamily:
         self._untrained: list[_Untrained] = []
         self._turns = Turns()
         self._made = 0  # plans so far
+        self._given: PlanFile | None = None  # the plan of a file, for the first call
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
         paths = {part: path for path, part in self._model.named_modules()}
         pins = tuple(model.get_submodule(paths[pin]) if pin in paths else pin for pin in self.request.pin)
-        twin = PlanFamily(model, replace(self.request, pin=pins), self.shapes, self.progress)
+        twin = PlanFamily(model, replace(self.request, pin=pins), self.shapes, self.progress, self.use_cache)
         twin._known = self._known  # what blocks take does not depend on which module has them
+        twin._given = self._given
         twin._expected = self._expected
         for member in reversed(self.members):
             if member.measured.settings.have_tensors:  # of the module's own, which the copy has others of
@@ -171,6 +184,14 @@ class PlanFamily:
     def expect(self, decisions: list[tuple[CallPattern, Decisions]]) -> None:
         """Follow these decisions when such calls come, if they fit, in place of a search."""
         self._expected = list(decisions)
+
+    def take(self, plan_file: PlanFile) -> None:
+        """Plan the first call by that plan, and later ones within its budget."""
+        split = plan_file.promise.memory_split
+        budget_bytes = plan_file.promise.budget_bytes if split is None else split.total_bytes
+        asked = plan_file.asked
+        self.request = replace(self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque)
+        self._given = plan_file
 
     def adopt(self, member: Member) -> None:
         """Take in a plan, as the one used last."""
@@ -246,7 +267,11 @@ class PlanFamily:
         with progress_display(self.progress) as tell:
             request = replace(self.request, progress=tell, follow=self._decisions_for(call))
             with self._told_once():
-                measured, planned = plan_model(self._model, call, request, self._known)
+                if self._given is not None:
+                    measured, planned = restore(self._model, call, request, self._given)
+                    self._given = None
+                else:
+                    measured, planned = plan_or_reuse(self._model, call, request, self._known, self.use_cache)
         member = Member.of(self._model, measured, planned)
         if not self.members:
             self.request = replace(self.request, budget=_resolved_bytes(member.plan))

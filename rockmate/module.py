@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
@@ -16,13 +17,14 @@ from rk_solvers import Solver
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
-from rockmate.errors import IntegrationError, NotPlanned, PickleWarning
+from rockmate.errors import BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
 from rockmate.family import Member, PlanFamily, Shapes
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import MemorySplit, Scope
 from rockmate.plan import Plan
 from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured
@@ -77,11 +79,16 @@ class Rockmate(Transparent):
         shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
             "nearest" traces it, but follows the decisions of the plan next in size, which takes no search; "eager"
             runs the model itself, without a budget; "error" raises. All but the last warn (`ReplanWarning`).
+        plan: a plan file, or the path of one, for calls like `sample` (or the first training batch): it is compared
+            with the module and run, without measuring or solving. Its budget is for all plans; calls of another shape
+            are planned as the other arguments say.
+        cache: False to neither look for the plan in the user's cache (`rockmate.plan_files.cache`) nor keep it there.
 
     Raises:
         BudgetError: the budget or its scope cannot be read.
         BudgetTooSmall: no schedule fits; the error names the smallest budget found.
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
+        PlanFileError, PlanFileMismatch: the plan file is damaged, or was made for another module or sample.
         ModelError, LossError, SolverError, PinError, OptimizerError, ShapesError: an argument is not what it should be.
     """
 
@@ -104,13 +111,18 @@ class Rockmate(Transparent):
         optimizer: OptimizerLike | None = None,
         shapes: Shapes = "replan",
         opaque: torch.nn.Module | Iterable[torch.nn.Module] = (),
+        plan: PlanFile | str | os.PathLike[str] | None = None,
+        cache: bool = True,
     ) -> None:
         request = PlanRequest(budget, loss, solver, no_progress, time_limit, gap, as_pins(pin), scope, optimizer)
         check_request(request)
         _check_model(model)
         request = replace(request, opaque=opaque_paths(model, opaque))
         check_pins(model, request.pin)
-        family = PlanFamily(model, request, shapes, progress)
+        family = PlanFamily(model, request, shapes, progress, cache)
+        if plan is not None:
+            _check_alone(plan, request)
+            family.take(plan if isinstance(plan, PlanFile) else load(plan))
         if sample is not None:
             family.plan_for(make_sample(model, sample))
         self._adopt(model, family)
@@ -184,6 +196,10 @@ class Rockmate(Transparent):
         member = self._member
         return plan_file_of(self.original, member.measured, member.plan, self._family.request)
 
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write `plan_file` to `path`, for ``Rockmate(model, sample, plan=path)``; packed if it ends in ".gz"."""
+        save(self.plan_file(), path)
+
     @property
     def code(self) -> str:
         """The generated source of `plan`: the forward, and one function per recomputation."""
@@ -254,6 +270,21 @@ class Rockmate(Transparent):
     def extra_repr(self) -> str:
         """The plan, on one line."""
         return str(self.plan) if self._family.members else "planned with the first training batch"
+
+
+def _check_alone(plan: object, request: PlanRequest) -> None:
+    """A plan file tells its budget, and what is pinned, opaque and counted."""
+    if not isinstance(plan, PlanFile | str | os.PathLike):
+        raise TypeError(f"plan is a {type(plan).__name__}; give a PlanFile, or the path of one.")
+    if request.budget is not None:
+        raise BudgetError(
+            f"a budget of {request.budget!r} and a plan are given, but a plan has its budget. Leave one of them out."
+        )
+    if request.pin or request.opaque:
+        raise PinError(
+            "operations or submodules are to be pinned or opaque, and a plan is given, which says that itself. Leave "
+            "the plan out, and plan anew."
+        )
 
 
 def _check_model(model: object) -> None:

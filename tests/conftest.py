@@ -10,6 +10,8 @@ import pytest
 
 # On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What is tested is planned here and now, and nothing of it is left behind: tests of the cache have one of their own.
+os.environ["ROCKMATE_CACHE"] = "0"
 
 import torch
 

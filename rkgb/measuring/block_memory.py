@@ -6,43 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
-from rkgb.errors import GraphError
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.memory import AllocationLog, warm_up
-from rkgb.measuring.profile import BlockProfile, OpProfile, Phantom, SavedKind, SavedTensor, StageProfile
+from rkgb.measuring.profile import BlockProfile, OpProfile, StageProfile
+from rkgb.measuring.saved import Packed, SavedObserver
 from rkgb.measuring.timeline import StageWindow, forward_peaks, join_windows, measure_windows
 
 
-class _Packed:
-    """Stands in the autograd graph for a saved tensor, so that its use is seen."""
-
-    __slots__ = ("source", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, source: str) -> None:
-        self.tensor = tensor
-        self.source = source
-
-
-class MemoryObserver(Observer):
+class MemoryObserver(SavedObserver):
     """Records storages, saved tensors, and the windows of the allocation log."""
 
     def __init__(self, graph: DGraph, block: Block, log: AllocationLog) -> None:
-        self.graph = graph
-        self.block = block
+        super().__init__(graph, block)
         self.log = log
-        self.saved: dict[str, list[SavedTensor]] = {}
-        self.phantoms: dict[str, list[Phantom]] = {op.name: [] for op in block.ops}
         self.storages: list[tuple[int, int]] = []  # that may live on: address, and a mark after its allocation
         self.marks_of_op: dict[str, int] = {}
         self.windows: list[StageWindow] = []
         self._marks = 0
-        self._packed: list[_Packed] = []
-        self._sources: dict[int, tuple[StorageWeakRef, str, SavedKind]] = {}
         self.parameter_gradient_bytes: dict[str, int] = {}
         self.input_gradient_bytes: dict[str, int] = {}
 
@@ -51,39 +34,17 @@ class MemoryObserver(Observer):
         self._marks += 1
         return self._marks - 1
 
-    def know(self, name: str, tensor: torch.Tensor, kind: SavedKind) -> None:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._sources.setdefault(reference.cdata, (reference, name, kind))
-
-    @_disable_dynamo  # it is no part of the compiled submodules that save
-    def pack(self, tensor: torch.Tensor) -> _Packed:
-        packed = _Packed(tensor.detach(), "")
-        self._packed.append(packed)
-        return packed
-
-    def unpack(self, packed: _Packed) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
         if self.windows:
             self.windows[-1].needs[packed.source] = None
         return packed.tensor
 
-    def given(self, leaves: dict[str, torch.Tensor]) -> None:
-        for name, tensor in leaves.items():
-            owner = self.graph.owner(name)  # of a view that an earlier block made of a leaf: the leaf
-            self.know(owner, tensor, SavedKind.LEAF if owner in self.graph.leaves else SavedKind.DATA)
-
     def before_op(self, op: DNode) -> None:
-        self._packed = []
+        super().before_op(op)
         self.marks_of_op[op.name] = self.mark()
 
     def after_op(self, op: DNode, values: dict[str, Any]) -> None:
-        for name in op.output_names:
-            owner = self.graph.owner(name)
-            fresh = owner == name
-            self.know(owner, values[name], SavedKind.DATA if owner not in self.graph.leaves else SavedKind.LEAF)
-            if fresh:
-                self._remember(values[name])
-        self.saved[op.name] = [self._describe(op, packed) for packed in self._packed]
-        self._packed = []
+        super().after_op(op, values)
         self.mark()  # before anything is freed, and its address used again
 
     def before_node(self, op: DNode) -> None:
@@ -101,26 +62,6 @@ class MemoryObserver(Observer):
 
     def _remember(self, tensor: torch.Tensor) -> None:
         self.storages.append((tensor.untyped_storage().data_ptr(), self._marks))  # the next mark follows it
-
-    def _describe(self, op: DNode, packed: _Packed) -> SavedTensor:
-        tensor = packed.tensor
-        if tensor.layout != torch.strided:
-            raise GraphError(f"%{op.name} saves a {tensor.layout} tensor: only dense tensors are supported.")
-        reference = StorageWeakRef(tensor.untyped_storage())
-        known = self._sources.get(reference.cdata)
-        if known is None:
-            name = f"{op.name}.saved{len(self.phantoms[op.name])}"
-            known = (reference, name, SavedKind.PHANTOM)
-            self._sources[reference.cdata] = known
-            self.phantoms[op.name].append(Phantom(name, tensor.untyped_storage().nbytes()))
-            self._remember(tensor)
-        _, source, kind = known
-        packed.source = source if kind is not SavedKind.LEAF else ""
-        info = self.graph.values.get(source)
-        plain = not tensor.is_conj() and not tensor.is_neg() and (info is None or info.dtype == tensor.dtype)
-        return SavedTensor(
-            kind, source, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), refillable=plain
-        )
 
     def measured_windows(self) -> list[StageWindow]:
         """Each autograd node's stretch of the backward, in order, with its bytes."""

@@ -61,7 +61,9 @@ class Observer:
     def finished(self) -> None: ...
 
 
-def run_block(graph: DGraph, block: Block, leaves: dict[str, torch.Tensor], observer: Observer) -> None:
+def run_block(
+    graph: DGraph, block: Block, leaves: dict[str, torch.Tensor], observer: Observer, forward_only: bool = False
+) -> None:
     """Forward and backward of `block` on `leaves`, which `stand_ins` gives; gradients are in their ``.grad``."""
     observer.given(leaves)
     values: dict[str, Any] = dict(leaves)
@@ -82,7 +84,7 @@ def run_block(graph: DGraph, block: Block, leaves: dict[str, torch.Tensor], obse
                 values.pop(name, None)
         # The gradients of shared inputs are there before the block's backward adds to them.
         alive = [name for name in (*block.outputs, *block.shared_inputs) if name not in block.dead_outputs]
-        outputs = [values[name] for name in alive if values[name].requires_grad]
+        outputs = [values[name] for name in alive if values[name].requires_grad and not forward_only]
         total = FreshGradients.apply(*outputs) if outputs else None  # type: ignore[no-untyped-call]
     values.clear()
     del outputs

@@ -28,6 +28,7 @@ _TIMED_RUNS = 5
 _TIMED_RUNS_MS = 800.0  # a block that takes longer than this in all is timed fewer times, but at least twice
 
 Progress = Callable[[str, int, int], None]
+Compare = Callable[[DGraph, Block, dict[str, Any], BlockProfile], None]
 MeasuredBlocks = dict[str, tuple[tuple[str, ...], BlockProfile]]
 """What was measured of one module on one device, by the digest of a block: the names of its values, and its profile."""
 
@@ -39,15 +40,18 @@ def measure_blocks(
     sample: Sample,
     progress: Progress | None = None,
     known: MeasuredBlocks | None = None,
+    compare: Compare | None = None,
 ) -> list[BlockProfile]:
     """Profile every block, running one representative of each equivalence class.
 
-    Blocks equal to those that are `known` are not measured again, and what is measured is added there.
+    Blocks equal to those that are `known` are not measured again, and what is measured is added there. `compare` is
+    called once for each class that is known, on the values that its first block reads.
     The module's buffers, its gradients and the random streams are left as they were.
     """
     forms = [canonical_form(graph.dgraph, block) for block in blocks]
     measured: MeasuredBlocks = {} if known is None else known
     profiles: list[BlockProfile] = []
+    met: set[str] = set()
     last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
     devices = module_devices(module, sample.tensors)
     with borrowed(module, devices, graph.dgraph.generators), without_autocast():
@@ -57,8 +61,12 @@ def measure_blocks(
                 progress("measure", index, len(blocks))
             if form.digest not in measured:
                 measured[form.digest] = (form.names, _measure(graph, block, values))
+                met.add(form.digest)
             names, profile = measured[form.digest]
             profiles.append(profile.renamed(dict(zip(names, form.names, strict=True))))
+            if compare is not None and form.digest not in met:
+                compare(graph.dgraph, block, values, profiles[-1])
+                met.add(form.digest)
             with torch.no_grad():
                 run_nodes(block.ops, values, [name for name in block.outputs if last_reader.get(name, -1) > index])
             for name in block.inputs:

@@ -90,6 +90,15 @@ def loads(content: bytes) -> PlanFile:
     return plan_file
 
 
+def schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of plan files. What it accepts may still be refused: parts must belong together."""
+    found = msgspec.json.schema(PlanFile)
+    of_file = found["$defs"]["PlanFile"]
+    of_file["properties"]["digest"] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    of_file["required"].append("digest")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A plan of Rockmate", **found}
+
+
 def digest_of(plan_file: PlanFile) -> str:
     """Of all that a plan file holds."""
     return hashlib.sha256(msgspec.json.encode(plan_file)).hexdigest()

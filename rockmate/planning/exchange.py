@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rk_solvers import Problem
+from rk_solvers import Problem, Solver
 from rkgb.errors import RockmateError
 from rockmate import errors
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
@@ -210,7 +210,9 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
     Times are left out, as no two ranks measure the same; so are workspaces, which libraries choose by what is free.
     """
     problem = measured.problem
-    solver = request.solver if isinstance(request.solver, str) else _solver_text(request.solver)
+    solver = request.solver
+    if not isinstance(solver, str):
+        solver = solver_text(solver) or _kind_of(solver)
     content = [
         [(item.name, item.size_bytes, item.producer) for item in problem.data],
         [(op.name, op.inputs, op.outputs, op.recomputable) for op in problem.forward],
@@ -236,10 +238,13 @@ def device_kind(device: torch.device) -> str:
     return device.type
 
 
-def _solver_text(solver: object) -> str:
-    """The same on every rank: not the address of an object."""
-    kind = f"{type(solver).__module__}.{type(solver).__qualname__}"
-    return f"{kind} {solver!r}" if dataclasses.is_dataclass(solver) else kind
+def solver_text(solver: Solver) -> str | None:
+    """Equal for solvers that search alike, in every process; None where that cannot be told."""
+    return f"{_kind_of(solver)} {solver!r}" if dataclasses.is_dataclass(solver) else None
+
+
+def _kind_of(solver: Solver) -> str:
+    return f"{type(solver).__module__}.{type(solver).__qualname__}"
 
 
 class _CannotFollow(Exception):

@@ -65,7 +65,9 @@ class Traced:
     settings: Settings
     pinned: tuple[str, ...]
     loss: LossCost | None
-    state_bytes: tuple[int, int] | None  # of the optimizer, in all and already there, where the budget is for all of training
+    state_bytes: (
+        tuple[int, int] | None
+    )  # of the optimizer, in all and already there, where the budget is for all of training
     tracing_s: float
 
 
@@ -79,11 +81,16 @@ def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: Me
 
 
 def trace_model(
-    model: torch.nn.Module, sample: Any, request: PlanRequest, trained: frozenset[str] | None = None
+    model: torch.nn.Module,
+    sample: Any,
+    request: PlanRequest,
+    trained: frozenset[str] | None = None,
+    pinned: dict[str, str] | None = None,
 ) -> Traced:
-    """Trace `model`, and check the trace. The outputs that are `trained` are told by the loss, if there is one.
+    """Trace `model`, and check the trace. Raises as `measure`, whose first half it is.
 
-    Raises as `measure`, whose first half it is.
+    The outputs that are `trained` may be given: else the loss tells, if there is one. So may the operations that are
+    `pinned` beside those that are asked for, and why.
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
@@ -101,7 +108,8 @@ def trace_model(
     refuse_collectives(model, arguments)
     with for_planning(model):
         traits = TraitsReader(model).read()
-        basic, dataflow, pinned, loss_cost = _trace(model, arguments, request, trained)
+        basic, dataflow, loss_cost = _trace(model, arguments, request, trained)
+        pinned = {**pinned_operations(model, dataflow, request.pin), **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments)
     return Traced(
@@ -201,8 +209,8 @@ def _refuse_without_data(model: torch.nn.Module) -> None:
 
 def _trace(
     model: torch.nn.Module, sample: Sample, request: PlanRequest, trained: frozenset[str] | None
-) -> tuple[BGraph, DGraph, dict[str, str], LossCost | None]:
-    """The trace, the operations that the user wants to be pinned and by what, and what the loss takes."""
+) -> tuple[BGraph, DGraph, LossCost | None]:
+    """The trace, and what the loss takes."""
     loss, costs = request.loss, list[LossCost]()
     basic, dataflow = exact_trace(
         model,
@@ -211,7 +219,6 @@ def _trace(
         may_branch=request.may_branch,
         opaque=[model.get_submodule(path) for path in request.opaque],
     )
-    pinned = pinned_operations(model, dataflow, request.pin)
     request.progress("loss", 0, 1)
     if trained is not None:
         dataflow = replace(dataflow, trained=trained)
@@ -220,4 +227,4 @@ def _trace(
             dataflow, model, sample, lambda output: costs.append(measure_loss(loss, output))
         )
     request.progress("loss", 1, 1)
-    return basic, dataflow, pinned, costs[0] if costs else None
+    return basic, dataflow, costs[0] if costs else None

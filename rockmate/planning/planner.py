@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from rk_solvers import Effort, KeepAll, Solution, check, solver_named
 from rk_solvers.bound import lower_bound_ms
 from rkgb.measuring.available import available_bytes
-from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
@@ -24,12 +24,11 @@ from rockmate.memory.budget import resolve_budget
 from rockmate.memory.split import MemorySplit
 from rockmate.plan import Plan
 from rockmate.planning.costs import LOSS, LossFunction
-from rockmate.planning.exchange import plan_with_others
 from rockmate.planning.follow import Follow
-from rockmate.planning.measured import Measured, measure
+from rockmate.planning.measured import Measured
 from rockmate.planning.real_step import real_peak_bytes, warm_step
 from rockmate.planning.refusal import too_small
-from rockmate.planning.request import PlanRequest, Progress, check_request
+from rockmate.planning.request import PlanRequest, Progress
 from rockmate.planning.simulator import simulate
 from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.codegen import CompiledProgram, compile_program
@@ -56,6 +55,7 @@ class Planned:
     plan: Plan
     program: Program
     header: str
+    is_complete: bool = True  # False where the user ended the search
 
     def compile_for(self, module: torch.nn.Module) -> CompiledProgram:
         """Generate and compile the code for `module` (the one planned, or a copy of it)."""
@@ -86,7 +86,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         request.progress("check", attempt, _ATTEMPTS)
         _refuse_more_than_there_is(planned.plan, measured.device)
         runner = planned.runner_for(module, measured)
-        peak = _measured_peak(module, runner, measured, request.loss)
+        peak = measured_peak(module, runner, measured, request.loss)
         peak_bytes = peak.allocated_bytes
         if peak_bytes <= budget_bytes:
             break  # whatever was predicted: this was measured
@@ -99,6 +99,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     else:
         raise too_small(measured, solution, budget_bytes, lowest_bytes, split)
+    planned.is_complete = not solution.interrupted
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
     bound_ms = _lower_bound_ms(measured, solution, target_bytes, budget_bytes, request)
@@ -213,16 +214,21 @@ def _planned(
         memory_split=split,
         calls=str(measured.pattern),
     )
-    first_stage = sum(op.name == LOSS for op in problem.backward)
-    program = make_program(measured.graphs.K_graph, solution.recompute, first_stage)
+    return planned_as(plan, measured, module)
+
+
+def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> Planned:
+    """`plan`, made for what was `measured` of `module`, with the program that follows it."""
+    first_stage = sum(op.name == LOSS for op in measured.problem.backward)
+    program = make_program(measured.graphs.K_graph, plan.recompute, first_stage)
     header = (
-        f"{type(module).__name__} under {format_bytes(budget_bytes)}: generated code, to be read and stepped through.\n"
-        f"Predicted peak {format_bytes(plan.peak_bytes)}, overhead {plan.overhead:+.1%}, by {plan.solver}."
+        f"{type(module).__name__} under {format_bytes(plan.budget_bytes)}: generated code, to be read and stepped "
+        f"through.\nPredicted peak {format_bytes(plan.peak_bytes)}, overhead {plan.overhead:+.1%}, by {plan.solver}."
     )
     return Planned(plan, program, header)
 
 
-def _measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> StepPeak:
+def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> StepPeak:
     """Peak of one real step of the plan on the sample. The module is left as it was."""
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
     doing, own = "when the module was set aside for a real step of the plan", measured.graphs.D_graph.generators
@@ -233,20 +239,18 @@ def _measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, 
             return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
 
 
-def plan_model(
-    model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None
-) -> tuple[Measured, Planned]:
-    """Measure and plan in one go. On CUDA, nothing is left in the allocator's cache."""
-    check_request(request)
+@contextlib.contextmanager
+def planning(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which `model` is planned: as it is without checkpointing of its own, and told of memory that ran out.
+
+    On CUDA, nothing is left in the allocator's cache.
+    """
     refuse_what_spans_ranks(model)
     try:
         doing = f"while {type(model).__name__} was planned"
         with out_of_memory_told(doing, "Free some memory first."), OwnCheckpointing(model).switched_off():
-            measured = measure(model, sample, request, known)
-            measured, planned = plan_with_others(measured, request, model, make_plan)
+            yield
     finally:
         gc.collect()  # what traces leave goes in circles, and would hold the model when its user has let it go
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
             give_cache_back(device)
-    measured.sample = None
-    return measured, planned

@@ -60,6 +60,7 @@ class Auto(Solver):
                 if not search.plans:
                     raise
                 search.say("interrupted: the best plan so far is kept")
+                return replace(self._solution(search), interrupted=True)
         return self._solution(search)
 
     def _search(self, search: Search) -> None:

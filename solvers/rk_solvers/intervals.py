@@ -144,6 +144,7 @@ class _Search:
             if windows and not answer.proven and not self.stopped:
                 self._improve()
         except KeyboardInterrupt:
+            self.stopped = True
             self.process.close()
             self.deadline = time.monotonic()
         if not self.best.status.fits:
@@ -242,7 +243,9 @@ class _Search:
             self.options.progress(str(self.best))
 
     def _final(self, optimal: bool) -> Solution:
-        return solution_of(self.problem, self.budget_bytes, self.best.recompute, self.options.name, optimal=optimal)
+        best, name = self.best.recompute, self.options.name
+        solution = solution_of(self.problem, self.budget_bytes, best, name, optimal=optimal)
+        return replace(solution, interrupted=self.stopped)
 
 
 def load() -> None:

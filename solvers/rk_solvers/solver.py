@@ -46,6 +46,7 @@ class Solution:
     binding_op: str | None = None  # infeasible only: the operation of that peak, such as "compute linear_3"
     proven_bytes: int | None = None  # infeasible only: no schedule's peak is lower; None if not known
     lower_bound_ms: float | None = None  # no schedule that fits takes less; infinite if none fits, None if unknown
+    interrupted: bool = False  # the user ended the search: a longer one may find a better schedule
 
     @property
     def gap(self) -> float | None:

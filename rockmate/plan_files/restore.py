@@ -1,0 +1,180 @@
+"""From a plan file and a module to what runs: traced and compared, neither measured nor solved."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from rkgb import AllGraphs, RecordMismatch
+from rkgb.cut import chain, cut
+from rkgb.equivalence import equivalent_classes
+from rkgb.errors import GraphError
+from rkgb.kgraph import KGraph, s_to_k
+from rkgb.measuring.measure import MeasuredBlocks
+from rkgb.measuring.recorded import recorded_profiles
+from rkgb.state import for_planning
+from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
+from rockmate.plan_files.content import Made, PlanFile
+from rockmate.plan_files.difference import report
+from rockmate.plan_files.record import graph_record, made_here
+from rockmate.planning.costs import LossCost
+from rockmate.planning.follow import Decisions, Follow
+from rockmate.planning.measured import (
+    Measured,
+    Traced,
+    joined,
+    measure_traced,
+    problem_of,
+    refuse_without_backward,
+    trace_model,
+)
+from rockmate.planning.planner import Planned, make_plan, measured_peak, planned_as, planning
+from rockmate.planning.request import PlanRequest
+from rockmate.units import format_bytes
+
+_DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."
+
+
+def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file: PlanFile) -> tuple[Measured, Planned]:
+    """`model` on `sample` under the plan of a file, which decides what is opaque, pinned and trained in place of
+    `request`.
+
+    A plan that was made with this version of PyTorch, and on such a device, is taken over as it is, once the graph
+    proves to be the same and to save the same tensors. Of one made elsewhere only what it recomputes is followed, with
+    costs measured anew and a warning (`PlanFileWarning`).
+
+    Raises `PlanFileMismatch`, with the differences, where the graph is another or the plan takes more here than its
+    budget, `PlanFileError` for a file whose parts do not belong together, and what tracing raises.
+    """
+    request = replace(request, opaque=plan_file.asked.opaque, pin=(), scope=plan_file.asked.scope)
+    _refuse_missing_parts(model, plan_file)
+    with planning(model):
+        trained = plan_file.asked.trained
+        traced = trace_model(
+            model, sample, request, None if trained is None else frozenset(trained), pinned_as(plan_file)
+        )
+        here = graph_record(model, str(traced.pattern), traced.graph)
+        if here.digest != plan_file.graph.digest:
+            raise PlanFileMismatch(
+                f"{report(here, plan_file.graph)}\nPlan this module by itself, or give the module and the sample for "
+                "which the plan was made."
+            )
+        made = made_here(traced.device)
+        if (made.torch, made.device) == (plan_file.made.torch, plan_file.made.device):
+            measured, planned = restore_traced(model, traced, plan_file)
+            if made.threads != plan_file.made.threads:
+                _check_peak(model, measured, planned, request)
+        else:
+            measured, planned = _followed(model, traced, request, plan_file, made)
+    measured.sample = None
+    return measured, planned
+
+
+def restore_traced(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> tuple[Measured, Planned]:
+    """The plan for what was traced of `model`, whose graph is the plan's.
+
+    Raises `PlanFileError` where the file's numbers do not belong to that graph.
+    """
+    started = time.perf_counter()
+    try:
+        measured = _recorded(model, traced, plan_file)
+        planned = planned_as(plan_file.plan, measured, model)
+    except RecordMismatch as error:
+        raise PlanFileError(f"the plan cannot be used: {error} Plan the module again.") from None
+    except (KeyError, IndexError, ValueError, GraphError) as error:
+        raise PlanFileError(f"the plan cannot be used: {_DAMAGED}") from error
+    planned.plan = replace(planned.plan, planning_s=traced.tracing_s + time.perf_counter() - started)
+    return measured, planned
+
+
+def pinned_as(plan_file: PlanFile) -> dict[str, str]:
+    """Operations that run once in the plan as they were pinned, and why."""
+    reason_of = {op.name: op.keep_reason for op in plan_file.graph.operations}
+    return {name: reason_of.get(name) or f"{name} is pinned" for name in plan_file.asked.pinned}
+
+
+def _refuse_missing_parts(model: torch.nn.Module, plan_file: PlanFile) -> None:
+    paths = {path for path, _ in model.named_modules()}
+    missing = [path for path in plan_file.asked.opaque if path not in paths]
+    if missing:
+        raise PlanFileMismatch(
+            f"the plan was made for a {plan_file.graph.model} whose submodule {missing[0]!r} is one operation, and "
+            f"this {type(model).__name__} has no such submodule."
+        )
+
+
+def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Measured:
+    """What `measure_traced` would give, with the numbers of the file."""
+    found = plan_file.measured
+    recorded: MeasuredBlocks = {block.digest: (block.names, block.profile) for block in found.blocks}
+    blocks = cut(traced.graph, chain(traced.graph).pins)
+    with for_planning(model):
+        profiles = recorded_profiles(traced.graph, blocks, model, traced.sample, recorded)
+    whole = s_to_k(traced.graph, blocks, profiles)
+    refuse_without_backward(model, whole)
+    _put_stages(whole, found.stages)
+    dataflow = traced.graph.dgraph
+    classes = equivalent_classes(dataflow, blocks)
+    graphs = AllGraphs(traced.basic, dataflow, traced.graph, blocks, classes, whole, profiles)
+    split = plan_file.promise.memory_split
+    residents = None if split is None else split.residents
+    traced.loss = _loss_of(plan_file)
+    problem, parts = problem_of(graphs, traced.loss, residents)
+    if problem != plan_file.problem or parts != plan_file.solver_chain:
+        raise ValueError("the problem of the graph is another than the file's")
+    return joined(traced, graphs, problem, parts, found.eager_peak_bytes, traced.tracing_s, residents)
+
+
+def _loss_of(plan_file: PlanFile) -> LossCost | None:
+    told = plan_file.measured.loss
+    return None if told is None else LossCost(told.time_ms, told.peak_bytes)
+
+
+def _put_stages(graph: KGraph, stages: tuple[tuple[int, int], ...]) -> None:
+    for comp, (resident_bytes, peak_bytes) in zip(graph.backward, stages, strict=True):
+        comp.resident_bytes, comp.peak_bytes = resident_bytes, peak_bytes
+
+
+# ---- plans made elsewhere ------------------------------------------------------------------------------
+
+
+def _check_peak(model: torch.nn.Module, measured: Measured, planned: Planned, request: PlanRequest) -> None:
+    """One real step: with other threads, libraries take other scratch memory."""
+    plan = planned.plan
+    peak = measured_peak(model, planned.runner_for(model, measured), measured, request.loss)
+    if peak.allocated_bytes > plan.budget_bytes:
+        _refuse_peak(plan.budget_bytes, peak.allocated_bytes)
+    planned.plan = replace(plan, measured_peak_bytes=peak.allocated_bytes, measured_reserved_bytes=peak.reserved_bytes)
+
+
+def _followed(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, plan_file: PlanFile, made: Made
+) -> tuple[Measured, Planned]:
+    """What the plan recomputes, with the costs of this place."""
+    told = plan_file.made
+    warnings.warn(
+        f"the plan was made by PyTorch {told.torch} on {told.device}, and this is PyTorch {made.torch} on "
+        f"{made.device}: its decisions are followed, and measured anew.",
+        PlanFileWarning,
+        stacklevel=6,  # who calls Rockmate(...)
+    )
+    decisions = Decisions.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
+    split = plan_file.promise.memory_split
+    budget_bytes = plan_file.promise.budget_bytes if split is None else split.total_bytes
+    measured = measure_traced(model, traced, request)
+    try:
+        planned = make_plan(measured, replace(request, budget=budget_bytes, solver=Follow(decisions)), model)
+    except BudgetTooSmall as error:
+        _refuse_peak(budget_bytes, error.smallest_budget_bytes)
+    return measured, planned
+
+
+def _refuse_peak(budget_bytes: int, peak_bytes: int) -> NoReturn:
+    raise PlanFileMismatch(
+        f"the plan takes {format_bytes(peak_bytes)} here, which is above its budget of {format_bytes(budget_bytes)}: "
+        "plan the module again."
+    )

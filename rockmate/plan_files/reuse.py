@@ -1,0 +1,113 @@
+"""Plan a module, or take the plan that an earlier process made of the same training."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import rk_solvers
+import rkgb
+from rkgb.measuring.measure import MeasuredBlocks
+from rockmate.errors import PlanFileError
+from rockmate.memory.budget import RESERVE, resolve_budget
+from rockmate.plan_files import cache
+from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.record import graph_record, made_here, plan_file_of
+from rockmate.plan_files.restore import restore_traced
+from rockmate.planning.exchange import default_exchange, plan_with_others, solver_text
+from rockmate.planning.measured import Measured, Traced, measure_traced, trace_model
+from rockmate.planning.planner import Planned, make_plan, planning
+from rockmate.planning.request import PlanRequest, check_request
+
+
+def plan_or_reuse(
+    model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks, use_cache: bool
+) -> tuple[Measured, Planned]:
+    """Trace `model`; take the plan of the same training from the cache, or measure, plan, and keep it there.
+
+    One of several ranks plans with the others, and takes nothing from the cache: all are to do the same.
+    Raises as `measure` and `make_plan` do.
+    """
+    check_request(request)
+    with planning(model):
+        traced = trace_model(model, sample, request)
+        alone = default_exchange(0.0) is None
+        key = _key(model, traced, request) if use_cache and cache.is_enabled() and alone else None
+        found = None if key is None else _reused(model, traced, request, key)
+        if found is None:
+            measured = measure_traced(model, traced, request, known)
+            measured, planned = plan_with_others(measured, request, model, make_plan)
+            if key is not None and planned.is_complete:
+                cache.put(key, plan_file_of(model, measured, planned.plan, request))
+        else:
+            measured, planned = found
+    measured.sample = None
+    return measured, planned
+
+
+def _reused(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: str) -> tuple[Measured, Planned] | None:
+    plan_file = cache.get(key)
+    if plan_file is None or not _is_budget_now(plan_file, traced, request):
+        return None
+    request.progress("reuse", 0, 1)
+    try:
+        found = restore_traced(model, traced, plan_file)
+    except PlanFileError:
+        cache.drop(key)  # whatever it is, it is planned again
+        return None
+    request.progress("reuse", 1, 1)
+    return found
+
+
+def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) -> bool:
+    """Where the budget is what is free: whether about as much is free now, and not less."""
+    if request.budget is not None and request.budget != "auto":
+        return True
+    split = plan_file.promise.memory_split
+    present_bytes = 0 if split is None else split.residents.present_bytes
+    now_bytes = resolve_budget(None, plan_file.measured.eager_peak_bytes, traced.device, present_bytes)
+    then_bytes = plan_file.promise.budget_bytes if split is None else split.total_bytes
+    without = not any(plan_file.recompute)  # more memory makes no better plan
+    return then_bytes <= now_bytes and (without or then_bytes >= now_bytes * (1 - RESERVE))
+
+
+def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | None:
+    """A digest of all that decides a plan; None where something of it cannot be told."""
+    solver = request.solver if isinstance(request.solver, str) else solver_text(request.solver)
+    if solver is None:
+        return None
+    content = [
+        _code_digest(),
+        msgspec.to_builtins(made_here(traced.device)),
+        graph_record(model, str(traced.pattern), traced.graph).digest,
+        [(node.name, node.keep_reason) for node in traced.graph if node.keep_reason],
+        ["auto" if request.budget is None else request.budget, type(request.budget).__name__, request.scope],
+        traced.state_bytes and traced.state_bytes[0],
+        [solver, request.time_limit_s, request.gap],
+        None if request.follow is None else request.follow.to_json(),
+        None if traced.loss is None else traced.loss.peak_bytes,
+        request.opaque,
+    ]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of the code that plans: another version of it may find another plan, or write another program."""
+    exact = hashlib.sha256()
+    for package in (rkgb, rk_solvers):
+        _add(exact, Path(str(package.__file__)).parent)
+    _add(exact, Path(__file__).parents[1])
+    return exact.hexdigest()
+
+
+def _add(exact: Any, folder: Path) -> None:
+    for file in sorted(folder.rglob("*.py")):
+        exact.update(f"{file.relative_to(folder)} ".encode())
+        exact.update(file.read_bytes())
