@@ -147,6 +147,9 @@ class PlanFile(Record, frozen=True):
     promise: Promise
     schedule: tuple[str, ...]  # a line for each step, such as "compute linear_3"
 
+    def __repr__(self) -> str:
+        return f"PlanFile({self.graph.model} on {self.graph.calls}: {self.promise.solver}, {self.graph.digest[:12]})"
+
     @property
     def plan(self) -> Plan:
         """The plan, as a planned module has it."""

@@ -78,7 +78,7 @@ def loads(content: bytes) -> PlanFile:
     except ValueError as error:  # no UTF-8 either
         _refuse(f"it is no JSON: {error}")
     _check_header(raw)
-    _check_numbers(raw, "$", 0)
+    _check_values(raw, "$", 0)
     digest = raw.pop("digest", None)
     try:
         plan_file = msgspec.convert(raw, PlanFile, strict=True)
@@ -142,16 +142,20 @@ def _check_header(raw: Any) -> None:
         )
 
 
-def _check_numbers(raw: Any, place: str, depth: int) -> None:
-    """No number beyond what other readers of JSON keep, none below zero but where -1 stands for nothing."""
+def _check_values(raw: Any, place: str, depth: int) -> None:
+    """No number beyond what other readers of JSON keep, and no half of a character."""
     if depth > _DEEPEST:
         _refuse(f"more than {_DEEPEST} levels are nested at {place[:200]}")
     if isinstance(raw, dict):
         for key, value in raw.items():
-            _check_numbers(value, f"{place}.{key}", depth + 1)
+            _check_values(key, f"{place} (a key)", depth + 1)
+            _check_values(value, f"{place}.{key}", depth + 1)
     elif isinstance(raw, list):
         for index, value in enumerate(raw):
-            _check_numbers(value, f"{place}[{index}]", depth + 1)
+            _check_values(value, f"{place}[{index}]", depth + 1)
+    elif isinstance(raw, str):
+        if not raw.isascii() and any("\ud800" <= character <= "\udfff" for character in raw):
+            _refuse(f"the text at {ascii(place[:200])} holds half of a character")
     elif isinstance(raw, int | float) and not abs(raw) <= MOST:
         _refuse(f"the number at {place[:200]} is beyond {MOST}")
 
