@@ -155,7 +155,7 @@ def _check_values(raw: Any, place: str, depth: int) -> None:
             _check_values(value, f"{place}[{index}]", depth + 1)
     elif isinstance(raw, str):
         if not raw.isascii() and any("\ud800" <= character <= "\udfff" for character in raw):
-            _refuse(f"the text at {ascii(place[:200])} holds half of a character")
+            _refuse(f"the text at {place[:200]!a} holds half of a character")
     elif isinstance(raw, int | float) and not abs(raw) <= MOST:
         _refuse(f"the number at {place[:200]} is beyond {MOST}")
 

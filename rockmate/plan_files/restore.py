@@ -9,19 +9,21 @@ from typing import Any, NoReturn
 
 import torch
 
-from rkgb import AllGraphs, RecordMismatch
+from rkgb import AllGraphs, DGraph, RecordMismatch
 from rkgb.cut import chain, cut
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import GraphError
 from rkgb.kgraph import KGraph, s_to_k
+from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.measuring.recorded import recorded_profiles
 from rkgb.state import for_planning
+from rkgb.tree import leaves
 from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
 from rockmate.plan_files.content import Made, PlanFile
 from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
-from rockmate.planning.costs import LossCost
+from rockmate.planning.costs import LossCost, LossFunction
 from rockmate.planning.follow import Decisions, Follow
 from rockmate.planning.measured import (
     Measured,
@@ -63,6 +65,7 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
                 f"{report(here, plan_file.graph)}\nPlan this module by itself, or give the module and the sample for "
                 "which the plan was made."
             )
+        request = replace(request, loss=request.loss or _stand_in(traced.graph.dgraph))
         made = made_here(traced.device)
         if (made.torch, made.device) == (plan_file.made.torch, plan_file.made.device):
             measured, planned = restore_traced(model, traced, plan_file)
@@ -137,6 +140,18 @@ def _loss_of(plan_file: PlanFile) -> LossCost | None:
 def _put_stages(graph: KGraph, stages: tuple[tuple[int, int], ...]) -> None:
     for comp, (resident_bytes, peak_bytes) in zip(graph.backward, stages, strict=True):
         comp.resident_bytes, comp.peak_bytes = resident_bytes, peak_bytes
+
+
+def _stand_in(graph: DGraph) -> LossFunction:
+    """A loss that hands gradients to what the plan's loss trains, and takes nothing itself."""
+
+    def loss(output: Any) -> torch.Tensor:
+        distinct = {id(tensor): tensor for tensor in leaves(output)}
+        named = dict(zip(graph.output_names, distinct.values(), strict=True))
+        value: torch.Tensor = FreshGradients.apply(*(named[name] for name in graph.gradient_outputs))  # type: ignore[no-untyped-call]
+        return value
+
+    return loss
 
 
 # ---- plans made elsewhere ------------------------------------------------------------------------------
