@@ -18,7 +18,8 @@ from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
 from rockmate.errors import BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
-from rockmate.family import Member, PlanFamily, Shapes
+from rockmate.family import PlanFamily, Shapes
+from rockmate.member import Member
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import MemorySplit, Scope
