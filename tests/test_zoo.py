@@ -66,6 +66,21 @@ def test_batches_are_shaped_as_the_sample(name):
     assert not torch.equal(inputs[0], entry.sample[0])
 
 
+@pytest.mark.parametrize("name", SMALL_ENTRIES)
+def test_another_batch_changes_the_data_and_nothing_else(name):
+    usual, other = zoo.get(name), zoo.get(name, batch=3)
+    for one, two in zip(usual.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    for batch in ((*other.sample, other.target), (*other.make_batch(5)[0], other.make_batch(5)[1])):
+        for tensor, usually in zip(batch, (*usual.sample, usual.target), strict=True):
+            assert tensor.shape == (3, *usually.shape[1:])
+
+
+def test_a_batch_without_examples_is_refused():
+    with pytest.raises(ValueError, match="batch of 0 examples"):
+        zoo.get("gpt2-tiny", batch=0)
+
+
 def test_building_an_entry_leaves_the_random_stream_alone(seed):
     torch.manual_seed(seed)
     expected = torch.rand(3)

@@ -5,16 +5,17 @@ entry.loss(entry.model(*entry.sample)).backward()
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from rockmate.zoo.entry import Inputs, Task, ZooEntry, build_entry
-from rockmate.zoo.gpt2 import GPT2, GPT2Config, next_token_loss
+from rockmate.zoo.entry import Task, ZooEntry, build_entry
+from rockmate.zoo.gpt2 import GPT2, GPT2Config
 from rockmate.zoo.mixer import Mixer, MixerConfig
 from rockmate.zoo.regnet import RegNet, RegNetConfig
 from rockmate.zoo.resnet import ResNet, resnet18, resnet50, resnet101
+from rockmate.zoo.tasks import classification_task, language_task, segmentation_task, translation_task
 from rockmate.zoo.transformer import TransformerConfig, TranslationTransformer
 from rockmate.zoo.unet import UNet, UNetConfig
 
@@ -37,47 +38,6 @@ __all__ = [
     "resnet50",
     "resnet101",
 ]
-
-
-def language_task(batch: int, time: int, vocabulary: int) -> Task:
-    """Predict each next one of random tokens [batch, time]."""
-
-    def draw(generator: torch.Generator) -> tuple[Inputs, Tensor]:
-        tokens = torch.randint(vocabulary, (batch, time + 1), generator=generator)
-        return (tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous()
-
-    return Task(draw, next_token_loss)
-
-
-def translation_task(batch: int, time: int, vocabulary: int) -> Task:
-    """Predict each next one of random target tokens [batch, time] from as many source tokens."""
-
-    def draw(generator: torch.Generator) -> tuple[Inputs, Tensor]:
-        source = torch.randint(vocabulary, (batch, time), generator=generator)
-        tokens = torch.randint(vocabulary, (batch, time + 1), generator=generator)
-        return (source, tokens[:, :-1].contiguous()), tokens[:, 1:].contiguous()
-
-    return Task(draw, next_token_loss)
-
-
-def classification_task(batch: int, size: int, classes: int) -> Task:
-    """Name the class of random images [batch, 3, size, size]."""
-
-    def draw(generator: torch.Generator) -> tuple[Inputs, Tensor]:
-        images = torch.randn(batch, 3, size, size, generator=generator)
-        return (images,), torch.randint(classes, (batch,), generator=generator)
-
-    return Task(draw, F.cross_entropy)
-
-
-def segmentation_task(batch: int, size: int, classes: int) -> Task:
-    """Name the class of each pixel of random images [batch, 3, size, size]."""
-
-    def draw(generator: torch.Generator) -> tuple[Inputs, Tensor]:
-        images = torch.randn(batch, 3, size, size, generator=generator)
-        return (images,), torch.randint(classes, (batch, size, size), generator=generator)
-
-    return Task(draw, F.cross_entropy)
 
 
 # The sizes named "demo" are chosen such that a step takes a second or two on two CPU cores, and such that the
@@ -110,13 +70,19 @@ def names() -> tuple[str, ...]:
     return tuple(ENTRIES)
 
 
-def get(name: str, seed: int = 0, device: torch.device | str = "cpu") -> ZooEntry:
+def get(name: str, seed: int = 0, device: torch.device | str = "cpu", *, batch: int | None = None) -> ZooEntry:
     """The entry of this name, freshly built; weights and data depend on the seed alone.
+
+    `batch` is how many examples its sample and its batches have, where not as many as the entry says; the weights are
+    the same for each.
 
     Raises:
         KeyError: no such entry; the message lists those there are.
+        ValueError: the batch is not positive.
     """
     if name not in ENTRIES:
         raise KeyError(f"the zoo has no {name!r}; it has {', '.join(ENTRIES)}")
+    if batch is not None and batch < 1:
+        raise ValueError(f"a batch of {batch} examples cannot be trained on; give at least 1")
     build_model, task = ENTRIES[name]
-    return build_entry(name, build_model, task, seed, device)
+    return build_entry(name, build_model, replace(task, batch=batch or task.batch), seed, device)

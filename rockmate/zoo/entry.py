@@ -15,10 +15,12 @@ Inputs = tuple[Tensor, ...]  # positional arguments of a model
 class Task:
     """The data side of an entry: random batches of fixed shapes, and what the output is compared with.
 
-    `draw(generator)` returns (inputs, target), both on the CPU; `criterion(output, target)` returns a scalar.
+    `draw(generator, batch)` returns (inputs, target) of as many examples, on the CPU; `criterion(output, target)`
+    returns a scalar.
     """
 
-    draw: Callable[[torch.Generator], tuple[Inputs, Tensor]]
+    batch: int  # examples in a batch, unless told otherwise
+    draw: Callable[[torch.Generator, int], tuple[Inputs, Tensor]]
     criterion: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -47,7 +49,7 @@ def build_entry(
     """
 
     def make_batch(batch_seed: int) -> tuple[Inputs, Tensor]:
-        inputs, target = task.draw(torch.Generator().manual_seed(batch_seed))
+        inputs, target = task.draw(torch.Generator().manual_seed(batch_seed), task.batch)
         return tuple(tensor.to(device) for tensor in inputs), target.to(device)
 
     with torch.random.fork_rng(devices=[]):
