@@ -29,8 +29,19 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         (lambda: zoo.resnet101(), 44_549_160),
         (lambda: zoo.Mixer(zoo.MixerConfig()), 59_880_472),
         (lambda: zoo.RegNet(zoo.RegNetConfig()), 15_296_552),
+        (lambda: zoo.VGG(zoo.VGGConfig()), 138_357_544),
+        (lambda: zoo.VGG(zoo.VGGConfig(batch_norm=True)), 138_365_992),
+        (lambda: zoo.MobileNet(zoo.MobileNetConfig()), 3_504_872),
+        (lambda: zoo.GoogLeNet(zoo.GoogLeNetConfig(large=3)), 6_624_904),  # as torchvision's
+        (lambda: zoo.DenseNet(zoo.DenseNetConfig()), 7_978_856),
+        (lambda: zoo.ViT(zoo.ViTConfig()), 86_567_656),
+        (lambda: zoo.Llama(zoo.LlamaConfig()), 8_030_261_248),
+        (lambda: zoo.BERT(zoo.BERTConfig()), 109_512_762),  # 1,536 less than with the embedding of sentences
     ],
-    ids=["gpt2-small", "resnet18", "resnet50", "resnet101", "mixer-b16", "regnet-x-3.2gf"],
+    ids=(
+        "gpt2-small resnet18 resnet50 resnet101 mixer-b16 regnet-x-3.2gf vgg16 vgg16-bn mobilenet-v2 googlenet "
+        "densenet121 vit-b16 llama3-8b bert-base"
+    ).split(),
 )
 def test_parameter_counts_are_those_of_the_literature(build, count):
     with torch.device("meta"):
@@ -126,6 +137,59 @@ def test_gpt2_refuses_sizes_that_do_not_fit():
         dataclasses.replace(zoo.GPT2Config.tiny(), width=30)
     with pytest.raises(ValueError, match="'flash'"):
         dataclasses.replace(zoo.GPT2Config.tiny(), attention="flash")  # type: ignore[arg-type]  # that is the claim
+
+
+def test_llama_computes_what_the_library_s_does():
+    transformers = pytest.importorskip("transformers")
+    ours = zoo.get("llama-tiny").model
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            tie_word_embeddings=False,
+        )
+    )
+    by_name = {
+        "q_proj": "attention.query",
+        "k_proj": "attention.key",
+        "v_proj": "attention.value",
+        "o_proj": "attention.projection",
+        "gate_proj": "feed_forward.gate",
+        "up_proj": "feed_forward.expansion",
+        "down_proj": "feed_forward.projection",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "feed_forward_norm",
+    }
+    outside = {"embed_tokens": "embedding", "norm": "final_norm", "lm_head": "head"}
+    own = ours.state_dict()
+    weights = {}
+    for name in theirs.state_dict():
+        parts = name.removeprefix("model.").split(".")
+        if parts[0] == "layers":
+            weights[name] = own[f"blocks.{parts[1]}.{by_name[parts[-2]]}.weight"]
+        else:
+            weights[name] = own[outside[parts[0]] + ".weight"]
+    theirs.load_state_dict(weights)
+    tokens = torch.randint(64, (2, 16))
+    # Other kernels for the same formulas: equal within rounding.
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["vit-tiny", "bert-tiny"])
+def test_encoders_see_the_whole_sequence(name):
+    entry = zoo.get(name)
+    (data,) = entry.sample
+    changed = data.clone()
+    changed[0, ..., -1] = (data[0, ..., -1] + 1) % 64  # the last token, or the right edge of an image
+    before, after = entry.model.eval()(data), entry.model(changed)
+    assert not torch.allclose(before[0, 0], after[0, 0])  # what is said of the first token, or of the class
+    torch.testing.assert_close(before[1:], after[1:])
 
 
 def test_resnet_divides_the_resolution_by_32():

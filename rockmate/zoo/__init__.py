@@ -10,20 +10,44 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from rockmate.zoo.bert import BERT, BERTConfig
+from rockmate.zoo.densenet import DenseNet, DenseNetConfig
 from rockmate.zoo.entry import Task, ZooEntry, build_entry
+from rockmate.zoo.googlenet import GoogLeNet, GoogLeNetConfig
 from rockmate.zoo.gpt2 import GPT2, GPT2Config
+from rockmate.zoo.llama import Llama, LlamaConfig
 from rockmate.zoo.mixer import Mixer, MixerConfig
+from rockmate.zoo.mobilenet import MobileNet, MobileNetConfig
 from rockmate.zoo.regnet import RegNet, RegNetConfig
 from rockmate.zoo.resnet import ResNet, resnet18, resnet50, resnet101
-from rockmate.zoo.tasks import classification_task, language_task, segmentation_task, translation_task
+from rockmate.zoo.tasks import (
+    classification_task,
+    language_task,
+    masked_language_task,
+    segmentation_task,
+    translation_task,
+)
 from rockmate.zoo.transformer import TransformerConfig, TranslationTransformer
 from rockmate.zoo.unet import UNet, UNetConfig
+from rockmate.zoo.vgg import VGG, VGGConfig
+from rockmate.zoo.vit import ViT, ViTConfig
 
 __all__ = [
+    "BERT",
     "GPT2",
+    "VGG",
+    "BERTConfig",
+    "DenseNet",
+    "DenseNetConfig",
     "GPT2Config",
+    "GoogLeNet",
+    "GoogLeNetConfig",
+    "Llama",
+    "LlamaConfig",
     "Mixer",
     "MixerConfig",
+    "MobileNet",
+    "MobileNetConfig",
     "RegNet",
     "RegNetConfig",
     "ResNet",
@@ -31,6 +55,9 @@ __all__ = [
     "TranslationTransformer",
     "UNet",
     "UNetConfig",
+    "VGGConfig",
+    "ViT",
+    "ViTConfig",
     "ZooEntry",
     "get",
     "names",
@@ -43,12 +70,22 @@ __all__ = [
 # The sizes named "demo" are chosen such that a step takes a second or two on two CPU cores, and such that the
 # activations are several times larger than the gradients of the parameters, which no schedule can forget.
 ENTRIES: dict[str, tuple[Callable[[], nn.Module], Task]] = {
+    "bert-demo": (lambda: BERT(BERTConfig.demo()), masked_language_task(4, 256, 4096)),
+    "bert-tiny": (lambda: BERT(BERTConfig.tiny()), masked_language_task(8, 16, 64)),
+    "densenet121-demo": (lambda: DenseNet(DenseNetConfig()), classification_task(4, 224, 1000)),
+    "densenet-tiny": (lambda: DenseNet(DenseNetConfig.tiny()), classification_task(8, 32, 10)),
+    "googlenet-demo": (lambda: GoogLeNet(GoogLeNetConfig()), classification_task(8, 224, 1000)),
+    "googlenet-tiny": (lambda: GoogLeNet(GoogLeNetConfig.tiny()), classification_task(8, 64, 10)),
     "gpt2-demo": (lambda: GPT2(GPT2Config.demo()), language_task(4, 256, 4096)),
     "gpt2-small": (lambda: GPT2(GPT2Config.small()), language_task(1, 1024, 50_257)),
     "gpt2-tiny": (lambda: GPT2(GPT2Config.tiny()), language_task(8, 16, 64)),
     "gpt2-tiny-sdpa": (lambda: GPT2(GPT2Config.tiny("sdpa")), language_task(8, 16, 64)),
+    "llama-demo": (lambda: Llama(LlamaConfig.demo()), language_task(4, 256, 4096)),
+    "llama-tiny": (lambda: Llama(LlamaConfig.tiny()), language_task(8, 16, 64)),
     "mixer-demo": (lambda: Mixer(MixerConfig.demo()), classification_task(8, 224, 1000)),
     "mixer-tiny": (lambda: Mixer(MixerConfig.tiny()), classification_task(8, 16, 10)),
+    "mobilenet-v2-demo": (lambda: MobileNet(MobileNetConfig()), classification_task(8, 224, 1000)),
+    "mobilenet-v2-tiny": (lambda: MobileNet(MobileNetConfig.tiny()), classification_task(8, 32, 10)),
     "regnet-demo": (lambda: RegNet(RegNetConfig()), classification_task(8, 224, 1000)),
     "regnet-tiny": (lambda: RegNet(RegNetConfig.tiny()), classification_task(8, 64, 10)),
     "resnet50-demo": (resnet50, classification_task(8, 224, 1000)),
@@ -62,6 +99,10 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Task]] = {
     ),
     "unet-demo": (lambda: UNet(UNetConfig.demo()), segmentation_task(4, 128, 4)),
     "unet-tiny": (lambda: UNet(UNetConfig.tiny()), segmentation_task(2, 32, 4)),
+    "vgg16-demo": (lambda: VGG(VGGConfig.demo()), classification_task(4, 224, 1000)),
+    "vgg-tiny": (lambda: VGG(VGGConfig.tiny()), classification_task(8, 32, 10)),
+    "vit-demo": (lambda: ViT(ViTConfig.demo()), classification_task(8, 224, 1000)),
+    "vit-tiny": (lambda: ViT(ViTConfig.tiny()), classification_task(8, 16, 10)),
 }
 
 
