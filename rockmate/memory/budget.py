@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,15 @@ from rkgb.measuring.available import available_bytes
 from rockmate.errors import BudgetError
 from rockmate.units import parse_bytes
 
-Budget = int | float | str | None
+
+@dataclass(frozen=True, slots=True)
+class AboveResidents:
+    """So many bytes for the step, above all that training holds: parameters and gradients, whatever they take."""
+
+    size_bytes: int
+
+
+Budget = int | float | str | AboveResidents | None
 
 # Part of the free memory left alone when the budget is "what is free": the allocator's gaps and rounding, scratch
 # buffers that libraries take past it, and what other processes ask for meanwhile are in no plan.
@@ -25,8 +34,10 @@ def check_budget(budget: object) -> None:
     resolve_budget(budget, eager_peak_bytes=1 << 40, device=torch.device("cpu"))
 
 
-def resolve_budget(budget: object, eager_peak_bytes: int, device: torch.device, present_bytes: int = 0) -> int:
-    """The budget in bytes.
+def resolve_budget(
+    budget: object, eager_peak_bytes: int, device: torch.device, present_bytes: int = 0, held_bytes: int = 0
+) -> int:
+    """The budget in bytes: of the step, or, with `held_bytes` that training holds beside it, of both.
 
     A float is a fraction of `eager_peak_bytes`. None and "auto" are what is free on `device` now, less `RESERVE` of
     it, and `present_bytes`: what the budget bounds and is allocated already.
@@ -34,6 +45,8 @@ def resolve_budget(budget: object, eager_peak_bytes: int, device: torch.device, 
     """
     if budget is None or (isinstance(budget, str) and budget.strip().lower() == "auto"):
         return int(available_bytes(device) * (1 - RESERVE)) + present_bytes
+    if isinstance(budget, AboveResidents):
+        return resolve_budget(budget.size_bytes, eager_peak_bytes, device) + held_bytes
     if isinstance(budget, bool):
         raise BudgetError(f"the budget {budget!r} is no amount of memory. {_FORMS}")
     if isinstance(budget, str):

@@ -20,11 +20,12 @@ from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
-from rockmate.memory.budget import resolve_budget
+from rockmate.memory.budget import AboveResidents, resolve_budget
 from rockmate.memory.split import MemorySplit
 from rockmate.plan import Plan
 from rockmate.planning.costs import LOSS, LossFunction
 from rockmate.planning.follow import Follow
+from rockmate.planning.graph_solver import GraphSolver
 from rockmate.planning.measured import Measured
 from rockmate.planning.real_step import real_peak_bytes, warm_step
 from rockmate.planning.refusal import too_small
@@ -77,6 +78,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     """
     started = time.perf_counter()
     budget_bytes, split = _resolved(measured, request)
+    told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
     target_bytes = budget_bytes
     lowest_bytes = sys.maxsize  # peak of the best plan that has run
     for attempt in range(_ATTEMPTS):
@@ -92,13 +94,13 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
             break  # whatever was predicted: this was measured
         lowest_bytes = min(lowest_bytes, peak_bytes)
         if not solution.status.fits:
-            raise too_small(measured, solution, budget_bytes, lowest_bytes, split)
+            raise too_small(measured, solution, budget_bytes, lowest_bytes, told)
         if solution.peak_bytes > target_bytes:
             continue  # without recomputation it does not fit, after all
         # The prediction was short by this much: ask for that much less, and more so each time.
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     else:
-        raise too_small(measured, solution, budget_bytes, lowest_bytes, split)
+        raise too_small(measured, solution, budget_bytes, lowest_bytes, told)
     planned.is_complete = not solution.interrupted
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
@@ -141,7 +143,7 @@ def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySpli
     if held is None:
         return resolve_budget(request.budget, measured.eager_peak_bytes, measured.device), None
     eager_bytes = held.total_bytes + measured.eager_peak_bytes
-    total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes)
+    total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes, held.total_bytes)
     split = MemorySplit(total_bytes, held)
     return max(0, split.step_bytes), split
 
@@ -180,6 +182,8 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
         tell = partial(_tell_news, request.progress)
         effort = Effort(measured.chain, request.time_limit_s, gap=request.gap, progress=tell)
         solver = solver_named(solver, effort)
+    elif isinstance(solver, GraphSolver):
+        solver = solver.for_measured(measured)
     return solver.solve(measured.problem, budget_bytes)
 
 
