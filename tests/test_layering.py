@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "rk_solvers",
     ),
     "rockmate.memory.peak": ("rkgb.measuring.memory",),
+    "rockmate.rotor.models": ("rockmate.rotor.models", "rockmate.zoo"),
     "rockmate.report": ("rockmate.units",),
     "rockmate.units": (),
     "rockmate.zoo": ("rockmate.zoo",),
