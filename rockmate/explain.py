@@ -11,6 +11,8 @@ from rockmate.plan_files.content import OperationRecord, PlanFile
 from rockmate.planning.simulator import Simulation, simulate
 from rockmate.units import format_bytes, format_ms
 
+__all__ = ["Alive", "Decision", "Entry", "Explanation", "Flip", "Lifetime", "PeakFacts", "explain"]
+
 
 def explain(plan_file: PlanFile) -> Explanation:
     """Why each tensor of a plan is kept or recomputed, and what its peak is made of. Needs no model.

@@ -1,0 +1,136 @@
+"""Options that several commands have, and how their texts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import torch
+
+from rk_solvers import SOLVERS
+from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rockmate.cli.samples import SampleTextError, read_sample
+from rockmate.cli.targets import Source, TargetError, find_source
+from rockmate.memory.budget import Budget
+from rockmate.units import parse_bytes
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class BudgetText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # older releases take none
+    """A part of the eager peak ("0.5"), a size ("2GiB", "500 MB", "1048576"), or "auto"."""
+
+    name = "budget"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Budget:
+        """The budget as `Rockmate` takes it: a number without a unit is a part if it is at most 1, and bytes if not."""
+        if not isinstance(value, str):
+            return value
+        try:
+            number = float(value)
+        except ValueError:
+            return value  # read, or refused, by those who know all its forms
+        return number if number <= 1 else value
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A size, such as "2GiB"."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        """The number of bytes."""
+        try:
+            return parse_bytes(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, context)
+
+
+def combined(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several decorators as one, their options listed in that order."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def _set_threads(context: click.Context, param: click.Parameter, value: int | None) -> None:
+    if value is not None:
+        torch.set_num_threads(value)
+
+
+def _check_device(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        torch.empty(0, device=value)
+    except (RuntimeError, AssertionError) as error:
+        raise click.BadParameter(f"there is no device {value!r} here: {str(error).splitlines()[0]}") from None
+    return value
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")
+quiet_option = click.option("--quiet", is_flag=True, help="No progress display.")
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    expose_value=False,
+    callback=_set_threads,
+    is_eager=True,
+    help="Threads for torch on the CPU (default: torch's own choice). Costs hold for this number.",
+)
+target_options = combined(
+    click.argument("model", metavar="MODEL"),
+    click.option(
+        "--sample",
+        "samples",
+        multiple=True,
+        metavar="TEXT",
+        help="Arguments of the forward, such as 'float32[8,3,32,32]' or 'input_ids=int64[N,128]<1000'. "
+        "May be given several times.",
+    ),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Rows of the sample: its N."),
+    click.option("--device", callback=_check_device, metavar="NAME", help="cpu, cuda, cuda:1, … (default: as made)."),
+    threads_option,
+)
+solver_options = combined(
+    click.option(
+        "--solver",
+        type=click.Choice(sorted(SOLVERS)),
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        help=f"One of {', '.join(sorted(SOLVERS))}.",
+    ),
+    click.option(
+        "--time-limit",
+        type=click.FloatRange(min=0),
+        default=DEFAULT_TIME_LIMIT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="For one search; Ctrl-C ends it with the best plan so far.",
+    ),
+    click.option(
+        "--gap",
+        type=click.FloatRange(min=0, max=1, max_open=True),
+        default=DEFAULT_GAP,
+        show_default=True,
+        help="The search ends once no plan is faster by more than this share of the step's time.",
+    ),
+)
+output_options = combined(json_option, quiet_option)
+plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))
+
+
+def source_of(model: str, samples: tuple[str, ...], device: str | None) -> Source:
+    """The source that these options tell of. Raises `TargetError`."""
+    try:
+        sample = read_sample(samples) if samples else None
+    except SampleTextError as error:
+        raise TargetError(str(error)) from None
+    return find_source(model, sample, device)

@@ -1,0 +1,61 @@
+"""Plans as text and as content for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rockmate.cli.output import pairs
+from rockmate.plan import Plan
+from rockmate.units import format_bytes, format_ms
+
+
+def plan_table(plan: Plan) -> str:
+    """What a plan promises, and what was measured, beside eager."""
+    eager, time_ms = plan.baseline_peak_bytes, plan.baseline_time_ms
+    split = plan.memory_split
+    rows = [
+        ("budget", f"{format_bytes(plan.budget_bytes)}{_share(plan.budget_bytes, eager)}"),
+        ("predicted peak", f"{format_bytes(plan.peak_bytes)}{_share(plan.peak_bytes, eager)}"),
+        ("measured peak", _measured(plan)),
+        ("eager peak", format_bytes(eager)),
+        ("predicted time", f"{format_ms(plan.time_ms)}, {plan.overhead:+.1%} of {format_ms(time_ms)}"),
+        ("gap", "not known" if plan.gap is None else f"a better plan could save {plan.gap:.1%} of it at most"),
+        ("recomputations", str(plan.recomputations)),
+        ("solver", plan.solver),
+        ("planned in", f"{plan.planning_s:.1f} s"),
+    ]
+    if split is not None:
+        rows.insert(0, ("budget in all", f"{format_bytes(split.total_bytes)}, of which the step has:"))
+    return pairs(rows)
+
+
+def _share(size_bytes: int, eager_bytes: int) -> str:
+    return f", {size_bytes / eager_bytes:.1%} of eager's" if eager_bytes else ""
+
+
+def _measured(plan: Plan) -> str:
+    if plan.measured_peak_bytes is None:
+        return "not measured"
+    reserved = plan.measured_reserved_bytes
+    held = "" if reserved is None else f"; {format_bytes(reserved)} reserved by the allocator"
+    return f"{format_bytes(plan.measured_peak_bytes)}{_share(plan.measured_peak_bytes, plan.baseline_peak_bytes)}{held}"
+
+
+def plan_content(plan: Plan) -> dict[str, Any]:
+    """A plan's numbers for programs."""
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "measured_peak_bytes": plan.measured_peak_bytes,
+        "measured_reserved_bytes": plan.measured_reserved_bytes,
+        "eager_peak_bytes": plan.baseline_peak_bytes,
+        "time_ms": plan.time_ms,
+        "eager_time_ms": plan.baseline_time_ms,
+        "overhead": plan.overhead,
+        "lower_bound_ms": plan.lower_bound_ms,
+        "gap": plan.gap,
+        "recomputations": plan.recomputations,
+        "solver": plan.solver,
+        "planning_s": plan.planning_s,
+        "total_budget_bytes": None if plan.memory_split is None else plan.memory_split.total_bytes,
+    }
