@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from rockmate import PeakMemory, Rockmate, zoo
-from rockmate.report import MemoryCurve, draw_memory_figure, scaled_to
+from rockmate.reports.comparison import MemoryCurve, draw_memory_figure, scaled_to
 from rockmate.units import format_bytes
 
 TITLES = {"gpt2-demo": "One training step of GPT-2: 12 layers, dropout 0.1"}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rockmate import PeakMemory, Rockmate, zoo
 from rockmate.errors import BudgetTooSmall
-from rockmate.report import ComparisonRow, MemoryCurve, comparison_table, draw_memory_figure, scaled_to
+from rockmate.reports.comparison import ComparisonRow, MemoryCurve, comparison_table, draw_memory_figure, scaled_to
 from rockmate.units import format_bytes, format_ms
 
 Batch = tuple[tuple[Tensor, ...], Tensor]  # inputs, target

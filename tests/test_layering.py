@@ -58,7 +58,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "rockmate.memory.peak": ("rkgb.measuring.memory",),
     "rockmate.rotor.models": ("rockmate.rotor.models", "rockmate.zoo"),
-    "rockmate.report": ("rockmate.units",),
+    "rockmate.reports": (
+        "rockmate.reports",
+        "rockmate.plan_files",
+        "rockmate.planning",
+        "rockmate.memory",
+        "rockmate.plan",
+        "rockmate.errors",
+        "rockmate.units",
+        "rkgb",
+        "rk_solvers",
+    ),
+    "rockmate.reports.comparison": ("rockmate.units",),
     "rockmate.units": (),
     "rockmate.zoo": ("rockmate.zoo",),
 }
@@ -68,7 +79,7 @@ NO_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rk_solvers": ("torch",), "rockmat
 ONLY_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rockmate.zoo": ("torch",)}
 
 MAY_EXECUTE_TEXT = ("rockmate/running/codegen.py",)
-MAY_PRINT = ("rockmate/report.py", "rkgb/show.py", "rkgb/check.py", "examples/", "benchmarks/", "tests/")
+MAY_PRINT = ("rkgb/show.py", "rkgb/check.py", "examples/", "benchmarks/", "tests/")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
 MAX_PARAMETERS = 8  # without self and cls

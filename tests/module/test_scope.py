@@ -15,7 +15,7 @@ from rockmate import BudgetError, BudgetTooSmall, Rockmate
 from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import count_residents
-from rockmate.report import split_table
+from rockmate.reports.comparison import split_table
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import CPU, assert_trains_exactly, squares
 

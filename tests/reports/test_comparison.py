@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rockmate.report import ComparisonRow, MemoryCurve, comparison_table, draw_memory_figure, scaled_to
+from rockmate.reports.comparison import ComparisonRow, MemoryCurve, comparison_table, draw_memory_figure, scaled_to
 
 MIB = 2**20
 RED, GREEN = r"\x1b\[1;31m", r"\x1b\[32m"
