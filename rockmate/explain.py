@@ -13,9 +13,13 @@ from rockmate.units import format_bytes, format_ms
 
 __all__ = ["Alive", "Decision", "Entry", "Explanation", "Flip", "Lifetime", "PeakFacts", "explain"]
 
+MOST_FLIPS = 500_000  # tensors times operations: of larger plans, no tensor is tried the other way, in minutes
+
 
 def explain(plan_file: PlanFile) -> Explanation:
     """Why each tensor of a plan is kept or recomputed, and what its peak is made of. Needs no model.
+
+    Of a plan of many hundred operations (`MOST_FLIPS`), entries have no `flip`.
 
     Raises `ScheduleError` for a schedule that cannot be read, which none that `plan_files.load` returns has.
     """
@@ -88,7 +92,7 @@ class _Walk:
         op = self.main.get(producer.name)
         decision = self._decision(item)
         flip = None
-        if decision in ("kept", "recomputed"):
+        if decision in ("kept", "recomputed") and len(problem.data) * len(problem.forward) <= MOST_FLIPS:
             flip = self._flip_to_kept(item) if decision == "recomputed" else self._flip_to_recomputed(item)
         return Entry(
             name=data.name,
@@ -185,7 +189,9 @@ class _Walk:
             if data.producer in {index for group in self.recompute for index in group}:
                 return "Its producer is recomputed for another tensor, and this one is not used then."
             return f"Its producer runs once: {reason or 'what it saves cannot be put back by computing it again'}."
-        assert flip is not None
+        if flip is None:
+            price = self._price(item)
+            return f"{price[0].upper()}{price[1:]}."
         return self._why_recomputed(item, flip) if decision == "recomputed" else self._why_kept(item, flip)
 
     def _why_recomputed(self, item: int, flip: Flip) -> str:
