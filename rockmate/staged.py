@@ -9,7 +9,7 @@ from typing import Any
 
 from rkgb import make_sample
 from rockmate.errors import NotPlanned
-from rockmate.family import Member
+from rockmate.member import Member
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
