@@ -9,6 +9,7 @@ from types import FrameType
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
+CALLER = str(Path(__file__).with_name("sample.py"))  # calls the module: what called that is not the model's code
 OWN_FOLDER = str(Path(__file__).parent)  # its files stand between torch's tracers and the user's module
 
 
@@ -18,16 +19,13 @@ def caller_is_torch(depth: int) -> bool:
 
 
 def python_location() -> str:
-    """``file.py:12`` of the innermost frame outside of torch and of this package; empty where there is none."""
+    """``file.py:12`` of the innermost frame of the user's model; empty where all its code is torch's."""
     frame: FrameType | None = sys._getframe(1)
-    fallback = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(OWN_FOLDER):
-            place = f"{file.rsplit('/', maxsplit=1)[-1]}:{frame.f_lineno}"
-            if not file.startswith(_TORCH):
-                # Below the call of a module made of torch's own there is no line of the user's but this one.
-                return place
-            fallback = fallback or place
+        if file == CALLER:
+            break
+        if not file.startswith((OWN_FOLDER, _TORCH)):
+            return f"{file.rsplit('/', maxsplit=1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
-    return fallback
+    return ""

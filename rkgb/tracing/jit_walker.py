@@ -6,6 +6,7 @@ Shape arithmetic is folded on the way, so that it leaves no operations behind.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -383,8 +384,9 @@ def _source(node: Any) -> Source:
     location = ""
     with contextlib.suppress(RuntimeError):
         frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
-        outside = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(OWN_FOLDER)]
-        if outside or frames:
-            file, line = (outside or frames)[0]
+        inside = itertools.takewhile(lambda frame: not frame[0].startswith(OWN_FOLDER), frames)
+        outside = [frame for frame in inside if "/torch/" not in frame[0]]
+        if outside:
+            file, line = outside[0]
             location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"
     return Source(paths[-1], location, tuple(dict.fromkeys(filter(None, paths))))
