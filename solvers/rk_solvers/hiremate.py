@@ -185,7 +185,7 @@ class Hierarchy:
             if plan is not None:
                 found.append(plan)
         options = pareto([option_of(part, plan) for plan in [part.problem.no_recompute, *found]])
-        return found + ExactPlanner(1, end, self.solver.leaf, steps=4)(part, options)
+        return found + ExactPlanner(1, end, self.solver.leaf, (4, 4))(part, options)
 
     def _of_segments(self, part: Part) -> list[Recompute]:
         """What rotor makes of the segments under each pair of bounds, and greedy, repaired and improved."""

@@ -45,7 +45,9 @@ class RockmateSolver(Solver):
     chain: Chain
     time_limit_s: float = 15.0
     max_forward: int = 40  # recomputable operations of a block that the exact program is asked for
-    steps: int = 5  # bounds per axis: on the peak, and on the saved bytes
+    steps: int = 5  # bounds on the peak
+    saved_steps: int = 5  # bounds on the saved bytes, with each of these
+    backend: str = "scipy"  # of the exact program, or "gurobi"
     together: int = 2  # neighbouring blocks taken as one in the coarsest chain
     slots: int = 500  # of the greatest budget
     grid: int = 4  # bounds per axis when greedy makes options
@@ -82,7 +84,8 @@ class RockmateSolver(Solver):
             classes = {block.part for block in greedy if block.part and has_choice(block.part)}
             now = time.monotonic()
             end = now + max(0.0, deadline - now) / (len(chains) - number) * 0.5
-            yield with_more_options(greedy, ExactPlanner(len(classes), end, self.max_forward, self.steps))
+            steps = self.steps, self.saved_steps
+            yield with_more_options(greedy, ExactPlanner(len(classes), end, self.max_forward, steps, self.backend))
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest plan of the tables that fits `budget_bytes`; see `prepare` for several budgets.
@@ -124,7 +127,8 @@ class ExactPlanner:
     classes: int  # still to come
     deadline: float  # of `time.monotonic`, for all of them
     max_forward: int = 40
-    steps: int = 5
+    steps: tuple[int, int] = (5, 5)  # bounds on the peak and on the saved bytes
+    backend: str = "scipy"
     proven: int = field(default=0, init=False)  # bounds whose best plan is known
 
     def __call__(self, part: Part, options: tuple[Option, ...]) -> list[Recompute]:
@@ -144,7 +148,7 @@ class ExactPlanner:
             if any(known.covers(peak, saved) for known in settled):
                 continue
             limit = time.monotonic() + max(2 * left_s / (len(bounds) - number), LEAST_S)
-            answer = Checkmate().least_time(bounded(part.problem, peak, saved), peak, min(limit, end))
+            answer = Checkmate(self.backend).least_time(bounded(part.problem, peak, saved), peak, min(limit, end))
             plan, used = answer.recompute, (-1, -1)
             if plan is not None:
                 used = peak_and_time(part.problem, plan)[0], saved_bytes_in_pause(part.problem, plan)
@@ -169,7 +173,7 @@ class _Settled:
         return fits and peak <= self.bounds[0] and saved <= self.bounds[1]
 
 
-def bounds_between(part: Part, options: tuple[Option, ...], steps: int) -> list[tuple[int, int]]:
+def bounds_between(part: Part, options: tuple[Option, ...], steps: tuple[int, int]) -> list[tuple[int, int]]:
     """Pairs of bounds on (peak, saved) bytes: what the options reach, then a grid between the extremes of these."""
     reached = [(max(option.forward_bytes, option.backward_bytes, option.saved_bytes), option.saved_bytes)
                for option in options]  # fmt: skip
@@ -179,8 +183,8 @@ def bounds_between(part: Part, options: tuple[Option, ...], steps: int) -> list[
     )
     highest = max(peak for peak, _ in reached), max(saved for _, saved in reached)
     axes = [
-        [low + (high - low) * step // max(1, steps - 1) for step in reversed(range(steps))]
-        for low, high in zip(lowest, highest, strict=True)
+        [low + (high - low) * step // max(1, count - 1) for step in reversed(range(count))]
+        for low, high, count in zip(lowest, highest, steps, strict=True)
     ]
     grid = [(peak, saved) for peak in axes[0] for saved in axes[1] if saved <= peak]
     return list(dict.fromkeys([*sorted(reached, reverse=True), *grid]))

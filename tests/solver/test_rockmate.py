@@ -88,7 +88,7 @@ def test_one_block_under_every_bound_is_solved_as_by_the_oracle():
     """The oracle sees the block with a pause that leaves the same room: no option of it takes less time."""
     problem, chain = chain_of_blocks(3, classes=1, count=1)
     greedy = blocks_of(problem, chain)
-    planner = ExactPlanner(1, time.monotonic() + 60, steps=6)
+    planner = ExactPlanner(1, time.monotonic() + 60, steps=(6, 6))
     block = with_more_options(greedy, planner)[0]
     assert planner.proven
     assert block.part
