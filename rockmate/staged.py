@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rk_solvers import Solver
 from rkgb import make_sample
 from rockmate.errors import NotPlanned
 from rockmate.member import Member
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
+from rockmate.plan_files import PlanFile
+from rockmate.plan_files.restore import restore
 from rockmate.planning.exchange import plan_with_others
 from rockmate.planning.measured import Measured, measure
-from rockmate.planning.planner import make_plan, planning
+from rockmate.planning.planner import Planned, make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.progress import progress_display
 
 _MEASURED = "_measured"
+
+
+@dataclass(eq=False, slots=True)
+class PlannedStage:
+    """A plan, and what it was made of."""
+
+    measured: Measured
+    planned: Planned
 
 
 class Staged(Rockmate):
@@ -33,7 +44,7 @@ class Staged(Rockmate):
     def measure(self, sample: Any) -> None:
         """Trace and measure calls like `sample`, for `plan_within`. Raises as planning does."""
         call = make_sample(self.original, sample)
-        with self._one_at_a_time() as request:
+        with self._one_at_a_time() as request, planning(self.original):
             self.__dict__[_MEASURED] = measure(self.original, call, request)
 
     def plan_within(self, budget: Budget) -> Plan:
@@ -41,19 +52,33 @@ class Staged(Rockmate):
 
         Raises `NotPlanned` where nothing was measured, and `BudgetTooSmall`, which leaves everything as it was.
         """
+        stage = self._planned_within(budget)
+        self._take(stage)
+        return stage.planned.plan
+
+    def _planned_within(self, budget: Budget, solver: Solver | None = None) -> PlannedStage:
+        """A plan that the module does not follow yet, by another solver than the one asked for."""
         measured = self._what_was_measured()
-        family = self._family
-        with self._one_at_a_time() as request:
-            request = replace(request, budget=budget)
+        with self._one_at_a_time() as request, planning(self.original):
+            request = replace(request, budget=budget, solver=solver or request.solver)
             check_request(request)
-            measured, planned = plan_with_others(measured, request, self.original, make_plan)
-        member = Member.of(self.original, measured, planned)
-        split = planned.plan.memory_split
-        resolved_bytes = planned.plan.budget_bytes if split is None else split.total_bytes
-        family.request = replace(family.request, budget=resolved_bytes)
+            return PlannedStage(*plan_with_others(measured, request, self.original, make_plan))
+
+    def _take(self, stage: PlannedStage) -> None:
+        """Follow this plan and no other, and its budget."""
+        plan, family = stage.planned.plan, self._family
+        split = plan.memory_split
+        family.request = replace(family.request, budget=plan.budget_bytes if split is None else split.total_bytes)
         family.members = []
-        family.adopt(member)
-        return planned.plan
+        family.adopt(Member.of(self.original, stage.measured, stage.planned))
+
+    def _follow(self, plan_file: PlanFile, sample: Any) -> None:
+        """Follow the plan of a file for calls like `sample`. Raises as `restore`: then everything stays as it was."""
+        with self._one_at_a_time() as request:
+            stage = PlannedStage(*restore(self.original, sample, request, plan_file))
+        asked = plan_file.asked
+        self._family.request = replace(self._family.request, scope=asked.scope, opaque=asked.opaque)
+        self._take(stage)
 
     def _what_was_measured(self) -> Measured:
         measured = self._measured
@@ -66,13 +91,9 @@ class Staged(Rockmate):
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[PlanRequest]:
-        """Context of planning, with what is asked for."""
+        """Context in which no other thread runs the module, which holds other parameters; with what is asked for."""
         family = self._family
-        with (
-            family._turns.planning(),  # the module holds other parameters meanwhile
-            progress_display(family.progress) as tell,
-            planning(self.original),
-        ):
+        with family._turns.planning(), progress_display(family.progress) as tell:
             yield replace(family.request, progress=tell, follow=None)
 
     def _notes(self) -> dict[str, Any]:

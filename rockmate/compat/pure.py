@@ -1,0 +1,66 @@
+"""Rockmate 2's modules: each is planned by one solver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rockmate import module
+from rockmate.compat.configured import Value, configured
+from rockmate.memory.budget import Budget
+
+
+class _Pure(module.Rockmate):
+    """`rockmate.Rockmate` with its solver chosen.
+
+    Args:
+        model, sample, budget: as for `rockmate.Rockmate`.
+        solver_options: values of the solver's fields, by their names.
+        options: other arguments of `rockmate.Rockmate`, such as loss or time_limit.
+
+    Raises:
+        SolverError: the solver has no such field, or `options` name a solver.
+        What `rockmate.Rockmate` raises.
+    """
+
+    solver_name: ClassVar[str]
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sample: Any = None,
+        budget: Budget = None,
+        *,
+        solver_options: Mapping[str, Value] | None = None,
+        **options: Any,
+    ) -> None:
+        limit_s, gap = options.get("time_limit", DEFAULT_TIME_LIMIT_S), options.get("gap", DEFAULT_GAP)
+        solver = configured(self.solver_name, solver_options or {}, limit_s, gap)
+        super().__init__(model, sample, budget, solver=solver, **options)
+
+
+class PureRotor(_Pure):
+    """Planned by the dynamic program over the chain of blocks (`rk_solvers.Rotor`)."""
+
+    solver_name = "rotor"
+
+
+class PureCheckmate(_Pure):
+    """Planned by the exact program alone (`rk_solvers.Checkmate`): for some tens of operations."""
+
+    solver_name = "checkmate"
+
+
+class PureRockmate(_Pure):
+    """Planned by exact programs for blocks, and the dynamic program over them (`rk_solvers.RockmateSolver`)."""
+
+    solver_name = "rockmate"
+
+
+class Hiremate(_Pure):
+    """Planned by recursive division (`rk_solvers.Hiremate`)."""
+
+    solver_name = "hiremate"
