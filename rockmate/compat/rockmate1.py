@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rk_solvers import Problem, RotorTable, Solution, Solver
+from rk_solvers import Problem, RotorTable, Solution, Solver, peak_and_time
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
-from rk_solvers.rockmate import RockmateSolver
+from rk_solvers.rockmate import Blocks, RockmateSolver
+from rk_solvers.rotor import prepare_table, solved
+from rk_solvers.solver import best_solution
 from rkgb import make_sample
 from rockmate.errors import NotPlanned, SolverError
 from rockmate.memory.budget import Budget
@@ -24,8 +26,9 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.simulator import simulate
 from rockmate.staged import PlannedStage, Staged
 
+_MOST_UNITS = 5000  # of a budget: the table grows with it
 _BACKENDS = {"highs": "scipy", "scipy": "scipy", "gurobi": "gurobi"}
-_OWN = ("_tables", "_stage", "_sample")  # neither copied nor pickled
+_OWN = ("_chains", "_stage", "_sample")  # neither copied nor pickled
 
 
 class Rockmate(Staged):
@@ -43,7 +46,7 @@ class Rockmate(Staged):
         original_mod: the model; on any device.
         model_inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments of one step.
         budget: as for `rockmate.Rockmate`; a float above 1 is a number of bytes, too.
-        mem_unit: bytes of one unit of memory in the dynamic program. None for a 500th of the largest budget.
+        mem_unit: bytes of one unit of memory in the dynamic program. None for about a 400th of the budget.
         verbose: True to show a progress display.
         solve: whether `get_chain` is called now. The three stages need each other in this order.
         get_sequence: whether `get_sequence` is.
@@ -58,7 +61,7 @@ class Rockmate(Staged):
         What `rockmate.Rockmate` raises.
     """
 
-    _tables: list[RotorTable] | None = None
+    _chains: tuple[Blocks, ...] = ()
     _stage: PlannedStage | None = None
     _sample: Any = None
     _seconds: tuple[float, float] = (0.0, 0.0)  # that the chain and the sequence took
@@ -106,7 +109,6 @@ class Rockmate(Staged):
             self.measure(self._known_sample())
         measured = self._what_was_measured()
         started = time.perf_counter()
-        most_bytes = max(measured.eager_peak_bytes, measured.problem.base_bytes)
         solver = RockmateSolver(
             measured.chain,
             self._family.request.time_limit_s,
@@ -114,19 +116,18 @@ class Rockmate(Staged):
             saved_steps=nb_budget_save,
             backend=_BACKENDS[self._backend],
         )
-        if self._mem_unit is not None:
-            solver = replace(solver, slots=max(1, -(-round(1.3 * most_bytes) // self._mem_unit)))
-        self.__dict__["_tables"] = solver.prepare(measured.problem, most_bytes)
+        deadline = time.monotonic() + solver.time_limit_s
+        self.__dict__["_chains"] = tuple(solver.blocks(measured.problem, deadline))
         self._took(chain_s=time.perf_counter() - started)
 
     def get_sequence(self, budget: Budget = None) -> None:
         """Find the sequence for a budget, and run one step of it. Module and plan stay as they are until
         `get_compiled_fct`. Raises `NotPlanned` before `get_chain`, `BudgetTooSmall` as planning does.
         """
-        if self._tables is None:
+        if not self._chains:
             raise NotPlanned("there is no chain yet: call get_chain() first.")
         started = time.perf_counter()
-        self.__dict__["_stage"] = self._planned_within(_bytes_of(budget), Prepared(self._tables))
+        self.__dict__["_stage"] = self._planned_within(_bytes_of(budget), SolvedChains(self._chains, self._mem_unit))
         self._took(sequence_s=time.perf_counter() - started)
 
     def get_compiled_fct(self) -> None:
@@ -226,11 +227,11 @@ class Rockmate(Staged):
         return {name: value for name, value in super()._notes().items() if name not in _OWN}
 
 
-class Prepared(Solver):
-    """Tables that are filled: a plan for one budget after another."""
+class SolvedChains(Solver):
+    """The dynamic program over chains whose blocks are solved: for one budget after another."""
 
-    def __init__(self, tables: list[RotorTable]) -> None:
-        self._tables = tables
+    def __init__(self, chains: tuple[Blocks, ...], mem_unit: int | None) -> None:
+        self._chains, self._mem_unit = chains, mem_unit
 
     @property
     def name(self) -> str:
@@ -238,12 +239,24 @@ class Prepared(Solver):
         return "rockmate"
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
-        """The fastest plan of the tables that fits, else that of lowest peak."""
-        found = [replace(table.solve(budget_bytes), solver=self.name) for table in self._tables]
-        fitting = [solution for solution in found if solution.status.fits]
-        if fitting:
-            return min(fitting, key=lambda solution: solution.time_ms)
-        return min(found, key=lambda solution: solution.peak_bytes)
+        """The fastest plan that fits, else that of lowest peak. Raises `SolverError` for too small a unit of memory."""
+        most_bytes = peak_and_time(problem, problem.no_recompute)[0]
+        plans = [(self.name, problem.no_recompute)]
+        for blocks in self._chains:
+            found = solved(partial(self._table, problem, blocks), budget_bytes, most_bytes)
+            plans.append((self.name, found.recompute))
+        return best_solution(problem, budget_bytes, plans)
+
+    def _table(self, problem: Problem, blocks: Blocks, budget_bytes: int) -> RotorTable:
+        if self._mem_unit is None:
+            return prepare_table(problem, blocks, budget_bytes)
+        units = -(-budget_bytes // self._mem_unit)
+        if units > _MOST_UNITS:
+            raise SolverError(
+                f"mem_unit is {self._mem_unit} bytes, of which {budget_bytes} bytes are {units}: the dynamic program "
+                f"takes at most {_MOST_UNITS}. Give at least {-(-budget_bytes // _MOST_UNITS)}, or None."
+            )
+        return prepare_table(problem, blocks, budget_bytes, max(50, round(1.3 * units)))  # it allows for 1.3 budgets
 
 
 def _bytes_of(budget: Budget) -> Budget:

@@ -158,6 +158,13 @@ def test_what_cannot_be_done_is_refused(options, told):
         Rockmate(network(), rows(), **STAGES, **options)
 
 
+def test_a_unit_of_memory_that_is_too_small_is_refused():
+    module = Rockmate(network(), rows(), mem_unit=1, **STAGES)
+    module.get_chain(1, 1)
+    with pytest.raises(SolverError, match="mem_unit is 1 bytes"):
+        module.get_sequence(0.8)
+
+
 def test_bounds_must_be_positive(chained):
     with pytest.raises(SolverError, match="nb_budget_save 0"):
         chained.get_chain(nb_budget_save=0)
