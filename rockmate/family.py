@@ -19,6 +19,7 @@ from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
 from rockmate.errors import CheckpointingWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.member import Member, Untrained
+from rockmate.memory.budget import AboveResidents
 from rockmate.plan import Plan
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
@@ -194,7 +195,7 @@ class PlanFamily:
                 else:
                     measured, planned = plan_or_reuse(self._model, call, request, self._known, self.use_cache)
         member = Member.of(self._model, measured, planned)
-        if not self.members:
+        if not self.members and not isinstance(self.request.budget, AboveResidents):
             self.request = replace(self.request, budget=_resolved_bytes(member.plan))
         self.adopt(member)
         return member

@@ -11,7 +11,7 @@ from rk_solvers import Solver
 from rkgb import make_sample
 from rockmate.errors import NotPlanned
 from rockmate.member import Member
-from rockmate.memory.budget import Budget
+from rockmate.memory.budget import AboveResidents, Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
 from rockmate.plan_files import PlanFile
@@ -31,6 +31,15 @@ class PlannedStage:
 
     measured: Measured
     planned: Planned
+    asked: Budget  # for which
+
+    @property
+    def budget(self) -> Budget:
+        """The budget for later plans: the same bytes, or as many above all that training holds."""
+        plan, split = self.planned.plan, self.planned.plan.memory_split
+        if isinstance(self.asked, AboveResidents):
+            return self.asked
+        return plan.budget_bytes if split is None else split.total_bytes
 
 
 class Staged(Rockmate):
@@ -62,20 +71,19 @@ class Staged(Rockmate):
         with self._one_at_a_time() as request, planning(self.original):
             request = replace(request, budget=budget, solver=solver or request.solver)
             check_request(request)
-            return PlannedStage(*plan_with_others(measured, request, self.original, make_plan))
+            return PlannedStage(*plan_with_others(measured, request, self.original, make_plan), budget)
 
     def _take(self, stage: PlannedStage) -> None:
         """Follow this plan and no other, and its budget."""
-        plan, family = stage.planned.plan, self._family
-        split = plan.memory_split
-        family.request = replace(family.request, budget=plan.budget_bytes if split is None else split.total_bytes)
+        family = self._family
+        family.request = replace(family.request, budget=stage.budget)
         family.members = []
         family.adopt(Member.of(self.original, stage.measured, stage.planned))
 
     def _follow(self, plan_file: PlanFile, sample: Any) -> None:
         """Follow the plan of a file for calls like `sample`. Raises as `restore`: then everything stays as it was."""
         with self._one_at_a_time() as request:
-            stage = PlannedStage(*restore(self.original, sample, request, plan_file))
+            stage = PlannedStage(*restore(self.original, sample, request, plan_file), None)
         asked = plan_file.asked
         self._family.request = replace(self._family.request, scope=asked.scope, opaque=asked.opaque)
         self._take(stage)

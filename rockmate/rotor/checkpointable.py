@@ -34,8 +34,8 @@ class Checkpointable(Staged):
         mem_limit: most bytes of a training step above the parameters, their gradients, buffers and the batch, which
             are there whatever is planned: of activations, their gradients, temporary memory and the loss. A number
             of bytes or a size such as "2GiB". None for what is free when the first plan is made, less 10 %, the
-            gradients, and what else is to come. The limit is of ``Rockmate(..., scope="total")`` less what
-            `memory_split` names; batches of another shape are planned within the same bytes in all.
+            gradients, and what else is to come. It is a budget of ``Rockmate(..., scope="total")`` less what
+            `memory_split` names beside the step. Batches of another shape are planned within the same limit.
         preserve_rng_state: accepted, and without effect: random numbers are always drawn again as they were, since
             gradients would be wrong otherwise. What that takes is in the limit.
         loss: called on the model's output, returns the scalar of which training takes the backward. It is measured;

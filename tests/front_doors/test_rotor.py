@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import rockmate.staged
 from rockmate import BudgetError, BudgetTooSmall, NotPlanned, Rockmate, rotor, zoo
 from rockmate.rotor.layers import layers_of
+from rockmate.units import format_bytes
 from tests.module.steps import assert_same_training, peak_of_step, squares, train
 from tests.scripts import run_script
 
@@ -89,6 +90,25 @@ def test_with_a_limit_the_first_batch_is_planned_for_it(keep_all_bytes):
     assert_same_training(train(model, [images()] * 2), train(network(), [images()] * 2))
     assert model.plan.budget_bytes == limit
     assert model.plan.recomputations > 0
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+def test_batches_of_another_size_are_planned_within_the_same_limit(keep_all_bytes):
+    limit = int(0.8 * keep_all_bytes)
+    model = rotor.Checkpointable(network(), limit)
+    sizes = (8, 5, 9)
+    batches = [images().repeat(2, 1, 1, 1)[:size] for size in sizes]
+    assert_same_training(train(model, batches), train(network(), batches))
+    assert len(model.plans) == len(sizes)
+    assert {plan.budget_bytes for plan in model.plans} == {limit}
+    measured = copy.deepcopy(model)
+    measured.measure(batches[1])
+    measured.compute_sequence()
+    assert len(measured.plans) == 1
+    measured(batches[0]).sum().backward()
+    assert {plan.budget_bytes for plan in measured.plans} == {limit}
+    with pytest.raises(BudgetTooSmall, match=f"^budget {format_bytes(limit)} < "):
+        model(images().repeat(2, 1, 1, 1))
 
 
 def test_a_limit_that_nothing_fits_leaves_the_sequence_as_it_was(measured, keep_all_bytes, no_measuring):
