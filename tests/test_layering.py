@@ -60,6 +60,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rockmate.rotor.models": ("rockmate.rotor.models", "rockmate.zoo"),
     "rockmate.reports": (
         "rockmate.reports",
+        "rockmate.explain",
+        "rockmate.explanation",
         "rockmate.plan_files",
         "rockmate.planning",
         "rockmate.memory",

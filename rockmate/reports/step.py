@@ -1,0 +1,97 @@
+"""A planned step as people look at it: which computation runs when, and what fills the memory meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from rk_solvers import Backward, Compute, Problem, schedule_of
+from rockmate.explanation import Explanation
+from rockmate.plan_files.content import OperationRecord, PlanFile
+from rockmate.planning.simulator import Simulation, simulate
+
+Lane = Literal["forward", "recompute", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """One computation of the step. Its bytes, all together, are what is alive at most while it runs."""
+
+    lane: Lane
+    name: str  # of the operation of the problem, such as "linear_3" or "linear_3.backward"
+    index: int  # of that operation, in `Problem.forward` or `Problem.backward`
+    stage: int  # the operation of the backward that runs next, or now; what is recomputed, is recomputed for it
+    start_ms: float
+    end_ms: float
+    kept_bytes: int  # tensors that are there since the forward, and random states
+    recomputed_bytes: int  # tensors that were computed again
+    gradient_bytes: int  # resident when it starts
+    workspace_bytes: int  # what it takes while it runs, new gradients among it
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive while it runs."""
+        return self.kept_bytes + self.recomputed_bytes + self.gradient_bytes + self.workspace_bytes
+
+
+def computations(plan_file: PlanFile, explanation: Explanation) -> tuple[Computation, ...]:
+    """Every computation of the plan, in order; `explanation` is that of the same file."""
+    problem, schedule = plan_file.problem, plan_file.parsed_schedule
+    moments = simulate(problem, schedule).moments
+    recomputed = _recomputed_bytes(explanation, len(moments))
+    index_of = {op.name: index for index, op in enumerate(problem.forward)}
+    computed: set[int] = set()
+    stage = 0
+    found: list[Computation] = []
+    for op in schedule.ops:
+        if not isinstance(op, Compute | Backward):
+            continue
+        moment, again_bytes = moments[len(found)], recomputed[len(found)]
+        lane: Lane = "backward"
+        if isinstance(op, Compute):
+            index = index_of[op.name]
+            lane = "recompute" if index in computed else "forward"
+            computed.add(index)
+            workspace_bytes = problem.forward[index].workspace_bytes
+            gradient_bytes = problem.backward[stage].resident_bytes if lane == "recompute" else 0
+        else:
+            index = stage
+            gradient_bytes = problem.backward[stage].resident_bytes
+            workspace_bytes = problem.backward[stage].peak_bytes - gradient_bytes
+        kept_bytes = moment.peak_bytes - again_bytes - gradient_bytes - workspace_bytes
+        times = (moment.start_ms, moment.end_ms)
+        parts = (kept_bytes, again_bytes, gradient_bytes, workspace_bytes)
+        found.append(Computation(lane, op.name, index, stage, *times, *parts))
+        if isinstance(op, Backward):
+            stage = min(stage + 1, len(problem.backward) - 1)
+    return tuple(found)
+
+
+def _recomputed_bytes(explanation: Explanation, steps: int) -> list[int]:
+    """Bytes at each step of the tensors that are there for a second time, or a later one."""
+    change = [0] * (steps + 1)
+    for entry in explanation.entries:
+        for stay in entry.lifetimes[1:]:
+            change[stay.first] += entry.size_bytes
+            change[stay.last + 1] -= entry.size_bytes
+    return list(accumulate(change))[:steps]
+
+
+def keep_all_simulation(problem: Problem) -> Simulation:
+    """The step that keeps everything, as predicted: what stands for eager training where none was measured."""
+    return simulate(problem, schedule_of(problem, problem.no_recompute))
+
+
+def main_operations(plan_file: PlanFile) -> dict[str, OperationRecord]:
+    """For each forward operation of the problem, by name, the call that it is named after."""
+    found: dict[str, OperationRecord] = {}
+    for op in plan_file.graph.operations:
+        if op.node and (op.name == op.node or op.node not in found):
+            found[op.node] = op
+    return found
+
+
+def calls_by_name(plan_file: PlanFile) -> dict[str, OperationRecord]:
+    """All calls of the graph. A backward is named after one: "linear_3.backward" after "linear_3"."""
+    return {op.name: op for op in plan_file.graph.operations}
