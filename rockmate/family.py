@@ -138,6 +138,10 @@ class PlanFamily:
         """Within this context no other thread plans the module, which holds other parameters meanwhile."""
         return self._turns.running()
 
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context no other thread runs or plans the module: for who holds other parameters in it."""
+        return self._turns.planning()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A training forward, by the plan that holds for it; planned first, if there is none."""
         bound = self._signature.bind(*args, **kwargs)

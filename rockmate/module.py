@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -200,6 +201,35 @@ class Rockmate(Transparent):
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write `plan_file` to `path`, for ``Rockmate(model, sample, plan=path)``; packed if it ends in ".gz"."""
         save(self.plan_file(), path)
+
+    def report(
+        self, path: str | os.PathLike[str] | None = None, *, sample: Any = None, loss: LossFunction | None = None
+    ) -> str | Path:
+        """What people want to see of `plan`: text, or a file whose name ends in ".html", ".png", ".pdf" or ".svg".
+
+        Without a path it returns text for a terminal. A page of HTML is one file, for any browser, without a network.
+        With a `sample`, as for the constructor, the plan is the one for such calls, and real steps of it and of the
+        module itself are run and shown beside the prediction; `loss` is then as for the constructor, and that one by
+        default. The module is left as it was. Returns the path of the file.
+
+        Raises:
+            ValueError: the path ends otherwise, or a loss is given without a sample.
+            NotPlanned: there is no plan yet. With a sample, as planning does.
+        """
+        from rockmate.reports import observe, write_report  # with what draws, which few want
+
+        if sample is None:
+            if loss is not None:
+                raise ValueError("a loss is given, but no sample: give the batch of which a step is to be observed")
+            return write_report(self.plan_file(), path)
+        call = make_sample(self.original, sample)
+        member = self._family.member_for(call)
+        file = plan_file_of(self.original, member.measured, member.plan, self._family.request)
+        loss = self._family.request.loss if loss is None else loss
+        own = member.measured.graphs.D_graph.generators
+        with self._family.alone():
+            measured = observe(self.original, member.runner, call, loss, member.measured.device, own)
+        return write_report(file, path, measured)
 
     @property
     def code(self) -> str:

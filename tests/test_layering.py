@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "rockmate.explain",
         "rockmate.explanation",
         "rockmate.plan_files",
+        "rockmate.running",
         "rockmate.planning",
         "rockmate.memory",
         "rockmate.plan",

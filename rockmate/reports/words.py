@@ -173,7 +173,7 @@ def largest_at_peak(explanation: Explanation, count: int) -> Sequence[tuple[str,
     rows = [(one.name, one.size_bytes, str(one.decision)) for one in peak.alive]
     rows += [
         ("gradients", peak.gradient_bytes, "of the backward"),
-        ("workspace", peak.working_bytes, f"of {peak.op}"),
+        ("workspace", peak.working_bytes, f"of {told(peak.op)}"),
         ("random states", peak.other_bytes, "kept for recomputations"),
     ]
     return sorted((row for row in rows if row[1]), key=lambda row: -row[1])[:count]

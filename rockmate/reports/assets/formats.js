@@ -3,19 +3,26 @@
 
 const digitsAfterPoint = (value) => (Math.abs(value) < 10 ? 2 : Math.abs(value) < 100 ? 1 : 0);
 
+/** As Python rounds: what is just between two goes to the even one. */
+function fixed(value, digits) {
+  const scaled = value * 10 ** digits, low = Math.floor(scaled);
+  const isTie = scaled - low === 0.5 && (2 * low + 1) % 5 ** digits === 0;
+  return isTie ? ((low % 2 ? low + 1 : low) / 10 ** digits).toFixed(digits) : value.toFixed(digits);
+}
+
 function formatBytes(size) {
-  if (Math.abs(size) < 1024) return `${size.toFixed(0)} B`;
+  if (Math.abs(size) < 1024) return `${fixed(size, 0)} B`;
   const units = ["KiB", "MiB", "GiB", "TiB"];
   const power = Math.min(Math.floor(Math.floor(Math.log2(Math.abs(size))) / 10), units.length);
   const scaled = size / 1024 ** power;
-  return `${scaled.toFixed(digitsAfterPoint(scaled))} ${units[power - 1]}`;
+  return `${fixed(scaled, digitsAfterPoint(scaled))} ${units[power - 1]}`;
 }
 
 function formatMs(time) {
-  if (Math.abs(time) < 1) return `${(time * 1000).toFixed(0)} µs`;
-  if (Math.abs(time) < 1000) return `${time.toFixed(digitsAfterPoint(time))} ms`;
+  if (Math.abs(time) < 1) return `${fixed(time * 1000, 0)} µs`;
+  if (Math.abs(time) < 1000) return `${fixed(time, digitsAfterPoint(time))} ms`;
   const seconds = time / 1000;
-  return Math.abs(seconds) < 120 ? `${seconds.toFixed(digitsAfterPoint(seconds))} s` : `${(seconds / 60).toFixed(1)} min`;
+  return Math.abs(seconds) < 120 ? `${fixed(seconds, digitsAfterPoint(seconds))} s` : `${fixed(seconds / 60, 1)} min`;
 }
 
 function element(name, attributes = {}, ...children) {

@@ -1,0 +1,85 @@
+"""Real steps of a planned module, observed for a report: what they take in bytes, and in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from rkgb import Sample
+from rkgb.measuring.memory import if_it_fits, out_of_memory_told
+from rkgb.state import borrowed, for_planning
+from rkgb.tracing.generators import OwnGenerator
+from rockmate.memory.peak import PeakMemory
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.real_step import StepFunction, run_step, warm_step
+from rockmate.reports.comparison import scaled_to
+from rockmate.reports.measured import MeasuredStep, MeasuredSteps
+from rockmate.running.checkpointing import OwnCheckpointing
+
+Borrow = Callable[[], AbstractContextManager[None]]
+
+TIMED_STEPS = 3  # of which the fastest counts
+
+
+def observe(
+    model: torch.nn.Module,
+    planned: StepFunction,
+    sample: Sample,
+    loss: LossFunction | None,
+    device: torch.device,
+    own: Iterable[OwnGenerator] = (),
+) -> MeasuredSteps:
+    """Run the step by `planned`, and by `model` itself, several times each: first observed, then timed.
+
+    The module's parameters, buffers, gradients, modes and random streams, and the generators `own`, are given back as
+    they were. Without a loss, gradients of ones are handed to what the model returns. Raises what the allocator raises
+    where a planned step does not fit the device; where the eager one does not, it is left out.
+    """
+    borrow: Borrow = partial(borrowed, model, {device}, tuple(own))
+    doing = f"when steps of {type(model).__name__} were observed for a report"
+    with out_of_memory_told(doing, "Free some memory first."), for_planning(model):
+        plan = _observed(planned, sample, loss, device, borrow)
+        with OwnCheckpointing(model).switched_off():
+            eager = if_it_fits(partial(_observed, model, sample, loss, device, borrow))
+    return MeasuredSteps(plan, eager)
+
+
+def _observed(
+    step: StepFunction,
+    sample: Sample,
+    loss: LossFunction | None,
+    device: torch.device,
+    borrow: Borrow,
+) -> MeasuredStep:
+    warm_step(step, sample, loss, device, borrow)
+    fresh = sample.copy()  # gradients of inputs are not the user's to find
+    with borrow(), PeakMemory(device) as memory:
+        run_step(step, fresh, loss)
+    del fresh
+    time_ms = min(_time_ms(step, sample, loss, device, borrow) for _ in range(TIMED_STEPS))
+    return MeasuredStep(memory.peak_bytes, time_ms, scaled_to(memory.timeline, time_ms))
+
+
+def _time_ms(
+    step: StepFunction,
+    sample: Sample,
+    loss: LossFunction | None,
+    device: torch.device,
+    borrow: Borrow,
+) -> float:
+    with borrow():
+        fresh = sample.copy()
+        _wait_for(device)
+        start = time.perf_counter()
+        run_step(step, fresh, loss)
+        _wait_for(device)
+        return 1000 * (time.perf_counter() - start)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
