@@ -24,7 +24,7 @@ CODE := $(wildcard rkgb rockmate solvers/rk_solvers examples benchmarks)
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup test test-all lint format types demo bench notebooks golden clean
+.PHONY: help setup test test-all lint format types demo bench notebooks docs golden clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,9 +66,13 @@ bench: $(STAMP) ## Measure time and memory against eager and torch.utils.checkpo
 notebooks: $(STAMP) ## Execute every notebook
 	$(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)
 
+docs: $(STAMP) ## Build the documentation's site in docs/_build/html, warnings being errors
+	$(BIN)/python -m sphinx -b html -c docs --fail-on-warning --keep-going --nitpicky --quiet . docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 golden: $(STAMP) ## Rewrite the golden files from what the code does now; then read the diff
 	$(PYTEST) --update-golden $(PYTEST_ARGS)
 
 clean: ## Remove what the other targets made, .venv too
-	rm -rf $(VENV) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo_output docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,7 +42,7 @@ def ref_names(tree: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``function(*args, **kwargs)`` where arguments may hold `Ref`s, and `OwnGenerator`s in place of generators."""
+    """``function(*args, **kwargs)`` where arguments may hold a `Ref` for a value, an `OwnGenerator` for a generator."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()

@@ -197,6 +197,15 @@ def test_figures_are_drawn(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["memory_gpt2.png"]
 
 
+def test_the_four_graphs_are_drawn_from_the_code_of_their_page(tmp_path):
+    pictures = load_script("docs/make_graph_figures.py").draw_four_graphs(tmp_path)
+    page = (ROOT / "docs" / "four_graphs.md").read_text("utf-8")
+    assert [f"images/{picture.name}" for picture in pictures] == re.findall(r"\((images/\S+)\)", page)
+    for picture in pictures:
+        assert picture.stat().st_size > 10_000
+        assert (ROOT / "docs" / "images" / picture.name).exists()
+
+
 def test_the_small_example_trains():
     text = run_script("examples/train_with_budget_string.py", "--budget", "600 KiB")
     assert "Plan(budget 600 KiB" in text

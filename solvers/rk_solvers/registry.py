@@ -63,6 +63,7 @@ SOLVERS: dict[str, Callable[[Effort], Solver]] = {
     "rockmate": _rockmate,
     "rotor": _rotor,
 }
+"""What makes each solver that has a name, from how hard it shall try."""
 
 
 def solver_named(name: str, effort: Effort | None = None) -> Solver:

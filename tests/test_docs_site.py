@@ -1,0 +1,153 @@
+"""The documentation's site is built without a warning, lists every public name, and asks nothing of the network."""
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import rk_solvers
+import rkgb
+import rockmate
+from rockmate import distributed, plan_files
+from tests.scripts import load_script
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (rockmate, rkgb, rk_solvers, plan_files, distributed)
+navigation = load_script("docs/site/navigation.py")
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> ModuleType:
+    pytest.importorskip("sphinx")
+    return load_script("docs/site/docstrings.py")
+
+
+def test_every_page_and_notebook_is_in_the_navigation():
+    listed = [re.findall(r"</?(.+)>$", entry)[0] for page in navigation.TABLES.values() for entry in entries_of(page)]
+    assert len(listed) == len(set(listed)), "listed twice"
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "CHANGELOG.md"]
+    pages += [ROOT / "solvers" / "README.md", ROOT / "benchmarks" / "README.md"]
+    names = {page.relative_to(ROOT).with_suffix("").as_posix() for page in pages if "_build" not in page.parts}
+    missing = names - set(listed) - {navigation.ALL_PAGES}
+    assert not missing, f"give them a row in docs/index.md: {', '.join(sorted(missing))}"
+
+
+def entries_of(page: str) -> list[str]:
+    return [entry for _, entries in navigation.sections_of(page) for entry in entries]
+
+
+def test_fields_of_records_are_explained_by_their_comments(docstrings):
+    fields = {name: (kind, comment) for name, kind, comment in docstrings.commented_fields(rockmate.Plan)}
+    assert fields["peak_bytes"] == ("int", "predicted")
+    kind, comment = fields["measured_reserved_bytes"]
+    assert kind == "int | None"
+    assert comment.startswith("What CUDA's allocator held at most")  # the line above the field …
+    assert comment.endswith("None on the CPU")  # … and the one beside it
+    assert list(fields) == [field.name for field in dataclasses.fields(rockmate.Plan)]
+
+
+def test_code_in_docstrings_is_marked_as_such(docstrings):
+    lines = ["What it does.", "", "    x = 1", "    y = 2", "", "Args:", "    x: one", "", "        more of it"]
+    marked = docstrings.with_literal_blocks(lines)
+    assert marked == ["What it does.", "", "::", "", *lines[2:]]
+
+
+def test_the_reference_has_every_public_name():
+    listed = names_in_the_reference()
+    assert len(listed) == len(set(listed)), "described twice"
+    described = {id(find(name)) for name in listed}
+    missing = {
+        f"{package.__name__}.{name}"
+        for package in PACKAGES
+        for name in package.__all__
+        if id(getattr(package, name)) not in described
+    } - {"rockmate.distributed"}  # a package, whose own names are asked for
+    assert not missing, f"put them on a page of docs/reference/: {', '.join(sorted(missing))}"
+
+
+def names_in_the_reference() -> list[str]:
+    pages = sorted(ROOT.glob("docs/reference/*.md"))
+    return [
+        name for page in pages for name in re.findall(r"^\.\. auto\w+:: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+
+
+def find(name: str) -> Any:
+    """The object of that dotted name, which a module has."""
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+# ---- the site ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, as `make docs` builds it; in a process of its own, as Sphinx changes its interpreter."""
+    for package in ("sphinx", "myst_nb", "furo"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    [recipe] = re.findall(r"^\t\$\(BIN\)/python -m sphinx (.+) \S+$", makefile, re.MULTILINE)
+    command = [sys.executable, "-m", "sphinx", *recipe.split(), "-d", str(folder / "doctrees"), str(folder / "html")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return folder / "html"
+
+
+@pytest.mark.slow
+def test_what_the_reference_pages_name_is_in_the_index_of_the_site(site):
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    found = {name for domain in inventory.data if domain.startswith("py:") for name in inventory.data[domain]}
+    assert found >= set(names_in_the_reference())
+    assert "rockmate.Plan.peak_bytes" in found  # a field, from its comment
+
+
+class Resources(HTMLParser):
+    """What a browser loads to show a page."""
+
+    ATTRIBUTES = (("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "srcset"))
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.without_alternative: list[str] = []
+        self.feed(page.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.loaded += [given[name] or "" for kind, name in self.ATTRIBUTES if kind == tag and name in given]
+        if tag == "img" and not given.get("alt"):
+            self.without_alternative.append(given.get("src") or "")
+
+
+@pytest.mark.slow
+def test_a_browser_needs_no_network_and_finds_every_file(site):
+    pages = sorted(site.rglob("*.html"))
+    assert site / "index.html" in pages
+    assert site / "notebooks" / "first_steps.html" in pages
+    for page in pages:
+        for address in Resources(page).loaded:
+            assert not re.match(r"(\w+:)?//", address), f"{page.name} loads {address}"
+            if not address.startswith(("data:", "#")):
+                assert (page.parent / re.split(r"[?#]", address)[0]).exists(), f"{page.name} lacks {address}"
+    for sheet in site.rglob("*.css"):
+        outside = re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^\"')]+", sheet.read_text("utf-8"))
+        assert not outside, f"{sheet.name} loads {outside}"
+
+
+@pytest.mark.slow
+def test_pictures_of_the_pages_say_what_they_show(site):
+    for page in [site / "README.html", *site.glob("docs/**/*.html")]:
+        assert not Resources(page).without_alternative, page.name
