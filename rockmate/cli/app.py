@@ -22,10 +22,13 @@ from rockmate.errors import BudgetTooSmall
 
 COMMANDS = {
     "plan": "Plan a model for a budget.",
+    "check": "Check a plan: does it fit the model, and is training under it exact?",
+    "profile": "Measure a plan's step beside eager's, and beside what was predicted.",
     "explain": "Tell why each tensor of a plan is kept or recomputed.",
     "graph": "Draw the graphs of a model.",
     "verify": "Compare training under a budget with eager training, bit by bit.",
     "zoo": "List, show and get built-in models and plans.",
+    "cache": "Look at, or clear, the cache of plans.",
 }
 _PIPE_CLOSED = 141  # what shells report of a program that ended because nobody read on
 

@@ -9,7 +9,7 @@ import click
 from rockmate import plan_files
 from rockmate.cli.app import examples
 from rockmate.cli.options import json_option, plan_argument
-from rockmate.cli.output import GOOD, pairs, table, tell, tell_json
+from rockmate.cli.output import GOOD, counted, pairs, table, tell, tell_json
 from rockmate.cli.targets import TargetError
 from rockmate.explain import explain
 from rockmate.explanation import Entry, Explanation, PeakFacts
@@ -87,8 +87,7 @@ def _overview(found: Explanation, chosen: tuple[Entry, ...]) -> str:
     for entry in found.entries:
         sizes[entry.decision] += entry.size_bytes
     summary = [
-        (decision, f"{count} tensor{'s' if count > 1 else ''}, {format_bytes(sizes[decision])}")
-        for decision, count in counts.items()
+        (decision, f"{counted(count, 'tensor')}, {format_bytes(sizes[decision])}") for decision, count in counts.items()
     ]
     more = len(found.entries) - len(chosen)
     rest = f"\n… and {more} more, lighter ones (--top)" if more else ""

@@ -16,7 +16,7 @@ from rkgb.pipeline import exact_trace
 from rkgb.render.pages import Cut, pages_of
 from rkgb.state import training_mode
 from rockmate.cli.app import examples
-from rockmate.cli.options import json_option, source_of, target_options
+from rockmate.cli.options import Chosen, json_option, target_options
 from rockmate.cli.output import GOOD, tell, tell_json
 from rockmate.cli.targets import Target
 
@@ -48,10 +48,7 @@ FORMATS = ("pdf", "svg", "png", "html", "dot")
 )
 @json_option
 def command(
-    model: str,
-    samples: tuple[str, ...],
-    batch: int | None,
-    device: str | None,
+    chosen: Chosen,
     level: str,
     render_format: str | None,
     output: Path,
@@ -65,13 +62,14 @@ def command(
     render_format = render_format or output.suffix.removeprefix(".").lower()
     if render_format not in FORMATS:
         raise click.UsageError(f"what {output.name} is to be is not known: end it in .pdf, or say --format pdf")
-    target = source_of(model, samples, device).target(batch)
+    target = chosen.target()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         drawn = _draw(target, level.upper() if level != "all" else level, render_format, Path(folder))
         written = _delivered(drawn, render_format, output)
+    files = list(map(str, written))
     if as_json:
-        tell_json("graph", {"model": model, "level": level, "format": render_format, "files": list(map(str, written))})
+        tell_json("graph", {"model": chosen.name, "level": level, "format": render_format, "files": files})
     else:
         tell("\n".join(f"written to {path}" for path in written))
     return GOOD

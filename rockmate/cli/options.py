@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
@@ -11,7 +13,7 @@ import torch
 from rk_solvers import SOLVERS
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.cli.samples import SampleTextError, read_sample
-from rockmate.cli.targets import Source, TargetError, find_source
+from rockmate.cli.targets import Source, Target, TargetError, find_source
 from rockmate.memory.budget import Budget
 from rockmate.units import parse_bytes
 
@@ -84,7 +86,41 @@ threads_option = click.option(
     is_eager=True,
     help="Threads for torch on the CPU (default: torch's own choice). Costs hold for this number.",
 )
-target_options = combined(
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The model that the command line names."""
+
+    name: str
+    samples: tuple[str, ...]
+    batch: int | None
+    device: str | None
+
+    def source(self) -> Source:
+        """Where it comes from. Raises `TargetError`."""
+        try:
+            sample = read_sample(self.samples) if self.samples else None
+        except SampleTextError as error:
+            raise TargetError(str(error)) from None
+        return find_source(self.name, sample, self.device)
+
+    def target(self) -> Target:
+        """The model with what a step needs. Raises `TargetError`."""
+        return self.source().target(self.batch)
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """MODEL, and what goes with it, as one argument `chosen` of the command."""
+
+    @functools.wraps(command)
+    def with_chosen(*, model: str, samples: tuple[str, ...], batch: int | None, device: str | None, **rest: Any) -> Any:
+        return command(chosen=Chosen(model, samples, batch, device), **rest)
+
+    return _target_options(with_chosen)
+
+
+_target_options = combined(
     click.argument("model", metavar="MODEL"),
     click.option(
         "--sample",
@@ -125,12 +161,3 @@ solver_options = combined(
 )
 output_options = combined(json_option, quiet_option)
 plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))
-
-
-def source_of(model: str, samples: tuple[str, ...], device: str | None) -> Source:
-    """The source that these options tell of. Raises `TargetError`."""
-    try:
-        sample = read_sample(samples) if samples else None
-    except SampleTextError as error:
-        raise TargetError(str(error)) from None
-    return find_source(model, sample, device)

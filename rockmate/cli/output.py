@@ -64,6 +64,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1)
     return "\n".join([lines[0], "  ".join("─" * width for width in widths), *lines[1:]])
 
 
+def counted(count: int, thing: str) -> str:
+    """How many: "1 plan", "2 plans"."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def wants_progress(quiet: bool) -> bool:
     """Whether somebody is there to watch a display."""
     return not quiet and sys.stderr.isatty()

@@ -13,9 +13,9 @@ from rockmate import plan_files
 from rockmate.cli.app import examples
 from rockmate.cli.options import (
     BudgetText,
+    Chosen,
     output_options,
     solver_options,
-    source_of,
     target_options,
 )
 from rockmate.cli.output import GOOD, tell, tell_json, wants_progress
@@ -58,12 +58,10 @@ from rockmate.verify import OPTIMIZERS
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan; packed, if it ends in .gz."
 )
+@click.option("--cache/--no-cache", default=True, help="Whether to look for the plan in the cache, and keep it there.")
 @output_options
 def command(
-    model: str,
-    samples: tuple[str, ...],
-    batch: int | None,
-    device: str | None,
+    chosen: Chosen,
     output: Path | None,
     as_json: bool,
     quiet: bool,
@@ -74,13 +72,13 @@ def command(
     Prints what the plan promises beside what was measured. The exit status is 1 where no plan fits the budget; then
     the smallest budget is named.
     """
-    target = source_of(model, samples, device).target(batch)
+    target = chosen.target()
     planned = plan_target(target, wants_progress(quiet), **asked)
     if output is not None:
         plan_files.save(planned.plan_file(), output)
     if as_json:
         tell_json(
-            "plan", {"model": model, "file": None if output is None else str(output)} | plan_content(planned.plan)
+            "plan", {"model": chosen.name, "file": None if output is None else str(output)} | plan_content(planned.plan)
         )
     else:
         tell(plan_table(planned.plan))

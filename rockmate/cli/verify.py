@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, json_option, source_of, target_options
+from rockmate.cli.options import BudgetText, Chosen, json_option, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
 from rockmate.verify import OPTIMIZERS, Verification, verify
@@ -52,16 +52,14 @@ def with_training_options(function: Any) -> Any:
 )
 @with_training_options
 @json_option
-def command(
-    model: str, samples: tuple[str, ...], batch: int | None, device: str | None, as_json: bool, **training: Any
-) -> int:
+def command(chosen: Chosen, as_json: bool, **training: Any) -> int:
     """Compare training under a budget with eager training, bit by bit.
 
     Copies of the model are trained for a few steps, eagerly twice and under a plan. Compared are outputs, gradients,
     buffers, the random stream, and the parameters in the end. The exit status is 0 where they are equal, 1 where they
     are not, and 2 where the input is wrong or cannot be planned.
     """
-    target = source_of(model, samples, device).target(batch)
+    target = chosen.target()
     found = verify(target.model, target.sample, loss=target.loss, **training)
     if as_json:
         tell_json("verify", verification_content(found) | {"plan": plan_content(found.plan)})
