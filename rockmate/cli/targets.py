@@ -111,25 +111,12 @@ def _zoo_source(name: str, sample: SampleText | None, device: str | None) -> Sou
         )
 
     def make(batch: int | None) -> Target:
-        entry = zoo.get(name, device=device or "cpu")
+        entry = zoo.get(name, device=device or "cpu", batch=None if sample is not None else batch)
         if sample is not None:
             return _completed(name, entry.model, sample, batch, device)
-        if batch is None:
-            return Target(entry.model, entry.sample, entry.loss)
-        inputs, target = _rows(entry, batch)
-        return Target(entry.model, inputs, lambda output: entry.criterion(output, target))
+        return Target(entry.model, entry.sample, entry.loss)
 
     return Source(name, make, sample is None or sample.has_batch)
-
-
-def _rows(entry: zoo.ZooEntry, batch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Inputs and target of `batch` rows, of as many of the entry's own batches as that takes."""
-    drawn = [entry.make_batch(0)]
-    while sum(target.shape[0] for _, target in drawn) < batch:
-        drawn.append(entry.make_batch(len(drawn)))
-    columns = zip(*(inputs for inputs, _ in drawn), strict=True)
-    inputs = tuple(torch.cat(column)[:batch].clone() for column in columns)
-    return inputs, torch.cat([target for _, target in drawn])[:batch].clone()
 
 
 # ---- the user's code ---------------------------------------------------------------------------------------

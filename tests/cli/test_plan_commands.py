@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rockmate import Plan, Rockmate, plan_files
+from rockmate import Rockmate, plan_files
 from rockmate.cli import main
 from rockmate.cli.app import _plain_warnings
 from rockmate.cli.output import DIFFERENT, GOOD, INTERRUPTED, WRONG_INPUT
@@ -258,7 +258,7 @@ def test_the_zoo_shows_its_models(capsys):
     for command in (("zoo", "show", "nothing"), ("zoo", "get", "nothing", "-o", "plan.json")):
         status, _, err = run(capsys, *command)
         assert status == WRONG_INPUT
-        assert "the zoo has no 'nothing'; it has gpt2-demo" in err
+        assert "the zoo has no 'nothing'; it has " in err
     assert "is a model of the zoo, not a plan" in run(capsys, "zoo", "get", "mixer-tiny", "-o", "plan.json")[2]
 
 
@@ -322,5 +322,6 @@ def test_the_version_and_the_help_are_good(capsys):
     assert status == GOOD
     assert torch.__version__ in out
     assert run(capsys, "--help")[0] == GOOD
-    assert run(capsys, "plan", "-h")[0] == GOOD
-    assert isinstance(Plan.__doc__, str)
+    status, out, err = run(capsys, "plan", "-h")
+    assert status == GOOD, err
+    assert "Examples:" in out
