@@ -86,7 +86,8 @@ MAY_PRINT = ("rkgb/show.py", "rkgb/check.py", "examples/", "benchmarks/", "tests
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
 MAX_PARAMETERS = 8  # without self and cls
-FACADES = {"rockmate/module.py", "rockmate/compat/rockmate1.py"}  # where keyword-only parameters do not count: options that users know by their names
+# Where keyword-only parameters do not count: options that users know by their names.
+FACADES = {"rockmate/module.py", "rockmate/compat/rockmate1.py"}
 
 # Written as patterns that do not match themselves: this file is checked too.
 FORBIDDEN_TEXT: dict[str, str] = {
