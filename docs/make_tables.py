@@ -229,8 +229,52 @@ def optional_bytes(size_bytes: int | None) -> str:
     return "–" if size_bytes is None else format_bytes(size_bytes)
 
 
+def zoo_page(page: str, index: dict[str, Any]) -> str:
+    """The page of stored plans with its table replaced by that of the index, a line for each model.
+
+    Raises:
+        ValueError: the page lacks a mark.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page must hold {BEGIN} and, after it, {END}: the table goes between")
+    return f"{before}{BEGIN}\n\n{chr(10).join(zoo_sections(index))}\n\n{END}{after}"
+
+
+def zoo_sections(index: dict[str, Any]) -> Iterator[str]:
+    """Lines of the table of stored plans: the extra time of each, and the gap."""
+    plans = index["plans"]
+    if not plans:
+        yield "No plans are stored yet: `python benchmarks/schedule_zoo.py` makes them."
+        return
+    shares = sorted({plan["share"] for plan in plans}, reverse=True)
+    made = dict.fromkeys((plan["device"], plan["torch"]) for plan in plans)
+    yield f"Made on {', '.join(f'{device} with PyTorch {torch}' for device, torch in made)}, code at {index['code']}."
+    yield ""
+    yield row(["model", "eager peak", *(f"{share:.2f}" for share in shares)])
+    yield row(["---", *["--:"] * (1 + len(shares))])
+    for model in dict.fromkeys(plan["model"] for plan in plans):
+        of_model = {plan["share"]: plan for plan in plans if plan["model"] == model}
+        peak_bytes = next(iter(of_model.values()))["eager_peak_bytes"]
+        yield row([f"`{model}`", format_bytes(peak_bytes), *(zoo_cell(of_model.get(share)) for share in shares)])
+
+
+def zoo_cell(plan: dict[str, Any] | None) -> str:
+    """What the table says of one plan."""
+    if plan is None:
+        return ""
+    if plan["peak_bytes"] is None:
+        return f"needs {plan['smallest_budget_bytes'] / plan['eager_peak_bytes']:.3f}"
+    gap = "" if plan["gap"] is None else f" (gap {100 * plan['gap']:.1f} %)"
+    return f"{100 * plan['overhead']:+.1f} %{gap}"
+
+
 def main() -> None:
     """Run the script."""
+    zoo, index = ROOT / "docs" / "schedule_zoo.md", ROOT / "rockmate" / "zoo" / "plans" / "index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    zoo.write_text(zoo_page(zoo.read_text(encoding="utf-8"), content), encoding="utf-8")
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
     names = ("bytes-cpu.json", "solvers.json", "hf-families.json")

@@ -9,12 +9,14 @@ import contextlib
 import doctest
 import io
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -89,6 +91,11 @@ def name_of(page: Path) -> str:
 )
 def test_code_of_the_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ):  # a page may set its own
+        _run_page(page)
+
+
+def _run_page(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block, shown in runs_of(page.read_text("utf-8")):
         place = f"{name_of(page)}:{block.line}"

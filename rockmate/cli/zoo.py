@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from dataclasses import dataclass
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import torch
 
 from rkgb import make_sample
@@ -20,35 +16,8 @@ from rockmate.cli.options import json_option
 from rockmate.cli.output import GOOD, pairs, table, tell, tell_json
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import TargetError
-from rockmate.plan_files import PlanFile
+from rockmate.plan_files.zoo import StoredPlan
 from rockmate.units import format_bytes
-
-PLANS = "plans"  # a folder of the zoo: a plan file for each, and an index of them
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPlan:
-    """A plan that comes with the package."""
-
-    name: str
-    facts: dict[str, Any]  # of the index
-
-    def load(self) -> PlanFile:
-        """The plan, checked. Raises `PlanFileError` where the package is damaged."""
-        return plan_files.loads(gzip.decompress(_folder().joinpath(f"{self.name}.json.gz").read_bytes()))
-
-
-def stored_plans() -> dict[str, StoredPlan]:
-    """All of them by name."""
-    index = _folder().joinpath("index.json")
-    if not index.is_file():
-        return {}
-    entries = json.loads(index.read_text(encoding="utf-8"))["plans"]
-    return {entry["name"]: StoredPlan(entry["name"], entry) for entry in entries}
-
-
-def _folder() -> Traversable:
-    return files("rockmate.zoo").joinpath(PLANS)
 
 
 @click.group("zoo")
@@ -60,24 +29,25 @@ def command() -> None:
 @json_option
 def list_command(as_json: bool) -> int:
     """List the models and the plans."""
-    plans = stored_plans()
+    plans = plan_files.zoo.entries()
     if as_json:
-        tell_json("zoo list", {"models": zoo.names(), "plans": [plan.facts for plan in plans.values()]})
+        tell_json("zoo list", {"models": zoo.names(), "plans": [msgspec.to_builtins(plan) for plan in plans]})
         return GOOD
     tell("models\n" + "\n".join(f"  {name}" for name in zoo.names()))
     if plans:
-        columns = [key for key in next(iter(plans.values())).facts if key != "name"]
-        rows = [(name, *(_text(key, plan.facts.get(key)) for key in columns)) for name, plan in plans.items()]
-        tell("\n" + table(("plan", *(column.removesuffix("_bytes").replace("_", " ") for column in columns)), rows))
+        headings = ("plan", "budget", "peak", "of eager's", "extra time", "gap", "device")
+        tell("\n" + table(headings, [_row(plan) for plan in plans if plan.exists]))
     return GOOD
 
 
-def _text(key: str, value: Any) -> str:
-    if value is None:
-        return "–"
-    if key.endswith("_bytes"):
-        return format_bytes(value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _row(plan: StoredPlan) -> tuple[str, ...]:
+    sizes = map(format_bytes, (plan.budget_bytes, plan.peak_bytes or 0, plan.eager_peak_bytes))
+    gap = "–" if plan.gap is None else f"{plan.gap:.1%}"
+    return plan.name, *sizes, f"{plan.overhead or 0.0:+.1%}", gap, plan.device
+
+
+def _stored_plans() -> dict[str, StoredPlan]:
+    return {plan.name: plan for plan in plan_files.zoo.entries() if plan.exists}
 
 
 @command.command("show", epilog=examples("rockmate zoo show mixer-tiny"))
@@ -85,7 +55,7 @@ def _text(key: str, value: Any) -> str:
 @json_option
 def show_command(name: str, as_json: bool) -> int:
     """Show a model: its class, its parameters, its sample; or a plan: what it promises."""
-    plans = stored_plans()
+    plans = _stored_plans()
     if name in plans:
         plan = plans[name].load().plan
         if as_json:
@@ -128,7 +98,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _unknown(name: str) -> TargetError:
-    return TargetError(f"the zoo has no {name!r}; it has {', '.join((*zoo.names(), *stored_plans()))}")
+    return TargetError(f"the zoo has no {name!r}; it has {', '.join((*zoo.names(), *_stored_plans()))}")
 
 
 @command.command("get")
@@ -137,7 +107,7 @@ def _unknown(name: str) -> TargetError:
 @json_option
 def get_command(name: str, output: Path, as_json: bool) -> int:
     """Write a plan of the zoo to a file, for `rockmate explain`, `check`, `report`, or Rockmate(..., plan=file)."""
-    plans = stored_plans()
+    plans = _stored_plans()
     if name not in plans:
         if name in zoo.names():
             raise TargetError(f"{name} is a model of the zoo, not a plan: make one, with rockmate plan {name}")

@@ -55,7 +55,7 @@ def load(path: str | os.PathLike[str]) -> PlanFile:
     with open(path, "rb") as file:
         content = file.read(MOST_BYTES + 1)
     try:
-        return loads(_unpacked(content))
+        return loads(unpacked(content))
     except PlanFileError as error:
         error.add_note(f"in the file {os.fspath(path)}")
         raise
@@ -108,7 +108,7 @@ def _refuse(reason: str) -> NoReturn:
     raise PlanFileError(f"this is no plan that can be used: {reason}. {_ADVICE}") from None
 
 
-def _unpacked(content: bytes) -> bytes:
+def unpacked(content: bytes) -> bytes:
     """Nothing is unpacked beyond the largest file, however small it is packed."""
     if not content.startswith(b"\x1f\x8b"):
         return content

@@ -264,12 +264,26 @@ def test_the_zoo_shows_its_models(capsys):
 
 def test_plans_of_the_zoo_are_listed_shown_and_written(capsys, tmp_path, monkeypatch, plan_path):
     """With a folder of plans as the package's."""
-    from rockmate.cli import zoo
-
-    facts = {"name": "net-0.8", "model": "Net", "budget_bytes": plan_files.load(plan_path).promise.budget_bytes}
+    promise = plan_files.load(plan_path).promise
+    facts = {
+        "name": "net-0.8",
+        "model": "net",
+        "share": 0.8,
+        "budget_bytes": promise.budget_bytes,
+        "peak_bytes": promise.measured_peak_bytes,
+        "eager_peak_bytes": promise.baseline_peak_bytes,
+        "overhead": 0.125,
+        "gap": None,
+        "recomputations": 3,
+        "solver": "greedy",
+        "seconds": 1.5,
+        "smallest_budget_bytes": None,
+        "device": "cpu",
+        "torch": "2.13.0",
+    }
     (tmp_path / "index.json").write_text(json.dumps({"plans": [facts]}))
     (tmp_path / "net-0.8.json.gz").write_bytes(gzip.compress(plan_path.read_bytes()))
-    monkeypatch.setattr(zoo, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(plan_files.zoo, "folder", lambda: tmp_path)
     assert run_json(capsys, "zoo", "list")[1]["plans"] == [facts]
     assert "net-0.8" in run(capsys, "zoo", "list")[1]
     assert "recomputations" in run(capsys, "zoo", "show", "net-0.8")[1]
