@@ -12,6 +12,7 @@ from rkgb.errors import (
 )
 from rockmate import distributed
 from rockmate.errors import (
+    BatchError,
     BudgetError,
     BudgetTooSmall,
     CheckpointingWarning,
@@ -33,6 +34,7 @@ from rockmate.errors import (
     SolverError,
     TransformError,
 )
+from rockmate.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
 from rockmate.memory.allocators import AllocatorSettings, reduce_fragmentation
 from rockmate.memory.peak import PeakMemory
 from rockmate.memory.split import MemorySplit
@@ -43,14 +45,17 @@ from rockmate.verify import Verification, verify
 
 __all__ = [
     "AllocatorSettings",
+    "BatchError",
     "BudgetError",
     "BudgetTooSmall",
+    "CheapestBudget",
     "CheckpointingWarning",
     "FragmentationWarning",
     "GraphError",
     "GuardError",
     "InputMismatch",
     "IntegrationError",
+    "LargestBatch",
     "LossError",
     "MemorySplit",
     "ModelError",
@@ -78,6 +83,8 @@ __all__ = [
     "TransformError",
     "Verification",
     "distributed",
+    "max_batch",
     "reduce_fragmentation",
+    "smallest_budget",
     "verify",
 ]

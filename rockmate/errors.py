@@ -75,6 +75,10 @@ class NotPlanned(RockmateError):
     """There is no plan yet: it is made with the first training batch."""
 
 
+class BatchError(RockmateError, ValueError):
+    """No dimension of a sample proves to be its batch, or the loss takes no other one."""
+
+
 class ShapesError(RockmateError, ValueError):
     """What is to happen to calls of other shapes is not one of the answers."""
 

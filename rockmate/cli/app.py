@@ -25,6 +25,7 @@ COMMANDS = {
     "check": "Check a plan: does it fit the model, and is training under it exact?",
     "profile": "Measure a plan's step beside eager's, and beside what was predicted.",
     "explain": "Tell why each tensor of a plan is kept or recomputed.",
+    "max-batch": "Find the largest batch for a budget, or the smallest budget for a slowdown.",
     "graph": "Draw the graphs of a model.",
     "verify": "Compare training under a budget with eager training, bit by bit.",
     "zoo": "List, show and get built-in models and plans.",

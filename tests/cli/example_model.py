@@ -10,11 +10,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(32, 8)
 
     def forward(self, hidden):
         for layer in self.layers:
-            hidden = nn.functional.dropout(nn.functional.gelu(layer(hidden)), 0.1)
+            hidden = self.dropout(nn.functional.gelu(layer(hidden)))
         return self.head(hidden)
 
 

@@ -243,6 +243,42 @@ def test_explain_of_one_operation_tells_all_of_it(plan_path, capsys):
     assert "no tensor, operation or submodule 'linear_99'" in err
 
 
+# ---- max-batch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_max_batch_tells_every_batch_that_was_tried(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    command = ("max-batch", TARGET, "--budget", "100KiB", "--batch", "32", *GREEDY)
+    status, content = run_json(capsys, *command, "-o", path)
+    assert status == GOOD
+    fits = {trial["batch"]: trial["fits"] for trial in content["trials"]}
+    assert content["trials"][0]["batch"] == 32
+    assert content["is_largest"]
+    assert fits[content["batch"]]
+    assert not fits[content["batch"] + 1]
+    assert content["plan"]["measured_peak_bytes"] <= content["budget_bytes"] == 100 << 10
+    assert f"[{content['batch']}, 32]" in plan_files.load(path).graph.calls
+
+
+def test_max_batch_of_a_slowdown_tells_the_smallest_budget(capsys, tmp_path):
+    status, content = run_json(capsys, "max-batch", TARGET, "--slowdown", "1.2", *GREEDY, "-o", tmp_path / "plan.json")
+    assert status == GOOD
+    assert content["slowdown"] <= 1.2
+    assert content["budget_bytes"] == content["plan"]["budget_bytes"] < content["eager_peak_bytes"]
+    assert plan_files.load(tmp_path / "plan.json").promise.budget_bytes == content["budget_bytes"]
+
+
+def test_max_batch_takes_one_question_at_a_time(capsys):
+    for options in ((), ("--budget", "1MiB", "--slowdown", "1.1")):
+        status, _, err = run(capsys, "max-batch", TARGET, *options)
+        assert status == WRONG_INPUT
+        assert "give --budget for the largest batch, or --slowdown" in err
+    status, _, err = run(capsys, "max-batch", TARGET, "--budget", "0.5")
+    assert status == WRONG_INPUT
+    assert "grows with the batch" in err
+
+
 # ---- zoo -------------------------------------------------------------------------------------------------
 
 
