@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rockmate.explain import explain
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
-from rockmate.reports.comparison import BUDGET_COLOUR, TEXT_COLOUR, axes_of
+from rockmate.reports.comparison import BUDGET_COLOUR, TEXT_COLOUR, axes_of, scaled_to
 from rockmate.reports.measured import MeasuredSteps
 from rockmate.reports.pareto import ParetoPoint, pareto_points
 from rockmate.reports.step import Computation, computations, keep_all_simulation
@@ -94,18 +94,16 @@ def draw_memory(panel: Axes, plan_file: PlanFile, steps: Sequence[Computation], 
     keep_all_edges = [0.0, *(moment.end_ms for moment in keep_all.moments)]
     keep_all_mib = [moment.peak_bytes / MIB for moment in keep_all.moments]
     panel.stairs(keep_all_mib, keep_all_edges, baseline=None, color=KEEP_ALL_COLOUR, linewidth=1.3, label="keep all")
-    last_ms = edges[-1]
     if measured is not None:
-        times, levels = axes_of(measured.plan.timeline)
-        panel.step(times, levels, where="post", color=TEXT_COLOUR, linewidth=1.0, label="measured")
-        last_ms = max(last_ms, measured.plan.time_ms)
+        times, levels = axes_of(scaled_to(measured.plan.timeline, edges[-1]))  # upon the prediction
+        panel.step(times, levels, where="post", color=TEXT_COLOUR, linewidth=0.8, label="measured, time stretched")
     budget_mib = plan_file.promise.budget_bytes / MIB
     panel.axhline(budget_mib, color=BUDGET_COLOUR, linewidth=1.3, linestyle=(0, (5, 3)), label="budget")
-    panel.set_xlim(0, last_ms)
+    panel.set_xlim(0, edges[-1])
     panel.set_ylim(0, 1.08 * max(budget_mib, *keep_all_mib, *below))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value * MIB) if value else "0"))
     panel.tick_params(labelbottom=False)
-    panel.legend(loc="upper right", frameon=False, fontsize=8.5, ncols=2)
+    panel.legend(loc="upper right", fontsize=8.5, ncols=2, framealpha=0.9, edgecolor="none")
     tidy(panel)
 
 
@@ -147,7 +145,7 @@ def draw_pareto(panel: Axes, plan_file: PlanFile, points: Sequence[ParetoPoint])
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"+{value:g} %"))
     panel.set_title("memory against time", loc="left", fontsize=10)
     panel.set_xlabel("predicted peak")
-    panel.legend(frameon=False, fontsize=8)
+    panel.legend(fontsize=8, framealpha=0.9, edgecolor="none")
     tidy(panel)
 
 

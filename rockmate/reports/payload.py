@@ -13,7 +13,7 @@ from typing import Any
 from rk_solvers import Compute
 from rockmate.explanation import Explanation
 from rockmate.plan_files.content import OperationRecord, PlanFile
-from rockmate.reports.comparison import Timeline
+from rockmate.reports.comparison import Timeline, scaled_to
 from rockmate.reports.measured import MeasuredStep, MeasuredSteps, thinned
 from rockmate.reports.pareto import ParetoPoint
 from rockmate.reports.step import Computation, calls_by_name, keep_all_simulation, main_operations
@@ -55,7 +55,7 @@ def payload(
         "keepAll": [moment.peak_bytes for moment in keep_all_simulation(plan_file.problem).moments],
         "tensors": _tensors(plan_file, explanation, texts),
         "points": [[point.solver, point.peak_bytes, _ms(point.time_ms)] for point in points],
-        "measured": None if measured is None else _measured(measured),
+        "measured": None if measured is None else _measured(plan_file, measured),
     }
     return content | {"texts": list(texts.numbers)}
 
@@ -138,18 +138,19 @@ def _tensors(plan_file: PlanFile, explanation: Explanation, texts: _Texts) -> Co
     }
 
 
-def _measured(measured: MeasuredSteps) -> dict[str, Any]:
+def _measured(plan_file: PlanFile, measured: MeasuredSteps) -> dict[str, Any]:
+    promise, eager = plan_file.promise, measured.eager
     return {
-        "plan": _measured_step(measured.plan),
-        "eager": None if measured.eager is None else _measured_step(measured.eager),
+        "plan": _measured_step(measured.plan, promise.time_ms),
+        "eager": None if eager is None else _measured_step(eager, promise.baseline_time_ms),
     }
 
 
-def _measured_step(step: MeasuredStep) -> dict[str, Any]:
-    line: Timeline = thinned(step.timeline)
+def _measured_step(step: MeasuredStep, predicted_ms: float) -> dict[str, Any]:
+    """Stretched to the time that was predicted, so that the two lie upon each other."""
+    line: Timeline = scaled_to(thinned(step.timeline), predicted_ms)
     return {
         "peak": step.peak_bytes,
-        "time": _ms(step.time_ms),
         "at": [_ms(time_ms) for time_ms, _ in line],
         "bytes": [size_bytes for _, size_bytes in line],
     }

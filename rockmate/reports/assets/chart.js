@@ -58,8 +58,7 @@ class StepChart {
 
   get span() {
     if (this.axis === "order") return this.step.count;
-    const { measured } = this.step.data;
-    return Math.max(this.step.length, measured ? measured.plan.time : 0, 1e-9);
+    return Math.max(this.step.length, 1e-9);
   }
   startOf(at) { return this.axis === "order" ? at : this.step.start[at]; }
   endOf(at) { return this.axis === "order" ? at + 1 : this.step.end[at]; }
@@ -160,12 +159,11 @@ class StepChart {
   lines() {
     const found = [], { keepAll, data } = this.step, { measured } = data;
     if (this.shown.keepAll !== false) {
-      let path = "", level = -1;
+      let path = "";
       keepAll.of.forEach((at, k) => {
         const [left, right] = this.axis === "order" ? [at, at + 1] : [keepAll.start[k], keepAll.end[k]];
-        const y = this.y(keepAll.bytes[k]).toFixed(1);
-        path += `${level < 0 ? "M" : "L"}${this.x(left).toFixed(1)},${y}H${this.x(right).toFixed(1)}`;
-        level = y;
+        const [x, y] = [this.x(left).toFixed(1), this.y(keepAll.bytes[k]).toFixed(1)];
+        path += `${k ? `H${x}V${y}` : `M${x},${y}`}H${this.x(right).toFixed(1)}`;
       });
       found.push(shape("path", { class: "line keepall-line", d: path }));
     }
