@@ -203,24 +203,30 @@ class Rockmate(Transparent):
         save(self.plan_file(), path)
 
     def report(
-        self, path: str | os.PathLike[str] | None = None, *, sample: Any = None, loss: LossFunction | None = None
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        sample: Any = None,
+        loss: LossFunction | None = None,
+        operations: bool = False,
     ) -> str | Path:
         """What people want to see of `plan`: text, or a file whose name ends in ".html", ".png", ".pdf" or ".svg".
 
         Without a path it returns text for a terminal. A page of HTML is one file, for any browser, without a network.
         With a `sample`, as for the constructor, the plan is the one for such calls, and real steps of it and of the
         module itself are run and shown beside the prediction; `loss` is then as for the constructor, and that one by
-        default. The module is left as it was. Returns the path of the file.
+        default. With `operations`, a page shows their times measured anew, too. The module is left as it was. The path
+        of the file is returned.
 
         Raises:
-            ValueError: the path ends otherwise, or a loss is given without a sample.
+            ValueError: the path ends otherwise, or there is something to measure, and no sample.
             NotPlanned: there is no plan yet. With a sample, as planning does.
         """
-        from rockmate.reports import observe, write_report  # with what draws, which few want
+        from rockmate.reports import measured_operations, observe, write_report  # with what draws, which few want
 
         if sample is None:
-            if loss is not None:
-                raise ValueError("a loss is given, but no sample: give the batch of which a step is to be observed")
+            if loss is not None or operations:
+                raise ValueError("a step is to be measured, and no sample is given: give one batch, as for planning")
             return write_report(self.plan_file(), path)
         call = make_sample(self.original, sample)
         member = self._family.member_for(call)
@@ -229,6 +235,9 @@ class Rockmate(Transparent):
         own = member.measured.graphs.D_graph.generators
         with self._family.alone():
             measured = observe(self.original, member.runner, call, loss, member.measured.device, own)
+            if operations:
+                times_ms = measured_operations(self.original, call, loss, self._family.request.opaque)
+                measured = replace(measured, operation_ms=times_ms)
         return write_report(file, path, measured)
 
     @property

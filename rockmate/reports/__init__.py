@@ -10,7 +10,7 @@ from rockmate.plan_files.content import PlanFile
 from rockmate.reports.figure import SUFFIXES, write_figure
 from rockmate.reports.html import write_html
 from rockmate.reports.measured import MeasuredStep, MeasuredSteps
-from rockmate.reports.observed import observe
+from rockmate.reports.observed import measured_operations, observe
 from rockmate.reports.pareto import ParetoPoint, pareto_points
 from rockmate.reports.text import text_report
 
@@ -18,6 +18,7 @@ __all__ = [
     "MeasuredStep",
     "MeasuredSteps",
     "ParetoPoint",
+    "measured_operations",
     "observe",
     "pareto_points",
     "text_report",

@@ -22,6 +22,7 @@ class MeasuredSteps:
 
     plan: MeasuredStep
     eager: MeasuredStep | None  # None where it does not fit the device
+    operation_ms: tuple[tuple[str, float], ...] = ()  # by operation of the problem; none where nobody asked
 
 
 def thinned(timeline: Timeline, most: int = 2_000) -> Timeline:

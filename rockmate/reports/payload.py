@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rk_solvers import Compute
@@ -56,6 +56,7 @@ def payload(
         "tensors": _tensors(plan_file, explanation, texts),
         "points": [[point.solver, point.peak_bytes, _ms(point.time_ms)] for point in points],
         "measured": None if measured is None else _measured(plan_file, measured),
+        "measuredOperations": _measured_operations(plan_file, measured) if measured and measured.operation_ms else None,
     }
     return content | {"texts": list(texts.numbers)}
 
@@ -73,11 +74,7 @@ def _ms(time_ms: float) -> float:
 def _forward(plan_file: PlanFile, texts: _Texts) -> Columns:
     problem, main = plan_file.problem, main_operations(plan_file)
     counts = Counter(op.name for op in plan_file.parsed_schedule.ops if isinstance(op, Compute))
-    back_ms: dict[str, float] = defaultdict(float)
-    by_name = calls_by_name(plan_file)
-    for op in problem.backward:
-        call = by_name.get(op.name.partition(".backward")[0])
-        back_ms[call.node if call else ""] += op.time_ms
+    back_ms = _backward_ms(plan_file, {op.name: op.time_ms for op in problem.backward})
     return _places([main.get(op.name) for op in problem.forward], texts) | {
         "name": [op.name for op in problem.forward],
         "time": [_ms(op.time_ms) for op in problem.forward],
@@ -86,6 +83,16 @@ def _forward(plan_file: PlanFile, texts: _Texts) -> Columns:
         "computed": [counts[op.name] for op in problem.forward],
         "arguments": [_shortened(main[op.name].arguments) if op.name in main else "" for op in problem.forward],
     }
+
+
+def _backward_ms(plan_file: PlanFile, times_ms: Mapping[str, float]) -> dict[str, float]:
+    """By forward operation, the time of its backward, which may be of several stages."""
+    found: dict[str, float] = defaultdict(float)
+    by_name = calls_by_name(plan_file)
+    for op in plan_file.problem.backward:
+        call = by_name.get(op.name.partition(".backward")[0])
+        found[call.node if call else ""] += times_ms.get(op.name, 0.0)
+    return found
 
 
 def _backward(plan_file: PlanFile, texts: _Texts) -> Columns:
@@ -143,6 +150,17 @@ def _measured(plan_file: PlanFile, measured: MeasuredSteps) -> dict[str, Any]:
     return {
         "plan": _measured_step(measured.plan, promise.time_ms),
         "eager": None if eager is None else _measured_step(eager, promise.baseline_time_ms),
+    }
+
+
+def _measured_operations(plan_file: PlanFile, measured: MeasuredSteps) -> Columns:
+    """Of each forward operation, its time and that of its backward; -1 for one that is not there any more."""
+    times_ms = dict(measured.operation_ms)
+    back = _backward_ms(plan_file, times_ms)
+    names = [op.name for op in plan_file.problem.forward]
+    return {
+        "forward": [_ms(times_ms.get(name, -1.0)) for name in names],
+        "backward": [_ms(back[name]) for name in names],
     }
 
 

@@ -11,6 +11,7 @@ from rockmate.reports import MeasuredStep, MeasuredSteps, write_html
 from rockmate.units import format_bytes, format_ms
 from tests.reports.conftest import HOSTILE
 from tests.reports.synthetic import plan_file_of_layers
+from tests.scripts import run_script
 
 LEFT, RIGHT = 78, 14  # of the plot in its chart, in pixels
 
@@ -202,6 +203,15 @@ def test_charts_and_tables_are_told_to_those_who_do_not_see_them(page_of, path, 
     assert page.evaluate(unnamed) == 0
 
 
+def test_times_measured_anew_stand_beside_those_of_the_plan(page_of, planned, tmp_path):
+    entry = zoo.get("gpt2-tiny")
+    page = page_of(planned.report(tmp_path / "operations.html", sample=entry.sample, operations=True))
+    heads = page.locator("#operations thead th").all_inner_texts()
+    assert sum(head.startswith("measured") for head in heads) == 2
+    column = next(index for index, head in enumerate(heads) if head.startswith("measured"))
+    assert all(row[column].endswith((" µs", " ms")) for row in rows_of(page, "operations"))
+
+
 @pytest.mark.slow
 def test_three_thousand_operations_stay_small_and_quick(page_of, tmp_path):
     path = write_html(plan_file_of_layers(3_000), tmp_path / "large.html")
@@ -212,6 +222,13 @@ def test_three_thousand_operations_stay_small_and_quick(page_of, tmp_path):
     assert page.evaluate(drawn) < 1_000  # two drawings of the whole chart, on a busy machine
     page.locator("#tensors").get_by_role("searchbox").fill("layer_2999")
     assert len(rows_of(page, "tensors")) == 2
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_documentation_is_taken(browser, tmp_path):
+    options = ("--entry", "gpt2-tiny", "--time-limit", "1", "--output", str(tmp_path))
+    run_script("docs/make_report_picture.py", *options)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

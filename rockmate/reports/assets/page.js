@@ -199,7 +199,7 @@ class Page {
   }
 
   operations() {
-    const { forward } = this.data;
+    const { forward, measuredOperations } = this.data, dash = (value) => (value > 0 ? formatMs(value) : "–");
     const rows = forward.name.map((name, index) => ({
       name, index,
       order: index + 1,
@@ -209,6 +209,8 @@ class Page {
       arguments: forward.arguments[index],
       time: forward.time[index],
       backward: forward.backward[index],
+      measured: measuredOperations ? measuredOperations.forward[index] : 0,
+      measuredBackward: measuredOperations ? measuredOperations.backward[index] : 0,
       bytes: forward.bytes[index],
       computed: forward.computed[index],
       decision: forward.computed[index] > 1 ? "recomputed" : "once",
@@ -223,7 +225,9 @@ class Page {
         { key: "source", title: "source", kind: "text" },
         { key: "computed", title: "computed", kind: "number", cell: (value) => `${value}×` },
         { key: "time", title: "time", kind: "ms" },
-        { key: "backward", title: "backward", kind: "ms", cell: (value) => (value ? formatMs(value) : "–") },
+        ...(measuredOperations ? [{ key: "measured", title: "measured", kind: "ms", cell: dash }] : []),
+        { key: "backward", title: "backward", kind: "ms", cell: dash },
+        ...(measuredOperations ? [{ key: "measuredBackward", title: "measured", kind: "ms", cell: dash }] : []),
         { key: "bytes", title: "makes", kind: "bytes" },
         { key: "arguments", title: "arguments", kind: "text", wide: true },
       ],
