@@ -96,17 +96,12 @@ def test_with_a_limit_the_first_batch_is_planned_for_it(keep_all_bytes):
 def test_batches_of_another_size_are_planned_within_the_same_limit(keep_all_bytes):
     limit = int(0.8 * keep_all_bytes)
     model = rotor.Checkpointable(network(), limit)
-    sizes = (8, 5, 9)
-    batches = [images().repeat(2, 1, 1, 1)[:size] for size in sizes]
+    batches = [images(), images()[:5]]
     assert_same_training(train(model, batches), train(network(), batches))
-    assert len(model.plans) == len(sizes)
-    assert {plan.budget_bytes for plan in model.plans} == {limit}
-    measured = copy.deepcopy(model)
-    measured.measure(batches[1])
-    measured.compute_sequence()
-    assert len(measured.plans) == 1
-    measured(batches[0]).sum().backward()
-    assert {plan.budget_bytes for plan in measured.plans} == {limit}
+    assert [plan.budget_bytes for plan in model.plans] == [limit, limit]
+    model.measure(batches[1])
+    model.compute_sequence()
+    assert [plan.budget_bytes for plan in model.plans] == [limit]
     with pytest.raises(BudgetTooSmall, match=f"^budget {format_bytes(limit)} < "):
         model(images().repeat(2, 1, 1, 1))
 

@@ -14,8 +14,8 @@ from rockmate.planning.simulator import simulate
 from rockmate.zoo import ZooEntry
 from tests.module.steps import Trained, assert_same_training, measured_for, peak_of_step, rockmate_from, train, wrapped
 
-DEEP = "resnet101-tiny"  # as resnet50-tiny, for longer
-NAMES = [pytest.param(n, marks=pytest.mark.slow if n == DEEP else ()) for n in zoo.names() if "tiny" in n]
+LONG = ("resnet101-tiny", "densenet-tiny", "googlenet-tiny")  # as resnet50-tiny and unet-tiny, or for longer
+NAMES = [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in zoo.names() if "tiny" in n]
 BUDGETS = [*(pytest.param(b, marks=pytest.mark.slow) for b in (1.0, 0.6)), 0.8, 0.5]
 QUICK = Greedy(tries=2, rounds=3)  # exactness does not depend on who made the plan
 
