@@ -22,8 +22,9 @@ class _Pure(module.Rockmate):
         options: other arguments of `rockmate.Rockmate`, such as loss or time_limit.
 
     Raises:
-        SolverError: the solver has no such field, or `options` name a solver.
-        What `rockmate.Rockmate` raises.
+        SolverError: the solver has no such field.
+
+    Beside that it raises what `rockmate.Rockmate` does.
     """
 
     solver_name: ClassVar[str]

@@ -58,7 +58,8 @@ class Rockmate(Staged):
 
     Raises:
         SolverError: another `ilp_solver`, a `mem_unit` or a number of bounds that is not positive.
-        What `rockmate.Rockmate` raises.
+
+    Beside that it raises what `rockmate.Rockmate` does.
     """
 
     _chains: tuple[Blocks, ...] = ()

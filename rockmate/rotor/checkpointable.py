@@ -43,7 +43,9 @@ class Checkpointable(Staged):
         slots: units in which the dynamic program counts memory, of the whole limit.
 
     Raises:
-        What `rockmate.Rockmate` raises.
+        BudgetError: `mem_limit` is no size.
+
+    Beside that it raises what `rockmate.Rockmate` does.
     """
 
     _given_limit: MemLimit = None
