@@ -43,7 +43,7 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 nitpicky = True
 # A word in backquotes may be anything; types of other projects are not looked up, since building needs no network.
-nitpick_ignore_regex = [("py:obj", ".*"), ("py:class", ".*")]
+nitpick_ignore_regex = [("py:(obj|class|exc)", ".*")]
 
 # ---- looks --------------------------------------------------------------------------------------------
 

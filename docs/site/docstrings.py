@@ -23,6 +23,8 @@ def read_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines
 
     `lines` is changed in place. Docstrings of properties and of data are sentences, in which a colon has no meaning.
     """
+    if what == "module":
+        lines.clear()  # which is for readers of the code: the page has an introduction of its own
     if what in ("class", "exception", "function", "method"):
         lines[:] = GoogleDocstring(with_literal_blocks(lines), STYLE, app, what, name, obj, options).lines()
     if what in ("class", "exception") and is_record(obj):
