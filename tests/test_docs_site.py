@@ -8,7 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -72,6 +72,29 @@ def test_the_reference_has_every_public_name():
         if not isinstance(getattr(package, name), ModuleType)  # whose own names are what matters
     }
     assert not missing, f"put them on a page of docs/reference/: {', '.join(sorted(missing))}"
+
+
+def test_what_the_reference_has_says_what_it_is():
+    silent = []
+    for name in names_in_the_reference():
+        thing = find(name)
+        if callable(thing):
+            parts = vars(thing).items() if isinstance(thing, type) else ()
+            methods = {f"{name}.{part}": value for part, value in parts if is_public_part(part, value)}
+            silent += [place for place, value in {name: thing, **methods}.items() if not own_docstring(value)]
+    assert not silent, f"without a docstring: {', '.join(silent)}"
+
+
+def is_public_part(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, FunctionType | property | classmethod | staticmethod)
+
+
+def own_docstring(thing: Any) -> str:
+    """Not that of a parent class, nor the signature that a record without one is given."""
+    if not isinstance(thing, type):
+        return thing.__doc__ or ""
+    text = vars(thing).get("__doc__") or ""
+    return "" if text.startswith(f"{thing.__name__}(") else text
 
 
 def names_in_the_reference() -> list[str]:
