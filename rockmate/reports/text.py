@@ -44,7 +44,15 @@ def text_report(plan_file: PlanFile, width: int | None = None, measured: Measure
     asked = shutil.get_terminal_size((80, 24)).columns if width is None else width
     width = max(LEAST_WIDTH, min(MOST_WIDTH, asked))
     stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=False, no_color=True, highlight=False, markup=False)
+    console = Console(
+        file=stream,
+        width=width,
+        force_terminal=False,
+        force_jupyter=False,  # in a notebook, rich would show what it prints instead of writing it to the stream
+        no_color=True,
+        highlight=False,
+        markup=False,
+    )
     explanation = explain(plan_file)
     steps = computations(plan_file, explanation)
     console.print(Text(plan_file.graph.model, "bold"))
