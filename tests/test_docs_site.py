@@ -138,6 +138,15 @@ def test_what_the_reference_pages_name_is_in_the_index_of_the_site(site):
     assert "rockmate.Plan.peak_bytes" in found  # a field, from its comment
 
 
+@pytest.mark.slow
+def test_names_on_pages_are_links_to_the_reference(site):
+    page = (site / "docs" / "when_refused.html").read_text("utf-8")
+    assert 'href="reference/rockmate.html#rockmate.BudgetTooSmall"' in page
+    signatures = (site / "docs" / "reference" / "rockmate.html").read_text("utf-8")
+    assert 'href="#rockmate.Plan"' in signatures  # of a property, whose type is that of another module
+    assert 'href="rk_solvers.html#rk_solvers.Solver"' in signatures
+
+
 class Resources(HTMLParser):
     """What a browser loads to show a page."""
 

@@ -1,4 +1,4 @@
-"""Links for names that are written as the code writes them, without the package from which they are public."""
+"""Links to the reference: of types in signatures, wherever they are defined, and of names in backquotes on any page."""
 
 from __future__ import annotations
 
@@ -11,15 +11,33 @@ from sphinx.util.nodes import make_refnode
 KINDS_OF_BARE_NAMES = ("class", "exception", "function", "data", "type")
 
 
-def find_public_name(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:
+def find_public_name(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
     """A link to the one public object that the name can mean: `rk_solvers.problem.Chain` is `rk_solvers.Chain`."""
     if node.get("refdomain") != "py":
         return None
-    found = candidates(node["reftarget"], env.get_domain("py").objects)
-    if len(found) != 1:
+    return link_to(app, node["refdoc"], node["reftarget"], content)
+
+
+def link_names(app: Any, doctree: nodes.document, page: str) -> None:
+    """Make links of the literals of a page that name something of the reference: `rockmate.Plan`, `BudgetTooSmall`."""
+    for literal in list(doctree.findall(nodes.literal)):
+        text = literal.astext().removesuffix("()")
+        is_name = all(part.isidentifier() for part in text.split(".")) and ("." in text or text[0].isupper())
+        if is_name and not isinstance(literal.parent, nodes.reference | nodes.title):
+            link = link_to(app, page, text, literal.deepcopy())
+            if link is not None:
+                literal.replace_self(link)
+
+
+def link_to(app: Any, page: str, target: str, content: nodes.Element) -> nodes.Element | None:
+    """A link from a page to the one object that the target can mean; None where it can mean none, or several."""
+    found = candidates(target, app.env.get_domain("py").objects)
+    depth = min((name.count(".") for name in found), default=0)
+    nearest = [name for name in found if name.count(".") == depth]
+    if len(nearest) != 1:
         return None
-    [(full_name, entry)] = found.items()
-    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, full_name)
+    entry = found[nearest[0]]
+    return make_refnode(app.builder, page, entry.docname, entry.node_id, content, nearest[0])
 
 
 def candidates(target: str, objects: dict[str, Any]) -> dict[str, Any]:
@@ -40,4 +58,5 @@ def candidates(target: str, objects: dict[str, Any]) -> dict[str, Any]:
 def setup(app: Any) -> dict[str, bool]:
     """Connect this extension to Sphinx."""
     app.connect("missing-reference", find_public_name)
+    app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True}
