@@ -33,15 +33,16 @@ def tell_json(command: str, content: dict[str, Any]) -> None:
     JSON has no infinities: they are null.
     """
     built = msgspec.to_builtins({"command": command, "version": JSON_VERSION} | content)
-    click.echo(json.dumps(_finite(built), indent=1, allow_nan=False, ensure_ascii=False))
+    click.echo(json.dumps(finite(built), indent=1, allow_nan=False, ensure_ascii=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with null in the place of infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:

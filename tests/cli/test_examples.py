@@ -12,7 +12,14 @@ from click.testing import CliRunner
 from rockmate.cli.app import COMMANDS, rockmate
 from tests.cli.command_line import MODEL, run
 
-SLOW = ("mixer-tiny", "max-batch", "sweep", "--level")  # examples with these words take longer than a test should
+SLOW = (
+    "mixer-tiny",
+    "max-batch",
+    "sweep",
+    "--level",
+    "--measured",
+    "--per-op",
+)  # examples with these words take longer than a test should
 
 
 def commands(group=rockmate, path=()):

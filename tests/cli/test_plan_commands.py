@@ -261,6 +261,7 @@ def test_max_batch_tells_every_batch_that_was_tried(capsys, tmp_path):
     assert f"[{content['batch']}, 32]" in plan_files.load(path).graph.calls
 
 
+@pytest.mark.slow
 def test_max_batch_of_a_slowdown_tells_the_smallest_budget(capsys, tmp_path):
     status, content = run_json(capsys, "max-batch", TARGET, "--slowdown", "1.2", *GREEDY, "-o", tmp_path / "plan.json")
     assert status == GOOD
@@ -331,6 +332,7 @@ def test_plans_of_the_zoo_are_listed_shown_and_written(capsys, tmp_path, monkeyp
 # ---- graph -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_graphs_are_drawn_in_the_format_that_the_file_s_name_tells(capsys, tmp_path):
     status, content = run_json(capsys, "graph", TARGET, "--level", "S", "-o", tmp_path / "S.png")
     assert (status, content["files"]) == (GOOD, [str(tmp_path / "S.png")])
@@ -375,3 +377,19 @@ def test_the_version_and_the_help_are_good(capsys):
     status, out, err = run(capsys, "plan", "-h")
     assert status == GOOD, err
     assert "Examples:" in out
+
+
+# ---- report ----------------------------------------------------------------------------------------------
+
+
+def test_reports_are_text_pages_or_figures(plan_path, capsys, tmp_path):
+    status, out, _ = run(capsys, "report", plan_path)
+    assert status == GOOD
+    assert "Net" in out.splitlines()[0]
+    page = tmp_path / "report.html"
+    assert run(capsys, "report", plan_path, "--measured", TARGET, "-o", page)[:2] == (GOOD, f"written to {page}\n")
+    assert page.read_text().startswith("<!")
+    status, _, err = run(capsys, "report", plan_path, "-o", tmp_path / "report.doc")
+    assert status == WRONG_INPUT
+    assert "whose name ends in .html" in err
+    assert run(capsys, "report", plan_path, "--measured", "mixer-tiny")[0] == WRONG_INPUT
