@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rockmate.cli.app import COMMANDS, rockmate
 from tests.cli.command_line import MODEL, run
 
-SLOW = (
+SLOW = ("mixer-tiny", "max-batch", "sweep", "--level", "--measured", "--per-op")  # in examples that take seconds
     "mixer-tiny",
     "max-batch",
     "sweep",
