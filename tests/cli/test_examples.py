@@ -13,13 +13,6 @@ from rockmate.cli.app import COMMANDS, rockmate
 from tests.cli.command_line import MODEL, run
 
 SLOW = ("mixer-tiny", "max-batch", "sweep", "--level", "--measured", "--per-op")  # in examples that take seconds
-    "mixer-tiny",
-    "max-batch",
-    "sweep",
-    "--level",
-    "--measured",
-    "--per-op",
-)  # examples with these words take longer than a test should
 
 
 def commands(group=rockmate, path=()):
