@@ -97,10 +97,12 @@ def draw_memory(panel: Axes, plan_file: PlanFile, steps: Sequence[Computation], 
     if measured is not None:
         times, levels = axes_of(scaled_to(measured.plan.timeline, edges[-1]))  # upon the prediction
         panel.step(times, levels, where="post", color=TEXT_COLOUR, linewidth=0.8, label="measured, time stretched")
+    highest = [max(moment.peak_bytes for moment in keep_all.moments), max(step.peak_bytes for step in steps)]
+    most_bytes = words.most_shown(plan_file.promise.budget_bytes, highest)
     budget_mib = plan_file.promise.budget_bytes / MIB
     panel.axhline(budget_mib, color=BUDGET_COLOUR, linewidth=1.3, linestyle=(0, (5, 3)), label="budget")
-    panel.set_xlim(0, edges[-1])
-    panel.set_ylim(0, 1.08 * max(budget_mib, *keep_all_mib, *below))
+    panel.set_xlim(0, edges[-1] or 1.0)
+    panel.set_ylim(0, 1.08 * most_bytes / MIB)
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value * MIB) if value else "0"))
     panel.tick_params(labelbottom=False)
     panel.legend(loc="upper right", fontsize=8.5, ncols=2, framealpha=0.9, edgecolor="none")
@@ -138,7 +140,8 @@ def draw_pareto(panel: Axes, plan_file: PlanFile, points: Sequence[ParetoPoint])
     own_mib, own_extra = promise.peak_bytes / MIB, 100 * (promise.time_ms / base_ms - 1)
     panel.plot([own_mib], [own_extra], "*", markersize=13, color=BUDGET_COLOUR, label="this plan")
     panel.axvline(promise.budget_bytes / MIB, color=BUDGET_COLOUR, linewidth=1.1, linestyle=(0, (5, 3)))
-    panel.set_xlim(left=0)
+    peaks = [promise.peak_bytes, *(point.peak_bytes for point in points)]
+    panel.set_xlim(0, 1.05 * words.most_shown(promise.budget_bytes, peaks) / MIB)
     panel.set_ylim(bottom=0)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value * MIB) if value else "0"))
     panel.xaxis.set_major_locator(MaxNLocator(6))

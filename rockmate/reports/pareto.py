@@ -11,7 +11,7 @@ from rockmate.plan_files.content import PlanFile
 
 # Forward operations times the backward's. Up to so many, all take part, and answer within seconds …
 SMALL = 70_000
-LARGE = 4_000_000  # … and beyond so many, not even the baselines do.
+LARGE = 250_000  # … and beyond so many, only "chen" does: "keep-none" recomputes as often as that.
 _TRIES = 24  # of "chen", and fewer for large problems
 _SLOTS = 200  # of the dynamic program, for all budgets together
 
@@ -39,10 +39,9 @@ def pareto_points(plan_file: PlanFile, budgets: int = 8) -> tuple[ParetoPoint, .
     problem, chain = plan_file.problem, plan_file.solver_chain
     size = len(problem.forward) * len(problem.backward)
     points = [_point(problem, "keep-all", KeepAll().solve(problem, 0).recompute)]
-    if size > LARGE:
-        return tuple(points)
-    points.append(_point(problem, "keep-none", KeepNone().solve(problem, 0).recompute))
-    tries = min(_TRIES, max(2, 2_000_000 // max(1, size)))
+    if size <= LARGE:
+        points.append(_point(problem, "keep-none", KeepNone().solve(problem, 0).recompute))
+    tries = min(_TRIES, max(4, 8_000_000 // max(1, size)))
     chen = [_point(problem, "chen", plan) for plan in chen_plans(problem, chain, tries)]
     points += best_of(chen)
     if size <= SMALL:

@@ -102,7 +102,7 @@ def plot(plan_file: PlanFile, steps: Sequence[Computation], width: int) -> str:
     """Memory over the step in blocks, dots for the step that keeps everything, dashes for the budget; lanes below."""
     budget_bytes = plan_file.promise.budget_bytes
     keep_all = keep_all_simulation(plan_file.problem)
-    most = max(1, budget_bytes, keep_all.peak_bytes, *(step.peak_bytes for step in steps))
+    most = words.most_shown(budget_bytes, [keep_all.peak_bytes, *(step.peak_bytes for step in steps)])
     margin = max(len(format_bytes(most)), *map(len, _LANES)) + 1
     columns = max(8, width - margin - 1)
     last_ms = max(steps[-1].end_ms, 1e-9)
@@ -124,7 +124,8 @@ def plot(plan_file: PlanFile, steps: Sequence[Computation], width: int) -> str:
         lines.append(f"{lane:>{margin}} " + "".join(_SHADES[-int(-4 * share // 1)] for share in shades))
     end = format_ms(last_ms)
     lines.append(f"{'':>{margin}} 0{end:>{columns - 1}}")
-    lines.append(f"{'':>{margin}} █ plan  ░ keep all  ╌ budget")
+    budget = "  ╌ budget" if budget_bytes <= most else ""
+    lines.append(f"{'':>{margin}} █ plan  ░ keep all{budget}")
     return "\n".join(lines)
 
 

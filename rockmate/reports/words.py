@@ -53,7 +53,7 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     """The promise of the plan, number by number."""
     promise, plan = plan_file.promise, plan_file.plan
     eager_bytes = promise.baseline_peak_bytes
-    of_eager = f"{percent(promise.budget_bytes / eager_bytes)} of eager's {format_bytes(eager_bytes)}"
+    of_eager = f"{percent(promise.budget_bytes / max(1, eager_bytes))} of eager's {format_bytes(eager_bytes)}"
     found = [
         Fact("Budget", format_bytes(promise.budget_bytes), of_eager if eager_bytes else ""),
         Fact("Predicted peak", format_bytes(promise.peak_bytes), _of_budget(promise.peak_bytes, plan_file)),
@@ -68,8 +68,8 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
             found.append(Fact(name, format_bytes(peak_bytes), f"{verdict}, {when}", "good" if kept else "bad"))
     if promise.measured_reserved_bytes is not None:
         found.append(Fact("Reserved", format_bytes(promise.measured_reserved_bytes), "by the allocator, with gaps"))
-    more = f"{percent(plan.overhead, 1)} more than {format_ms(promise.baseline_time_ms)}"
-    found.append(Fact("Time of a step", format_ms(promise.time_ms), f"{more}, predicted"))
+    more = f"{percent(plan.overhead, 1)} more than {format_ms(promise.baseline_time_ms)}, predicted"
+    found.append(Fact("Time of a step", format_ms(promise.time_ms), more if plan.recomputations else "predicted"))
     if measured is not None:
         against = "" if measured.eager is None else f"eager {format_ms(measured.eager.time_ms)}"
         found.append(Fact("Observed time", format_ms(measured.plan.time_ms), against))
@@ -78,7 +78,8 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
         found.append(Fact("Gap", "none" if promise.gap == 0 else f"≤ {percent(promise.gap, 2)}", bound))
     total = len(plan_file.problem.forward)
     again = sum(1 for count in _times_recomputed(plan_file) if count)
-    found.append(Fact("Recomputations", str(plan.recomputations), f"of {again} of {total} operations"))
+    of_which = f"of {total} operations" if again == plan.recomputations else f"of {again} of {total} operations"
+    found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
     found.append(Fact("Solver", promise.solver, f"planned in {format_ms(1000 * promise.planning_s)}"))
     return tuple(found)
 
@@ -123,9 +124,15 @@ def memory_bars(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Ba
         rows.append(("plan, measured", promise.measured_peak_bytes, "forward"))
     if measured is not None:
         rows.append(("plan, observed", measured.plan.peak_bytes, "forward"))
-    longest = max(1, promise.budget_bytes, *(size_bytes for _, size_bytes, _ in rows))
-    mark = promise.budget_bytes / longest
+    longest = most_shown(promise.budget_bytes, [size_bytes for _, size_bytes, _ in rows])
+    mark = promise.budget_bytes / longest if promise.budget_bytes <= longest else None
     return tuple(Bar(name, format_bytes(size), ((kind, size / longest),), mark) for name, size, kind in rows)
+
+
+def most_shown(budget_bytes: int, others: Sequence[int]) -> int:
+    """Most bytes that a chart has room for: a budget that is far from all else is told, and not drawn."""
+    highest = max(1, *others)
+    return max(budget_bytes, highest) if budget_bytes <= 2 * highest else highest
 
 
 def time_bar(plan_file: PlanFile) -> tuple[Bar, ...]:

@@ -1,13 +1,15 @@
 """The page in a real browser: it asks for nothing, shows what the plan file holds, and can be used by anyone."""
 
+import dataclasses
 import re
 
+import msgspec
 import pytest
 
 from rk_solvers import Compute
 from rockmate import Rockmate, zoo
 from rockmate.planning.simulator import simulate
-from rockmate.reports import MeasuredStep, MeasuredSteps, write_html
+from rockmate.reports import MeasuredStep, MeasuredSteps, pareto_points, text_report, write_figure, write_html
 from rockmate.units import format_bytes, format_ms
 from tests.reports.conftest import HOSTILE
 from tests.reports.synthetic import plan_file_of_layers
@@ -175,6 +177,40 @@ def test_names_that_look_like_markup_are_only_names(page_of, hostile_file, tmp_p
     page.locator("#operations").get_by_role("searchbox").fill("harmed")
     assert HOSTILE in page.locator("#operations").inner_text()
     assert page.evaluate("window.harmed") is None
+
+
+def test_a_budget_far_beyond_does_not_flatten_the_chart(page_of, path, plan_file, tmp_path):
+    vast = msgspec.structs.replace(plan_file.promise, budget_bytes=2**40)
+    page = page_of(write_html(msgspec.structs.replace(plan_file, promise=vast), tmp_path / "vast.html", sweep=()))
+    assert page.locator("#chart .budget").count() == 0
+    assert page.locator("#chart .budget-label").text_content() == "budget 1.00 TiB ↑"
+    area = page.locator("#chart path.kept").bounding_box()
+    assert area["height"] > 100
+
+
+def test_a_step_without_time_or_bytes_is_a_page_all_the_same(page_of, plan_file, tmp_path):
+    problem = plan_file.problem
+    nothing = dataclasses.replace(
+        problem,
+        data=tuple(dataclasses.replace(data, size_bytes=0) for data in problem.data),
+        forward=tuple(
+            dataclasses.replace(op, time_ms=0.0, workspace_bytes=0, replay_bytes=0) for op in problem.forward
+        ),
+        backward=tuple(dataclasses.replace(op, time_ms=0.0, resident_bytes=0, peak_bytes=0) for op in problem.backward),
+    )
+    zeros = dict.fromkeys(("budget_bytes", "peak_bytes", "baseline_peak_bytes", "measured_peak_bytes"), 0)
+    zeros |= dict.fromkeys(("time_ms", "baseline_time_ms", "lower_bound_ms", "gap"), 0.0)
+    promise = msgspec.structs.replace(plan_file.promise, **zeros)
+    empty = msgspec.structs.replace(plan_file, problem=nothing, promise=promise)
+    page = page_of(write_html(empty, tmp_path / "empty.html", sweep=pareto_points(plan_file, budgets=2)))
+    page.locator("#chart").focus()
+    page.keyboard.press("p")
+    page.get_by_role("radio", name="by operation").check()
+    for key in ("+", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    assert "0 B" in page.locator("#readout").inner_text()
+    assert "0 B" in text_report(empty)
+    write_figure(empty, tmp_path / "empty.png", sweep=())
 
 
 def test_measured_steps_are_drawn_beside_the_prediction(page_of, plan_file, tmp_path):

@@ -43,7 +43,7 @@ class StepChart {
   constructor(host, step, listeners) {
     Object.assign(this, { host, step, listeners, axis: "time", cursor: -1, chosen: -1, stays: [], shown: {} });
     const { data } = step;
-    this.most = 1.06 * Math.max(data.budget, step.total[step.peak], step.keepAll.most, ...this.measuredPeaks());
+    this.most = 1.06 * mostShown(data.budget, step.total[step.peak], step.keepAll.most, ...this.measuredPeaks());
     this.reset();
     new ResizeObserver(() => this.draw()).observe(host);
     this.listen();
@@ -179,8 +179,10 @@ class StepChart {
   }
 
   budgetLine() {
-    const y = this.y(this.step.data.budget), right = LEFT + this.width;
-    const text = `budget ${formatBytes(this.step.data.budget)}`;
+    const { budget } = this.step.data, y = this.y(budget), right = LEFT + this.width;
+    const text = `budget ${formatBytes(budget)}`;
+    if (budget > this.most)
+      return [shape("text", { class: "budget-label halo", x: right - 4, y: TOP + 10, "text-anchor": "end" }, `${text} ↑`)];
     return [
       shape("line", { class: "budget", x1: LEFT, x2: right, y1: y, y2: y }),
       shape("text", { class: "budget-label halo", x: right - 4, y: y - 7, "text-anchor": "end" }, text),
@@ -271,7 +273,11 @@ class StepChart {
       const dragged = this.dragged;
       this.dragged = null;
       if (dragged) this.show(this.value(Math.min(...dragged)), this.value(Math.max(...dragged)));
-      else if (event.type === "pointerup" && inPlot(within(event))) this.choose(this.indexAt(this.value(within(event))));
+      else if (event.type === "pointerup" && inPlot(within(event))) {
+        const at = this.indexAt(this.value(within(event)));
+        if (event.pointerType === "touch") this.moveTo(at);
+        this.choose(at);
+      }
       pressed = null;
     };
     host.addEventListener("pointerup", release);

@@ -42,6 +42,12 @@ function shape(name, attributes = {}, ...children) {
   return made;
 }
 
+/** Most bytes that a chart has room for: a budget that is far from all else is told, and not drawn. */
+function mostShown(budget, ...others) {
+  const highest = Math.max(1, ...others);
+  return budget <= 2 * highest ? Math.max(budget, highest) : highest;
+}
+
 /** A text that may be broken after what joins the parts of a name. */
 function breakable(text) {
   const parts = text.split(/(?<=[_.:,/])(?=[^_.:,/\s])/), made = document.createDocumentFragment();

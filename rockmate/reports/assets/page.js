@@ -138,17 +138,16 @@ class Page {
   since(tensor, at) { return this.step.lane[at] === "f" ? "of the forward" : this.text(this.data.tensors.decision[tensor]); }
 
   momentTable(rows, total) {
-    const most = rows.length ? rows[0].size : 1, shown = rows.slice(0, 12), rest = rows.slice(12);
+    const most = (rows.length && rows[0].size) || 1, part = (size) => (total ? `${fixed((100 * size) / total, 1)} %` : ""), shown = rows.slice(0, 12), rest = rows.slice(12);
     const body = shown.map(({ name, index, is, size, kind }) => {
       const meter = shape("svg", { class: "meter", "aria-hidden": "true" }, shape("rect", { class: kind, height: "100%", rx: 2, width: `${((100 * size) / most).toFixed(2)}%` }));
       const title = index < 0 ? name : this.link(name, () => this.showTensor(index));
-      const share = total ? `${((100 * size) / total).toFixed(1)} %` : "";
-      const cells = [["", is], ["number", formatBytes(size)], ["number", share], ["", meter]];
+      const cells = [["", is], ["number", formatBytes(size)], ["number", part(size)], ["", meter]];
       return element("tr", {}, element("th", { scope: "row" }, title), ...cells.map(([style, cell]) => element("td", { class: style }, cell)));
     });
     if (rest.length) {
       const size = rest.reduce((sum, row) => sum + row.size, 0);
-      body.push(element("tr", {}, element("th", { scope: "row" }, `${rest.length} more`), element("td"), element("td", { class: "number" }, formatBytes(size)), element("td", { class: "number" }, `${((100 * size) / total).toFixed(1)} %`), element("td")));
+      body.push(element("tr", {}, element("th", { scope: "row" }, `${rest.length} more`), element("td"), element("td", { class: "number" }, formatBytes(size)), element("td", { class: "number" }, part(size)), element("td")));
     }
     const heads = [["what", ""], ["is", ""], ["bytes", "number"], ["share", "number"], ["", ""]];
     const head = heads.map(([title, style]) => (title ? element("th", { scope: "col", class: style }, title) : element("td")));

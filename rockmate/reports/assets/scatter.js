@@ -39,7 +39,7 @@ class Scatter {
   limits() {
     const all = [this.own, ...this.series.flatMap((one) => one.points)];
     const usual = all.map((point) => this.extra(point.time)).filter((extra) => extra <= Math.max(1, 2 * this.extra(this.own.time)));
-    return { most: 1.06 * Math.max(...all.map((point) => point.peak), this.data.budget), slowest: Math.max(0.01, 1.12 * Math.max(...usual)) };
+    return { most: 1.06 * mostShown(this.data.budget, ...all.map((point) => point.peak)), slowest: Math.max(0.01, 1.12 * Math.max(...usual)) };
   }
 
   draw() {
@@ -59,11 +59,12 @@ class Scatter {
     }
     svg.append(shape("text", { x: LEFT + width, y: bottom + 36, "text-anchor": "end" }, "predicted peak"));
     svg.append(shape("text", { x: LEFT + 6, y: 12 }, "extra time"));
-    const budget = x(this.data.budget);
-    svg.append(shape("line", { class: "budget", x1: budget, x2: budget, y1: 16, y2: bottom }));
+    const beyond = this.data.budget > most, budget = x(beyond ? most : this.data.budget), left = budget > LEFT + 0.8 * width;
+    if (!beyond) svg.append(shape("line", { class: "budget", x1: budget, x2: budget, y1: 16, y2: bottom }));
     this.places = [];
     for (const one of this.series) svg.append(this.drawn(one, x, y, slowest));
-    svg.append(shape("text", { class: "budget-label halo", x: budget + 6, y: 28 }, `budget ${formatBytes(this.data.budget)}`));
+    const text = `budget ${formatBytes(this.data.budget)}${beyond ? " →" : ""}`;
+    svg.append(shape("text", { class: "budget-label halo", x: budget + (left ? -6 : 6), y: 28, "text-anchor": left ? "end" : "start" }, text));
     svg.append(shape("g", { class: "own" }, star(x(this.own.peak), y(this.own.time), 9)));
     this.places.push([x(this.own.peak), y(this.own.time), this.own]);
     this.host.replaceChildren(svg);
