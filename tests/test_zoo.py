@@ -31,7 +31,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         (lambda: zoo.RegNet(zoo.RegNetConfig()), 15_296_552),
         (lambda: zoo.VGG(zoo.VGGConfig()), 138_357_544),
         (lambda: zoo.VGG(zoo.VGGConfig(batch_norm=True)), 138_365_992),
-        (lambda: zoo.MobileNet(zoo.MobileNetConfig()), 3_504_872),
+        (lambda: zoo.MobileNetV2(zoo.MobileNetV2Config()), 3_504_872),
         (lambda: zoo.GoogLeNet(zoo.GoogLeNetConfig(large=3)), 6_624_904),  # as torchvision's
         (lambda: zoo.DenseNet(zoo.DenseNetConfig()), 7_978_856),
         (lambda: zoo.ViT(zoo.ViTConfig()), 86_567_656),

@@ -17,7 +17,7 @@ from rockmate.zoo.googlenet import GoogLeNet, GoogLeNetConfig
 from rockmate.zoo.gpt2 import GPT2, GPT2Config
 from rockmate.zoo.llama import Llama, LlamaConfig
 from rockmate.zoo.mixer import Mixer, MixerConfig
-from rockmate.zoo.mobilenet import MobileNet, MobileNetConfig
+from rockmate.zoo.mobilenet import MobileNetV2, MobileNetV2Config
 from rockmate.zoo.regnet import RegNet, RegNetConfig
 from rockmate.zoo.resnet import ResNet, resnet18, resnet50, resnet101
 from rockmate.zoo.tasks import (
@@ -46,8 +46,8 @@ __all__ = [
     "LlamaConfig",
     "Mixer",
     "MixerConfig",
-    "MobileNet",
-    "MobileNetConfig",
+    "MobileNetV2",
+    "MobileNetV2Config",
     "RegNet",
     "RegNetConfig",
     "ResNet",
@@ -84,8 +84,8 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Task]] = {
     "llama-tiny": (lambda: Llama(LlamaConfig.tiny()), language_task(8, 16, 64)),
     "mixer-demo": (lambda: Mixer(MixerConfig.demo()), classification_task(8, 224, 1000)),
     "mixer-tiny": (lambda: Mixer(MixerConfig.tiny()), classification_task(8, 16, 10)),
-    "mobilenet-v2-demo": (lambda: MobileNet(MobileNetConfig()), classification_task(8, 224, 1000)),
-    "mobilenet-v2-tiny": (lambda: MobileNet(MobileNetConfig.tiny()), classification_task(8, 32, 10)),
+    "mobilenet-v2-demo": (lambda: MobileNetV2(MobileNetV2Config()), classification_task(8, 224, 1000)),
+    "mobilenet-v2-tiny": (lambda: MobileNetV2(MobileNetV2Config.tiny()), classification_task(8, 32, 10)),
     "regnet-demo": (lambda: RegNet(RegNetConfig()), classification_task(8, 224, 1000)),
     "regnet-tiny": (lambda: RegNet(RegNetConfig.tiny()), classification_task(8, 64, 10)),
     "resnet50-demo": (resnet50, classification_task(8, 224, 1000)),

@@ -10,7 +10,7 @@ Stage = tuple[int, int, int, int]  # expansion, channels, blocks, stride of the 
 
 
 @dataclass(frozen=True)
-class MobileNetConfig:
+class MobileNetV2Config:
     """The defaults are the paper's table 2."""
 
     stem_width: int = 32
@@ -28,7 +28,7 @@ class MobileNetConfig:
     dropout: float = 0.2
 
     @classmethod
-    def tiny(cls) -> MobileNetConfig:
+    def tiny(cls) -> MobileNetV2Config:
         """Milliseconds a step, for tests."""
         return cls(8, ((1, 8, 1, 1), (4, 8, 2, 2), (4, 16, 2, 2)), head_width=32, classes=10)
 
@@ -61,10 +61,10 @@ class InvertedResidual(nn.Module):
         return image + self.branch(image) if self.has_shortcut else self.branch(image)
 
 
-class MobileNet(nn.Module):
+class MobileNetV2(nn.Module):
     """Image classifier: a stem, inverted residuals, a 1×1 convolution, a pooling and a linear layer."""
 
-    def __init__(self, config: MobileNetConfig) -> None:
+    def __init__(self, config: MobileNetV2Config) -> None:
         super().__init__()
         channels = config.stem_width
         layers: list[nn.Module] = normalised(3, channels, 3, stride=2)

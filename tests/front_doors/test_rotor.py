@@ -210,8 +210,8 @@ def test_memory_of_other_devices_is_refused():
         (lambda: rotor.models.resnet50(10, 8), lambda: zoo.resnet50(10, 8)),
         (lambda: rotor.models.vgg16(zoo.VGGConfig.tiny()), lambda: zoo.VGG(zoo.VGGConfig.tiny())),
         (
-            lambda: rotor.models.mobilenet_v2(zoo.MobileNetConfig.tiny()),
-            lambda: zoo.MobileNet(zoo.MobileNetConfig.tiny()),
+            lambda: rotor.models.mobilenet_v2(zoo.MobileNetV2Config.tiny()),
+            lambda: zoo.MobileNetV2(zoo.MobileNetV2Config.tiny()),
         ),
         (lambda: rotor.models.googlenet(zoo.GoogLeNetConfig.tiny()), lambda: zoo.GoogLeNet(zoo.GoogLeNetConfig.tiny())),
         (lambda: rotor.models.densenet121(zoo.DenseNetConfig.tiny()), lambda: zoo.DenseNet(zoo.DenseNetConfig.tiny())),

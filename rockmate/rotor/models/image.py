@@ -13,8 +13,8 @@ from rockmate.zoo import (
     DenseNetConfig,
     GoogLeNet,
     GoogLeNetConfig,
-    MobileNet,
-    MobileNetConfig,
+    MobileNetV2,
+    MobileNetV2Config,
     ResNet,
     VGGConfig,
 )
@@ -52,9 +52,9 @@ def vgg16(config: VGGConfig | None = None) -> nn.Sequential:
     return _sequential(features=model.features, pool=model.pool, flatten=nn.Flatten(), head=model.head)
 
 
-def mobilenet_v2(config: MobileNetConfig | None = None) -> nn.Sequential:
+def mobilenet_v2(config: MobileNetV2Config | None = None) -> nn.Sequential:
     """MobileNet-V2, or another of its family."""
-    model = MobileNet(config or MobileNetConfig())
+    model = MobileNetV2(config or MobileNetV2Config())
     return _sequential(features=model.features, **_pooled(), dropout=model.dropout, head=model.head)
 
 
