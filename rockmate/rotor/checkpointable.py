@@ -30,7 +30,7 @@ class Checkpointable(Staged):
     Args:
         model: a Sequential, whose layers are run as wholes, or in part where that is faster; Sequentials within it
             stand for their layers. Another module is planned along the blocks of its graph. Layers may work in
-            place: those that write into what another one made are one layer with it.
+            place: one that does nothing else is a layer together with the one whose output it writes into.
         mem_limit: most bytes of a training step above the parameters, their gradients, buffers and the batch, which
             are there whatever is planned: of activations, their gradients, temporary memory and the loss. A number
             of bytes or a size such as "2GiB". None for what is free when the first plan is made, less 10 %, the

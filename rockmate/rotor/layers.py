@@ -38,9 +38,9 @@ def _flattened(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class LayerChain:
-    """A problem divided by layers. A block is a layer, or several whose operations cannot be told apart.
+    """A problem divided by layers. A block is a layer, with those after it that make nothing of their own.
 
-    So it is with an operation that writes in place: it belongs to the one that made what it writes into.
+    What writes in place, or makes a view, belongs to what made the tensor: so does a layer that does nothing else.
     """
 
     chain: Chain
@@ -54,8 +54,9 @@ def chain_of_layers(measured: Measured, layers: Sequence[str]) -> LayerChain:
         return LayerChain(measured.chain, tuple(range(index, index + 1) for index in range(count)))
     graph = measured.graphs.K_graph
     places = _Places(layers)
-    numbers = [places.of(comp) for comp in graph.forward]
-    blocks = _joined(numbers)
+    homes = [places.home_of(comp) for comp in graph.forward]
+    others = [places.others_of(comp, home) for comp, home in zip(graph.forward, homes, strict=True)]
+    blocks = [range(part[0], part[-1] + 1) for part in _runs_of_equal(homes)]
     block_of = {
         comp.node: index for index, block in enumerate(blocks) for comp in graph.forward[block.start : block.stop]
     }
@@ -63,11 +64,12 @@ def chain_of_layers(measured: Measured, layers: Sequence[str]) -> LayerChain:
     stages = [block_of[comp.node] for comp in graph.backward]
     blocks, stages = _going_back(blocks, stages)
     chain = Chain(tuple(blocks), (len(blocks),) * first + tuple(stages))
-    spans = (
-        range(min(n.start for n in numbers[b.start : b.stop]), max(n.stop for n in numbers[b.start : b.stop]))
-        for b in blocks
-    )
-    return LayerChain(chain, tuple(spans))
+    numbers = []
+    for block in blocks:
+        following = homes[block.stop] if block.stop < len(homes) else len(layers)
+        guests = {number for number in set().union(*others[block.start : block.stop]) if number < following}
+        numbers.append(range(homes[block.start], max(homes[block.stop - 1], *guests, 0) + 1))
+    return LayerChain(chain, tuple(numbers))
 
 
 class _Places:
@@ -77,31 +79,29 @@ class _Places:
         self._layers = layers
         self._current = 0
 
-    def of(self, comp: KComp) -> range:
-        """The layers whose operations `comp` is of: several where one writes into what another has made."""
-        numbers = [self._number(op.source.module_path) for op in comp.node.ops]
-        return range(min(numbers), max(numbers) + 1)
+    def home_of(self, comp: KComp) -> int:
+        """The layer that made what `comp` makes; not before that of the computation asked for before."""
+        found = self._number(comp.node.ops[0].source.module_path, self._current)
+        self._current = self._current if found is None else found
+        return self._current  # what is no layer's own is counted with the layer where it stands
 
-    def _number(self, path: str) -> int:
-        for number in range(self._current, len(self._layers)):
+    def others_of(self, comp: KComp, home: int) -> set[int]:
+        """Later layers that view what `comp` makes, or write into it."""
+        found = (self._number(op.source.module_path, home) for op in comp.node.ops)
+        return {number for number in found if number is not None and number > home}
+
+    def _number(self, path: str, first: int) -> int | None:
+        for number in range(first, len(self._layers)):
             layer = self._layers[number]
             if path == layer or path.startswith(f"{layer}."):
-                self._current = number
-                break
-        return self._current  # no layer's own: a hook's, or a value that is computed once for many
+                return number
+        return None
 
 
-def _joined(numbers: Sequence[range]) -> list[range]:
-    """Blocks of neighbouring operations that share a layer."""
-    blocks: list[range] = []
-    last = -1  # layer of the block before
-    for index, layers in enumerate(numbers):
-        if blocks and layers.start <= last:
-            blocks[-1] = range(blocks[-1].start, index + 1)
-        else:
-            blocks.append(range(index, index + 1))
-        last = max(last, layers.stop - 1)
-    return blocks
+def _runs_of_equal(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Positions of neighbouring equal numbers."""
+    for _, run in itertools.groupby(range(len(numbers)), key=lambda index: numbers[index]):
+        yield list(run)
 
 
 def _going_back(blocks: list[range], stages: list[int]) -> tuple[list[range], list[int]]:

@@ -108,6 +108,50 @@ def test_every_layer_is_in_one_block_and_the_blocks_are_in_order(measured):
     assert numbers[-1] == 8
 
 
+class Split(nn.Module):
+    """Hands on what it makes and what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, data):
+        return self.linear(data), data
+
+
+class OnOne(nn.Module):
+    def forward(self, pair):
+        return pair[0].tanh(), pair[1]
+
+
+class View(nn.Module):
+    def forward(self, pair):
+        return pair[0], pair[1].transpose(0, 1)
+
+
+class Join(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1].transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "spans"),
+    [
+        # A layer that begins with a view of what the one before made is a layer all the same.
+        ([nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)], [(0, 1), (1, 2)]),
+        ([nn.Identity(), nn.Linear(8, 8), nn.Identity(), nn.Flatten(0), nn.Tanh(), nn.Identity()], [(1, 4), (4, 5)]),
+        # Layer 2 makes nothing, but views what layer 0 was given; layer 1 is between.
+        ([nn.Linear(8, 8), Split(), OnOne(), View(), Join()], [(0, 1), (1, 2), (2, 3), (4, 5)]),
+        ([nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True), nn.Sigmoid()], [(0, 3), (3, 4)]),
+    ],
+    ids=["view at the start", "nothing to do", "passed on", "in place"],
+)
+def test_layers_are_told_apart_by_what_they_make(layers, spans):
+    module = nn.Sequential(*layers).train()
+    found = chain_of_layers(measured_for(module, torch.randn(2, 3, 8)), layers_of(module))
+    assert [(numbers.start, numbers.stop) for numbers in found.numbers] == spans
+
+
 def test_a_layer_that_stands_twice_has_two_numbers():
     shared = nn.Linear(8, 8)
     module = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh()).train()
