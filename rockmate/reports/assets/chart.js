@@ -13,7 +13,8 @@ const LEFT = 78, RIGHT = 14, TOP = 12, LANE = 24, LANE_GAP = 5, AXIS = 26;
 /** The step as arrays, one value for each computation. */
 function stepOf(data) {
   const { lane, index, stage } = data.steps;
-  const count = lane.length, start = new Float64Array(count), end = new Float64Array(count), total = new Float64Array(count);
+  const count = lane.length;
+  const [start, end, total] = [0, 1, 2].map(() => new Float64Array(count));
   let now = 0;
   for (let at = 0; at < count; at++) {
     start[at] = now;
@@ -69,7 +70,8 @@ class StepChart {
   reset() { this.from = 0; this.to = this.span; this.draw(); }
 
   setAxis(axis) {
-    const first = this.indexAt(this.from), last = this.indexAt(this.to), whole = this.to - this.from >= this.span * 0.999;
+    const first = this.indexAt(this.from), last = this.indexAt(this.to);
+    const whole = this.to - this.from >= this.span * 0.999;
     this.axis = axis;
     if (whole) return this.reset();
     this.show(this.startOf(first), this.endOf(last));
@@ -168,11 +170,15 @@ class StepChart {
       found.push(shape("path", { class: "line keepall-line", d: path }));
     }
     if (measured && this.axis === "time") {
-      const steps = [["measured", measured.plan, "measured-line"], ["measuredEager", measured.eager, "measured-eager-line"]];
+      const steps = [
+        ["measured", measured.plan, "measured-line"],
+        ["measuredEager", measured.eager, "measured-eager-line"],
+      ];
       for (const [name, real, style] of steps) {
         if (!real || this.shown[name] === false) continue;
-        const path = real.at.map((time, k) => `H${this.x(time).toFixed(1)}V${this.y(real.bytes[k]).toFixed(1)}`).join("");
-        found.push(shape("path", { class: `line ${style}`, d: `M${this.x(0).toFixed(1)},${this.y(0).toFixed(1)}${path}` }));
+        const [x, y] = [(time) => this.x(time).toFixed(1), (size) => this.y(size).toFixed(1)];
+        const path = real.at.map((time, k) => `H${x(time)}V${y(real.bytes[k])}`).join("");
+        found.push(shape("path", { class: `line ${style}`, d: `M${x(0)},${y(0)}${path}` }));
       }
     }
     return found;
@@ -180,13 +186,11 @@ class StepChart {
 
   budgetLine() {
     const { budget } = this.step.data, y = this.y(budget), right = LEFT + this.width;
+    const label = (top, text) =>
+      shape("text", { class: "budget-label halo", x: right - 4, y: top, "text-anchor": "end" }, text);
     const text = `budget ${formatBytes(budget)}`;
-    if (budget > this.most)
-      return [shape("text", { class: "budget-label halo", x: right - 4, y: TOP + 10, "text-anchor": "end" }, `${text} ↑`)];
-    return [
-      shape("line", { class: "budget", x1: LEFT, x2: right, y1: y, y2: y }),
-      shape("text", { class: "budget-label halo", x: right - 4, y: y - 7, "text-anchor": "end" }, text),
-    ];
+    if (budget > this.most) return [label(TOP + 10, `${text} ↑`)];
+    return [shape("line", { class: "budget", x1: LEFT, x2: right, y1: y, y2: y }), label(y - 7, text)];
   }
 
   lanes(top, first, last) {
@@ -234,7 +238,8 @@ class StepChart {
       const left = this.x(this.startOf(at)), right = this.x(this.endOf(at)), middle = (left + right) / 2;
       if (style === "cursor-line") marks.push(band("cursor", left, right));
       marks.push(shape("line", { class: style, x1: middle, x2: middle, y1: TOP, y2: bottom }));
-      if (style === "chosen-line") marks.push(shape("path", { class: "chosen-mark", d: `M${middle - 5},${TOP - 8}h10l-5,7Z` }));
+      if (style === "chosen-line")
+        marks.push(shape("path", { class: "chosen-mark", d: `M${middle - 5},${TOP - 8}h10l-5,7Z` }));
     }
     this.overlay.replaceChildren(...marks);
   }
@@ -260,7 +265,8 @@ class StepChart {
     let pressed = null;
     host.addEventListener("pointermove", (event) => {
       const x = within(event);
-      if (pressed !== null && Math.abs(x - pressed) > 6) this.dragged = [pressed, Math.max(LEFT, Math.min(LEFT + this.width, x))];
+      if (pressed !== null && Math.abs(x - pressed) > 6)
+        this.dragged = [pressed, Math.max(LEFT, Math.min(LEFT + this.width, x))];
       if (inPlot(x)) this.moveTo(this.indexAt(this.value(x)), event);
       else if (pressed === null) this.moveTo(-1, event);
     });

@@ -1,5 +1,7 @@
 // The page: charts, tables and what they tell each other.
 
+const MOST_IN_MEMORY = 12; // tensors of a moment that are listed
+
 class Tip {
   constructor(host) { this.host = host; }
 
@@ -10,7 +12,8 @@ class Tip {
       return element("tr", {}, first, element("td", {}, value));
     });
     const table = element("table", {}, element("tbody", {}, ...cells));
-    this.host.replaceChildren(element("b", {}, title), ...lines.map((line) => element("span", { class: "beside" }, line)), table);
+    const besides = lines.map((line) => element("span", { class: "beside" }, line));
+    this.host.replaceChildren(element("b", {}, title), ...besides, table);
     this.host.hidden = false;
     const { width, height } = this.host.getBoundingClientRect(), gap = 16;
     const left = event.clientX + gap + width > innerWidth ? event.clientX - gap - width : event.clientX + gap;
@@ -52,15 +55,17 @@ class Page {
   told(at) {
     const { step, data } = this, letter = step.lane[at], index = step.index[at];
     const ops = letter === "b" ? data.backward : data.forward;
+    const stageName = (name) => (name === "loss" ? "the loss" : name.replace(".backward", ""));
     const what = {
       f: `compute ${ops.name[index]}`,
       r: `recompute ${ops.name[index]}`,
-      b: ops.name[index] === "loss" ? "the loss and its backward" : `backward of ${ops.name[index].replace(".backward", "")}`,
+      b: ops.name[index] === "loss" ? "the loss and its backward" : `backward of ${stageName(ops.name[index])}`,
     }[letter];
-    const purpose = letter === "r" ? [`for the backward of ${data.backward.name[step.stage[at]].replace(".backward", "")}`] : [];
+    const purpose = letter === "r" ? `for the backward of ${stageName(data.backward.name[step.stage[at]])}` : "";
     const place = [this.text(ops.module[index]), this.text(ops.source[index])].filter(Boolean).join(" · ");
-    const when = `${formatMs(step.end[at] - step.start[at])}, from ${formatMs(step.start[at])} · step ${at + 1} of ${step.count}`;
-    return { what, lines: [...purpose, this.text(ops.function[index]), place, when].filter(Boolean) };
+    const times = `${formatMs(step.end[at] - step.start[at])}, from ${formatMs(step.start[at])}`;
+    const when = `${times} · step ${at + 1} of ${step.count}`;
+    return { what, lines: [purpose, this.text(ops.function[index]), place, when].filter(Boolean) };
   }
 
   parts(at) {
@@ -87,8 +92,9 @@ class Page {
     rows.push(["keepAll", `keep all, ${formatBytes(step.keepAll.most)} at most`, stroke("keepall-line")]);
     if (data.measured) {
       rows.push(["measured", `measured, ${formatBytes(data.measured.plan.peak)} at most`, stroke("measured-line")]);
-      if (data.measured.eager)
-        rows.push(["measuredEager", `eager measured, ${formatBytes(data.measured.eager.peak)} at most`, stroke("measured-eager-line")]);
+      const { eager } = data.measured;
+      const most = eager ? `eager measured, ${formatBytes(eager.peak)} at most` : "";
+      if (eager) rows.push(["measuredEager", most, stroke("measured-eager-line")]);
     }
     for (const [name, title, sign] of rows) {
       const input = element("input", { type: "checkbox", checked: true });
@@ -123,35 +129,54 @@ class Page {
       for (let s = 0; s < stays.length; s += 2) {
         if (stays[s] > at || stays[s + 1] < at) continue;
         counted += tensors.bytes[k];
-        const name = s ? "recomputed" : "kept";
-        rows.push({ name: tensors.name[k], index: k, is: s ? "recomputed" : this.since(k, at), size: tensors.bytes[k], kind: name });
+        const is = s ? "recomputed" : this.since(k, at);
+        rows.push({ name: tensors.name[k], index: k, is, size: tensors.bytes[k], kind: s ? "recomputed" : "kept" });
       }
     });
     const [gradients, workspace] = [data.steps.gradients[at], data.steps.workspace[at]];
     const states = step.total[at] - counted - gradients - workspace;
-    const others = [["gradients", "of the backward", gradients, "gradients"], ["workspace", `of ${what}`, workspace, "workspace"], ["random states", "for recomputations", states, "kept"]];
+    const others = [
+      ["gradients", "of the backward", gradients, "gradients"],
+      ["workspace", `of ${what}`, workspace, "workspace"],
+      ["random states", "for recomputations", states, "kept"],
+    ];
     for (const [name, is, size, kind] of others) if (size > 0) rows.push({ name, index: -1, is, size, kind });
     rows.sort((a, b) => b.size - a.size);
     this.at("moment").replaceChildren(this.momentTable(rows, step.total[at]));
   }
 
-  since(tensor, at) { return this.step.lane[at] === "f" ? "of the forward" : this.text(this.data.tensors.decision[tensor]); }
+  since(tensor, at) {
+    return this.step.lane[at] === "f" ? "of the forward" : this.text(this.data.tensors.decision[tensor]);
+  }
 
   momentTable(rows, total) {
-    const most = (rows.length && rows[0].size) || 1, part = (size) => (total ? `${fixed((100 * size) / total, 1)} %` : ""), shown = rows.slice(0, 12), rest = rows.slice(12);
+    const shown = rows.slice(0, MOST_IN_MEMORY), rest = rows.slice(MOST_IN_MEMORY);
+    const most = (rows.length && rows[0].size) || 1;
+    const part = (size) => (total ? `${fixed((100 * size) / total, 1)} %` : "");
+    const drawn = (title, cells) => {
+      const others = cells.map(([style, cell]) => element("td", { class: style }, cell));
+      return element("tr", {}, element("th", { scope: "row" }, title), ...others);
+    };
     const body = shown.map(({ name, index, is, size, kind }) => {
-      const meter = shape("svg", { class: "meter", "aria-hidden": "true" }, shape("rect", { class: kind, height: "100%", rx: 2, width: `${((100 * size) / most).toFixed(2)}%` }));
+      const bar = shape("rect", { class: kind, height: "100%", rx: 2, width: `${((100 * size) / most).toFixed(2)}%` });
+      const meter = shape("svg", { class: "meter", "aria-hidden": "true" }, bar);
       const title = index < 0 ? name : this.link(name, () => this.showTensor(index));
-      const cells = [["", is], ["number", formatBytes(size)], ["number", part(size)], ["", meter]];
-      return element("tr", {}, element("th", { scope: "row" }, title), ...cells.map(([style, cell]) => element("td", { class: style }, cell)));
+      return drawn(title, [["", is], ["number", formatBytes(size)], ["number", part(size)], ["", meter]]);
     });
     if (rest.length) {
       const size = rest.reduce((sum, row) => sum + row.size, 0);
-      body.push(element("tr", {}, element("th", { scope: "row" }, `${rest.length} more`), element("td"), element("td", { class: "number" }, formatBytes(size)), element("td", { class: "number" }, part(size)), element("td")));
+      const cells = [["", ""], ["number", formatBytes(size)], ["number", part(size)], ["", ""]];
+      body.push(drawn(`${rest.length} more`, cells));
     }
     const heads = [["what", ""], ["is", ""], ["bytes", "number"], ["share", "number"], ["", ""]];
-    const head = heads.map(([title, style]) => (title ? element("th", { scope: "col", class: style }, title) : element("td")));
-    return element("table", { class: "rows" }, element("caption", { class: "hidden" }, "The largest that is in memory"), element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
+    const head = heads.map(([title, style]) =>
+      title ? element("th", { scope: "col", class: style }, title) : element("td"));
+    return element(
+      "table", { class: "rows" },
+      element("caption", { class: "hidden" }, "The largest that is in memory"),
+      element("thead", {}, element("tr", {}, ...head)),
+      element("tbody", {}, ...body),
+    );
   }
 
   link(text, act) {
@@ -165,11 +190,11 @@ class Page {
     const { chart, data } = this;
     chart.stays = data.tensors.stays[index];
     chart.reset();
-    const stays = chart.stays.length / 2;
-    this.at("readout").replaceChildren(
-      element("strong", {}, data.tensors.name[index]),
-      ` · ${formatBytes(data.tensors.bytes[index])} · in memory ${stays === 1 ? "once" : `${stays} times`} · ${this.text(data.tensors.decision[index])}. ${this.text(data.tensors.why[index])}`,
-    );
+    const { tensors } = data, stays = chart.stays.length / 2;
+    const often = `in memory ${stays === 1 ? "once" : `${stays} times`}`;
+    const facts = [formatBytes(tensors.bytes[index]), often, this.text(tensors.decision[index])].join(" · ");
+    const told = ` · ${facts}. ${this.text(tensors.why[index])}`;
+    this.at("readout").replaceChildren(element("strong", {}, tensors.name[index]), told);
     this.at("step").scrollIntoView({ block: "start" });
   }
 
@@ -182,8 +207,10 @@ class Page {
   // ---- tables ----
 
   paretoTable() {
-    const { data } = this, rows = data.points.map(([solver, peak, time]) => ({ solver, peak, extra: time / (data.keepAllTime || 1) - 1, time }));
-    rows.push({ solver: `this plan (${data.solver})`, peak: data.peak, time: data.time, extra: data.time / (data.keepAllTime || 1) - 1, chosen: true });
+    const { data } = this, extra = (time) => time / (data.keepAllTime || 1) - 1;
+    const rows = data.points.map(([solver, peak, time]) => ({ solver, peak, time, extra: extra(time) }));
+    const solver = `this plan (${data.solver})`;
+    rows.push({ solver, peak: data.peak, time: data.time, extra: extra(data.time), chosen: true });
     new Table(this.at("pareto-table"), {
       caption: "plans of several solvers",
       columns: [
@@ -214,10 +241,11 @@ class Page {
       computed: forward.computed[index],
       decision: forward.computed[index] > 1 ? "recomputed" : "once",
     }));
+    const shown = (value, row) => this.link(value, () => this.showOperation(row.index));
     new Table(this.at("operations"), {
       caption: "operations",
       columns: [
-        { key: "name", title: "operation", kind: "text", cell: (value, row) => this.link(value, () => this.showOperation(row.index)) },
+        { key: "name", title: "operation", kind: "text", cell: shown },
         { key: "order", title: "order", kind: "number" },
         { key: "function", title: "applies", kind: "text", path: true },
         { key: "module", title: "module", kind: "text", path: true },
@@ -248,10 +276,11 @@ class Page {
       why: this.text(tensors.why[index]),
     }));
     const dot = (value) => element("span", { class: `decision ${value.replaceAll(" ", "-")}` }, value);
+    const shown = (value, row) => this.link(value, () => this.showTensor(row.index));
     new Table(this.at("tensors"), {
       caption: "tensors",
       columns: [
-        { key: "name", title: "tensor", kind: "text", cell: (value, row) => this.link(value, () => this.showTensor(row.index)) },
+        { key: "name", title: "tensor", kind: "text", cell: shown },
         { key: "bytes", title: "bytes", kind: "bytes" },
         { key: "text", title: "type and shape", kind: "text", path: true },
         { key: "decision", title: "is", kind: "text", cell: dot },

@@ -8,12 +8,14 @@ const PAGE = 15;
  */
 class Table {
   constructor(host, { caption, columns, rows, filter, sort, page = PAGE }) {
-    Object.assign(this, { host, columns, rows, page, filter, sorted: sort ?? null, first: 0, wanted: "", chosenValue: "" });
+    Object.assign(this, { host, columns, rows, page, filter, sorted: sort ?? null });
+    Object.assign(this, { first: 0, wanted: "", chosenValue: "" });
     this.found = rows;
     this.texts = rows.map((row) => columns.map(({ key }) => row[key]).join(" ").toLowerCase());
     this.head = element("tr");
     this.body = element("tbody");
-    const table = element("table", { class: "rows" }, element("caption", { class: "hidden" }, caption), element("thead", {}, this.head), this.body);
+    const hidden = element("caption", { class: "hidden" }, caption);
+    const table = element("table", { class: "rows" }, hidden, element("thead", {}, this.head), this.body);
     if (rows.length > 8) this.host.append(this.tools(caption));
     this.host.append(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table));
     this.drawHead();
@@ -46,7 +48,8 @@ class Table {
       const button = element("button", { type: "button" }, title);
       button.addEventListener("click", () => this.sortBy(key, kind));
       const head = element("th", { scope: "col", class: kind === "text" ? "" : "number" }, button);
-      if (this.sorted && this.sorted.key === key) head.setAttribute("aria-sort", this.sorted.down ? "descending" : "ascending");
+      if (this.sorted && this.sorted.key === key)
+        head.setAttribute("aria-sort", this.sorted.down ? "descending" : "ascending");
       return head;
     }));
   }
@@ -62,8 +65,8 @@ class Table {
 
   update() {
     const words = this.wanted.split(/\s+/).filter(Boolean);
-    this.found = this.rows.filter((row, k) =>
-      words.every((word) => this.texts[k].includes(word)) && (!this.chosenValue || row[this.filter.key] === this.chosenValue));
+    const isChosen = (row) => !this.chosenValue || row[this.filter.key] === this.chosenValue;
+    this.found = this.rows.filter((row, k) => words.every((word) => this.texts[k].includes(word)) && isChosen(row));
     if (this.sorted) {
       const { key, down } = this.sorted, sign = down ? -1 : 1;
       const order = new Intl.Collator("en", { numeric: true });
@@ -78,7 +81,8 @@ class Table {
     this.first = Math.max(0, Math.min(this.first, this.found.length - 1));
     const shown = this.found.slice(this.first, this.first + this.page);
     this.body.replaceChildren(...shown.map((row) => this.drawRow(row)));
-    if (!shown.length) this.body.append(element("tr", {}, element("td", { colspan: String(this.columns.length) }, "Nothing is found.")));
+    const across = { colspan: String(this.columns.length) };
+    if (!shown.length) this.body.append(element("tr", {}, element("td", across, "Nothing is found.")));
     if (!this.count) return;
     const end = this.first + shown.length;
     const all = this.found.length === this.rows.length ? "" : ` of ${this.rows.length} in all`;
@@ -91,9 +95,12 @@ class Table {
     const made = element("tr", row.chosen ? { class: "chosen" } : {});
     this.columns.forEach((column, k) => {
       const { key, kind, wide, path } = column, value = row[key];
-      const content = column.cell ? column.cell(value, row) : kind === "bytes" ? formatBytes(value) : kind === "ms" ? formatMs(value) : path || wide ? breakable(value) : String(value);
+      const formats = { bytes: formatBytes, ms: formatMs, text: path || wide ? breakable : String, number: String };
+      const content = column.cell ? column.cell(value, row) : formats[kind](value);
       const style = kind !== "text" ? "number" : wide ? "wide" : path ? "path" : k ? "short" : "";
-      made.append(k ? element("td", { class: style }, content) : element("th", { scope: "row", class: style }, content));
+      const cell = k ? element("td", { class: style }) : element("th", { scope: "row", class: style });
+      cell.append(content);
+      made.append(cell);
     });
     return made;
   }
