@@ -103,16 +103,29 @@ def _unknown(name: str) -> TargetError:
 
 @command.command("get")
 @click.argument("name", metavar="NAME")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    metavar="SHARE",
+    help="Where NAME is a model: the plan of the largest budget that is at most this part of its eager peak.",
+)
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file.")
 @json_option
-def get_command(name: str, output: Path, as_json: bool) -> int:
+def get_command(name: str, budget: float | None, output: Path, as_json: bool) -> int:
     """Write a plan of the zoo to a file, for `rockmate explain`, `check`, `report`, or Rockmate(..., plan=file)."""
     plans = _stored_plans()
-    if name not in plans:
-        if name in zoo.names():
-            raise TargetError(f"{name} is a model of the zoo, not a plan: make one, with rockmate plan {name}")
+    if budget is not None:
+        found = plan_files.zoo.get(name, budget)
+    elif name in plans:
+        found = plans[name].load()
+    elif name in zoo.names():
+        raise TargetError(
+            f"{name} is a model of the zoo, not a plan: say --budget 0.5 for the one that comes with the package, if "
+            f"one does, or make one, with rockmate plan {name}"
+        )
+    else:
         raise _unknown(name)
-    plan_files.save(plans[name].load(), output)
+    plan_files.save(found, output)
     if as_json:
         tell_json("zoo get", {"name": name, "file": str(output)})
     else:

@@ -324,9 +324,13 @@ def test_plans_of_the_zoo_are_listed_shown_and_written(capsys, tmp_path, monkeyp
     assert run_json(capsys, "zoo", "list")[1]["plans"] == [facts]
     assert "net-0.8" in run(capsys, "zoo", "list")[1]
     assert "recomputations" in run(capsys, "zoo", "show", "net-0.8")[1]
-    status, _, _ = run(capsys, "zoo", "get", "net-0.8", "-o", tmp_path / "mine.json")
-    assert status == GOOD
-    assert plan_files.load(tmp_path / "mine.json") == plan_files.load(plan_path)
+    for name in (("net-0.8",), ("net", "--budget", "0.9")):
+        status, _, err = run(capsys, "zoo", "get", *name, "-o", tmp_path / "mine.json")
+        assert status == GOOD, err
+        assert plan_files.load(tmp_path / "mine.json") == plan_files.load(plan_path)
+    status, _, err = run(capsys, "zoo", "get", "net", "--budget", "0.5", "-o", tmp_path / "mine.json")
+    assert status == WRONG_INPUT
+    assert "no plan for 'net' within 0.50 of its eager peak is stored" in err
 
 
 # ---- graph -----------------------------------------------------------------------------------------------
