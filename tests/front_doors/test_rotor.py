@@ -123,8 +123,9 @@ def test_nested_sequentials_are_planned_as_flat_ones(keep_all_bytes):
     for one in (model, nested):
         one.measure(images())
         one.compute_sequence()
-    runs = [[operation.layers for operation in one.sequence if operation.kind == "B"] for one in (model, nested)]
-    assert runs[0] == runs[1]  # which layers run again may differ: times are measured
+    layers = [[operation.layers for operation in one.sequence if operation.kind == "B"] for one in (model, nested)]
+    # Each once: what runs again, and where a backward is interrupted for it, may differ, as times are measured.
+    assert list(dict.fromkeys(layers[0])) == list(dict.fromkeys(layers[1]))
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
