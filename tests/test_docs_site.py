@@ -16,11 +16,12 @@ import pytest
 import rk_solvers
 import rkgb
 import rockmate
-from rockmate import compat, distributed, plan_files, reports, rotor
+from rockmate import compat, distributed, plan_files, reports, rotor, zoo
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (rockmate, rkgb, rk_solvers, plan_files, distributed, reports, rotor, rotor.models, compat)
+PACKAGES = (rockmate, rkgb, rk_solvers, plan_files, distributed, reports, zoo, rotor, rotor.models, compat)
+WHOLE = re.MULTILINE | re.DOTALL
 navigation = load_script("docs/site/navigation.py")
 
 
@@ -98,10 +99,14 @@ def own_docstring(thing: Any) -> str:
 
 
 def names_in_the_reference() -> list[str]:
-    pages = sorted(ROOT.glob("docs/reference/*.md"))
-    return [
-        name for page in pages for name in re.findall(r"^\.\. auto\w+:: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
-    ]
+    names = []
+    for page in sorted(ROOT.glob("docs/reference/*.md")):
+        text = page.read_text("utf-8")
+        names += re.findall(r"^\.\. auto(?!module)\w+:: (\S+)$", text, re.MULTILINE)
+        for package, excluded in re.findall(r"^\.\. automodule:: (\S+)\n.*?:exclude-members: (.+?)$", text, WHOLE):
+            own = importlib.import_module(package).__all__
+            names += [f"{package}.{name}" for name in own if name not in excluded.split(", ")]
+    return names
 
 
 def find(name: str) -> Any:
