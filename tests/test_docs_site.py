@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -33,12 +34,16 @@ def docstrings() -> ModuleType:
 
 def test_every_page_and_notebook_is_in_the_navigation():
     listed = [re.findall(r"</?(.+)>$", entry)[0] for page in navigation.TABLES.values() for entry in entries_of(page)]
-    assert len(listed) == len(set(listed)), "listed twice"
+    assert not (twice := repeated(listed)), f"listed twice: {twice}"
     pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "CHANGELOG.md"]
     pages += [ROOT / "solvers" / "README.md", ROOT / "benchmarks" / "README.md"]
     names = {page.relative_to(ROOT).with_suffix("").as_posix() for page in pages if "_build" not in page.parts}
     missing = names - set(listed) - {navigation.ALL_PAGES}
     assert not missing, f"give them a row in docs/index.md: {', '.join(sorted(missing))}"
+
+
+def repeated(names: list[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def entries_of(page: str) -> list[str]:
@@ -63,7 +68,7 @@ def test_code_in_docstrings_is_marked_as_such(docstrings):
 
 def test_the_reference_has_every_public_name():
     listed = names_in_the_reference()
-    assert len(listed) == len(set(listed)), "described twice"
+    assert not (twice := repeated(listed)), f"described twice: {twice}"
     described = {id(find(name)) for name in listed}
     missing = {
         f"{package.__name__}.{name}"
