@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import Greedy
+from rk_solvers import Greedy, Problem, Solution
 from rkgb import RockmateError
 from rockmate import Rockmate, plan_files
 from rockmate.plan_files import cache, reuse
@@ -86,12 +86,19 @@ def test_a_second_start_finds_the_plan_and_trains_exactly(searches: list[int], f
     ],
     ids=str,
 )
-def test_what_decides_a_plan_has_a_plan_of_its_own(searches: list[int], other: dict[str, Any]):
-    planned()
-    planned(**other)
-    assert len(searches) == 2
-    planned(**other)
-    assert len(searches) == 2
+def test_what_decides_a_plan_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]):
+    asked: list[str] = []
+
+    def look_up(key: str) -> None:
+        asked.append(key)
+        raise LookupError  # nothing need be measured
+
+    monkeypatch.setattr(cache, "get", look_up)
+    for options in ({}, other, other):
+        with pytest.raises(LookupError):
+            planned(**options)
+    first, second, again = asked
+    assert first != second == again
 
 
 def test_a_solver_that_cannot_be_told_from_others_is_not_cached(searches: list[int]):
@@ -243,17 +250,19 @@ def test_processes_share_plans():
     assert recompute in [other for _, other in told]
 
 
-def test_a_search_that_was_interrupted_is_not_kept(searches: list[int], monkeypatch: pytest.MonkeyPatch):
-    def interrupt(stage: str, done: int, total: int) -> None:
-        if stage.startswith("solve ("):
-            os.kill(os.getpid(), signal.SIGINT)
+@dataclasses.dataclass(frozen=True)
+class Interrupted(Greedy):
+    """A search that the user ends."""
 
-    options = {"solver": "auto", "budget": 0.6, "time_limit": 20, "gap": 0.0}
-    planned(network(depth=12), progress=interrupt, **options)
-    kept = cache.entries()
-    planned(network(depth=12), **options)
-    assert (len(searches), kept) == (2, [])
-    assert len(cache.entries()) == 1
+    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
+        return dataclasses.replace(super().solve(problem, budget_bytes), interrupted=True)
+
+
+def test_a_search_that_was_interrupted_is_not_kept(searches: list[int]):
+    for _ in range(2):
+        planned(solver=Interrupted())
+    assert len(searches) == 2
+    assert cache.entries() == []
 
 
 def test_a_budget_of_what_is_free_is_compared_with_what_is_free_now(searches: list[int], monkeypatch):

@@ -164,6 +164,7 @@ def test_interrupted_it_keeps_the_best_plan(monkeypatch):
     solution = Auto(chain, gap=0.0, progress=news.append).solve(problem, budget)
     check(problem, solution.schedule, budget)
     assert "interrupted" in news[-1]
+    assert solution.interrupted
 
 
 def test_interrupted_before_any_plan_it_stops(monkeypatch):
