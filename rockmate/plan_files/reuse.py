@@ -82,12 +82,13 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
     solver = request.solver if isinstance(request.solver, str) else solver_text(request.solver)
     if solver is None:
         return None
+    budget = "auto" if request.budget is None else request.budget
     content = [
         _code_digest(),
         msgspec.to_builtins(made_here(traced.device)),
         graph_record(model, str(traced.pattern), traced.graph).digest,
         [(node.name, node.keep_reason) for node in traced.graph if node.keep_reason],
-        ["auto" if request.budget is None else request.budget, type(request.budget).__name__, request.scope],
+        [budget, type(budget).__name__, request.scope],  # 1.0 is a share, and 1 is a byte
         traced.state_bytes and traced.state_bytes[0],
         [solver, request.time_limit_s, request.gap],
         None if request.follow is None else request.follow.to_json(),
