@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import click
 
@@ -12,7 +13,7 @@ from rockmate.cli.options import json_option, plan_argument
 from rockmate.cli.output import GOOD, counted, pairs, table, tell, tell_json
 from rockmate.cli.targets import TargetError
 from rockmate.explain import explain
-from rockmate.explanation import Entry, Explanation, PeakFacts
+from rockmate.explanation import Decision, Entry, Explanation, PeakFacts
 from rockmate.units import format_bytes, format_ms
 
 _LARGEST = 8  # tensors of the peak that are listed
@@ -87,7 +88,9 @@ def _overview(found: Explanation, chosen: tuple[Entry, ...]) -> str:
     for entry in found.entries:
         sizes[entry.decision] += entry.size_bytes
     summary = [
-        (decision, f"{counted(count, 'tensor')}, {format_bytes(sizes[decision])}") for decision, count in counts.items()
+        (decision, f"{counted(counts[decision], 'tensor')}, {format_bytes(sizes[decision])}")
+        for decision in get_args(Decision)
+        if counts[decision]
     ]
     more = len(found.entries) - len(chosen)
     rest = f"\n… and {more} more, lighter ones (--top)" if more else ""

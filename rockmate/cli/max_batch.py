@@ -11,7 +11,7 @@ import click
 from rockmate import plan_files
 from rockmate.cli.app import examples
 from rockmate.cli.options import BudgetText, Chosen, output_options, solver_options, target_options
-from rockmate.cli.output import GOOD, counted, pairs, table, tell, tell_json, wants_progress
+from rockmate.cli.output import GOOD, counted, table, tell, tell_json, wants_progress
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Source
 from rockmate.inverse import CheapestBudget, LargestBatch, Trial, max_batch, smallest_budget
@@ -77,9 +77,9 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
         file = None if output is None else str(output)
         tell_json("max-batch", {"model": chosen.name, "file": file} | content)
     else:
-        tell(_batch_text(found) if isinstance(found, LargestBatch) else _budget_text(found))
-        if output is not None:
-            tell(f"{'written to':<14}  {output}")
+        tried, answer = _batch_text(found) if isinstance(found, LargestBatch) else _budget_text(found)
+        written = [] if output is None else [("written to", str(output))]
+        tell(f"{tried}\n\n{plan_table(found.plan_file.plan, answer, written)}")
     return GOOD
 
 
@@ -99,14 +99,15 @@ def _made(source: Source, batch: int) -> tuple[Any, Any, Any]:
 # ---- text and content ------------------------------------------------------------------------------------
 
 
-def _batch_text(found: LargestBatch) -> str:
+def _batch_text(found: LargestBatch) -> tuple[str, list[tuple[str, str]]]:
+    """A table of what was tried, and rows of the answer."""
     rows = [(str(trial.batch), _verdict(trial), f"{trial.took_s:.1f} s") for trial in found.trials]
     tried = table(("batch", "", "took"), rows, left=2)
     answer = [("largest batch", f"{found.batch}{'' if found.is_largest else ', the largest that may be tried'}")]
     if found.eager_batch is not None:
         answer.append(("without a plan", f"about {found.eager_batch}, by interpolation"))
     answer.append(("batch varied", found.found))
-    return f"{tried}\n\n{pairs([(f'{name:<14}', value) for name, value in answer])}\n{plan_table(found.plan_file.plan)}"
+    return tried, answer
 
 
 def _verdict(trial: Trial) -> str:
@@ -116,7 +117,8 @@ def _verdict(trial: Trial) -> str:
     return f"fits: measured {format_bytes(peak_bytes)}, {trial.plan.overhead:+.1%} time"
 
 
-def _budget_text(found: CheapestBudget) -> str:
+def _budget_text(found: CheapestBudget) -> tuple[str, list[tuple[str, str]]]:
+    """As `_batch_text`."""
     rows = [
         (
             format_bytes(attempt.budget_bytes),
@@ -128,10 +130,10 @@ def _budget_text(found: CheapestBudget) -> str:
     ]
     tried = table(("budget", "peak found", "time", "fits"), rows, left=0)
     answer = [
-        (f"{'smallest budget':<14}", f"{format_bytes(found.budget_bytes)}, {counted(found.budget_bytes, 'byte')}"),
+        ("smallest budget", f"{format_bytes(found.budget_bytes)}, {counted(found.budget_bytes, 'byte')}"),
         ("slowdown", f"{found.slowdown:.3f}×, predicted"),
     ]
-    return f"{tried}\n\n{pairs(answer)}\n{plan_table(found.plan_file.plan)}"
+    return tried, answer
 
 
 def _batch_content(found: LargestBatch) -> dict[str, Any]:

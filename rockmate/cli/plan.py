@@ -81,9 +81,7 @@ def command(
             "plan", {"model": chosen.name, "file": None if output is None else str(output)} | plan_content(planned.plan)
         )
     else:
-        tell(plan_table(planned.plan))
-        if output is not None:
-            tell(f"{'written to':<14}  {output}")
+        tell(plan_table(planned.plan, after=[] if output is None else [("written to", str(output))]))
     return GOOD
 
 

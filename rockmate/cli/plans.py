@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rockmate.cli.output import pairs
@@ -9,8 +10,8 @@ from rockmate.plan import Plan
 from rockmate.units import format_bytes, format_ms
 
 
-def plan_table(plan: Plan) -> str:
-    """What a plan promises, and what was measured, beside eager."""
+def plan_table(plan: Plan, before: Sequence[tuple[str, str]] = (), after: Sequence[tuple[str, str]] = ()) -> str:
+    """What a plan promises, and what was measured, beside eager; with rows `before` and `after` it."""
     eager, time_ms = plan.baseline_peak_bytes, plan.baseline_time_ms
     split = plan.memory_split
     rows = [
@@ -26,7 +27,7 @@ def plan_table(plan: Plan) -> str:
     ]
     if split is not None:
         rows.insert(0, ("budget in all", f"{format_bytes(split.total_bytes)}, of which the step has:"))
-    return pairs(rows)
+    return pairs([*before, *rows, *after])
 
 
 def _share(size_bytes: int, eager_bytes: int) -> str:

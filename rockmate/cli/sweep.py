@@ -144,7 +144,9 @@ def command(
         tell_json("sweep", content)
     else:
         tell(sweep_text(found))
-        tell("\n".join(f"written to {path}" for path in (output, figure) if path is not None) or "")
+        for path in (output, figure):
+            if path is not None:
+                tell(f"written to {path}")
     return GOOD if any(row.fits for row in found.rows) else DIFFERENT
 
 
