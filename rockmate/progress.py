@@ -5,10 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Display
-
 Progress = Callable[[str, int, int], None]
 """Told the stage's name, how many of its parts are done, and how many there are. A name may have news in brackets."""
 
@@ -21,6 +17,11 @@ def progress_display(wanted: bool | Progress) -> Iterator[Progress]:
     elif not wanted:
         yield lambda stage, done, total: None
     else:
+        # Here, so that who wants no display does not load it.
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Display
+
         columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
         with Display(*columns, console=Console(stderr=True)) as display:
             tasks: dict[str, TaskID] = {}

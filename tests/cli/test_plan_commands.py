@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from torch import nn
 
 from rockmate import Rockmate, plan_files
 from rockmate.cli import main
-from rockmate.cli.app import _plain_warnings
-from rockmate.cli.output import DIFFERENT, GOOD, INTERRUPTED, WRONG_INPUT
+from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
 from rockmate.explain import explain
 from rockmate.plan_files import cache
 from rockmate.running.runtime import Step
@@ -352,35 +350,6 @@ def test_graphs_are_drawn_in_the_format_that_the_file_s_name_tells(capsys, tmp_p
     status, _, err = run(capsys, "graph", TARGET, "-o", tmp_path / "picture")
     assert status == WRONG_INPUT
     assert "end it in .pdf, or say --format pdf" in err
-
-
-# ---- how commands end ------------------------------------------------------------------------------------
-
-
-def test_an_interrupted_command_ends_with_status_130(capsys, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(plan_files, "load", interrupt)
-    status, out, err = run(capsys, "explain", MODEL)
-    assert (status, out, err.strip()) == (INTERRUPTED, "", "interrupted")
-
-
-def test_warnings_are_lines_for_people(capsys):
-    with warnings.catch_warnings(), _plain_warnings():
-        warnings.simplefilter("always")
-        warnings.warn("mind the gap", UserWarning, stacklevel=1)
-    assert capsys.readouterr().err == "warning: mind the gap\n"
-
-
-def test_the_version_and_the_help_are_good(capsys):
-    status, out, _ = run(capsys, "--version")
-    assert status == GOOD
-    assert torch.__version__ in out
-    assert run(capsys, "--help")[0] == GOOD
-    status, out, err = run(capsys, "plan", "-h")
-    assert status == GOOD, err
-    assert "Examples:" in out
 
 
 # ---- report ----------------------------------------------------------------------------------------------
