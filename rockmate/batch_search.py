@@ -88,6 +88,8 @@ class BatchSearch:
             batch = max(1, batch // 2)
         if self._best is None:
             assert self._refused is not None
+            smallest = min(trial.batch for trial in self._trials)
+            self._refused.add_note(f"with a batch of {smallest}, the smallest that was tried")
             raise self._refused
         in_a_row = 0  # trials that moved the same end by what was expected of them: the next goes further
         last = None

@@ -102,12 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
         return _PIPE_CLOSED
-    except BudgetTooSmall as error:
-        note(f"error: {error}")
-        return WRONG_INPUT if name == "verify" else DIFFERENT  # nothing was compared there
     except (RockmateError, TargetError, OSError) as error:
         note("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
-        return WRONG_INPUT
+        does_not_fit = isinstance(error, BudgetTooSmall) and name != "verify"  # where nothing was compared then
+        return DIFFERENT if does_not_fit else WRONG_INPUT
     except Exception as error:  # noqa: BLE001  of the user's code; 1, Python's status for it, would say something else
         traceback.print_exc()
         note(f"error: {name} ended by {type(error).__name__}, as above")

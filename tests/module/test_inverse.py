@@ -97,6 +97,7 @@ def test_a_budget_that_not_even_one_row_fits_is_too_small():
     with pytest.raises(BudgetTooSmall) as error:
         max_batch(make, budget=2_000, **GREEDY)
     assert error.value.smallest_budget_bytes > 2_000
+    assert error.value.__notes__ == ["with a batch of 1, the smallest that was tried"]
 
 
 @pytest.mark.slow
