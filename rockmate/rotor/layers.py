@@ -62,7 +62,7 @@ def chain_of_layers(measured: Measured, layers: Sequence[str]) -> LayerChain:
     }
     first = len(measured.problem.backward) - len(graph.backward)  # those before are the loss's
     stages = [block_of[comp.node] for comp in graph.backward]
-    blocks, stages = _going_back(blocks, stages)
+    blocks, stages = going_back(blocks, stages)
     chain = Chain(tuple(blocks), (len(blocks),) * first + tuple(stages))
     numbers = []
     for block in blocks:
@@ -104,7 +104,7 @@ def _runs_of_equal(numbers: Sequence[int]) -> Iterator[list[int]]:
         yield list(run)
 
 
-def _going_back(blocks: list[range], stages: list[int]) -> tuple[list[range], list[int]]:
+def going_back(blocks: list[range], stages: list[int]) -> tuple[list[range], list[int]]:
     """The blocks, joined where the backward goes to and fro between them, and the block of each backward stage."""
     while True:
         wrong = next(((a, b) for a, b in itertools.pairwise(stages) if b > a), None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rockmate.staged
-from rockmate import BudgetError, BudgetTooSmall, NotPlanned, Rockmate, rotor, zoo
+from rockmate import BudgetError, BudgetTooSmall, ModelError, NotPlanned, Rockmate, rotor, zoo
 from rockmate.rotor.layers import layers_of
 from rockmate.units import format_bytes
 from tests.module.steps import assert_same_training, peak_of_step, squares, train
@@ -179,6 +179,17 @@ def test_a_module_that_is_no_sequential_is_planned_along_its_graph():
 def test_what_is_no_limit_is_refused(limit):
     with pytest.raises(BudgetError, match=r"mem_limit|not positive"):
         rotor.Checkpointable(network(), limit)
+
+
+@pytest.mark.parametrize("model", ["network", None, nn.Sequential])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(ModelError):
+        rotor.Checkpointable(model)
+
+
+def test_a_planned_module_is_refused(measured):
+    with pytest.raises(ModelError, match="planned already"):
+        rotor.Checkpointable(measured)
 
 
 def test_a_limit_before_measuring_is_refused():

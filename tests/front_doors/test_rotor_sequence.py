@@ -1,10 +1,13 @@
 """A plan told in rotor's words is what rotor's table says, and obeys rotor's rules on real models."""
 
+import itertools
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import rk_solvers.sequence
@@ -12,7 +15,7 @@ from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Greedy, Problem, Roto
 from rk_solvers.blocks import Block
 from rk_solvers.sequence import expand
 from rockmate.planning.measured import Measured
-from rockmate.rotor.layers import LayerChain, chain_of_layers, layers_of
+from rockmate.rotor.layers import LayerChain, chain_of_layers, going_back, layers_of
 from rockmate.rotor.sequence import Sequence, sequence_of
 from tests.module.steps import measured_for
 
@@ -157,6 +160,20 @@ def test_a_layer_that_stands_twice_has_two_numbers():
     module = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh()).train()
     layers = chain_of_layers(measured_for(module, torch.randn(4, 8)), layers_of(module))
     assert [span.start for span in layers.numbers] == [0, 1, 2, 3]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.data())
+def test_blocks_between_which_the_backward_goes_to_and_fro_become_one(sizes, data):
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    blocks = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    stages = data.draw(st.lists(st.integers(0, len(blocks) - 1), max_size=12))
+    joined, joined_stages = going_back(blocks, stages)
+    Chain(tuple(joined), tuple(joined_stages))  # raises where blocks or stages are not in order
+    assert joined[-1].stop == ends[-1]
+    for before, after in zip(stages, joined_stages, strict=True):
+        assert blocks[before].start in joined[after]
+    if all(first >= second for first, second in itertools.pairwise(stages)):
+        assert (joined, joined_stages) == (blocks, stages)
 
 
 def test_another_module_is_divided_by_the_blocks_of_its_graph(measured):
