@@ -112,7 +112,9 @@ class PlanFamily:
         split = plan_file.promise.memory_split
         budget_bytes = plan_file.promise.budget_bytes if split is None else split.total_bytes
         asked = plan_file.asked
-        self.request = replace(self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque)
+        self.request = replace(
+            self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned
+        )
         self._given = plan_file
 
     def adopt(self, member: Member) -> None:

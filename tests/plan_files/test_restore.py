@@ -226,6 +226,8 @@ def test_pins_opaque_parts_and_scope_come_from_the_file():
     assert found.asked.pinned
     assert planned.memory_split == first.memory_split
     assert planned.plan_file().asked == found.asked
+    planned.plan_for(sample(BATCH // 2))
+    assert planned.plan_file().asked == found.asked, "for calls of other shapes, too"
     assert_trains_exactly(planned, [sample()] * 2, only_logits)
 
 
