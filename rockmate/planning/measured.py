@@ -108,8 +108,8 @@ def trace_model(
     refuse_collectives(model, arguments)
     with for_planning(model):
         traits = TraitsReader(model).read()
-        basic, dataflow, loss_cost = _trace(model, arguments, request, trained)
-        pinned = {**pinned_operations(model, dataflow, request.pin), **(pinned or {})}
+        basic, dataflow, asked_for, loss_cost = _trace(model, arguments, request, trained)
+        pinned = {**asked_for, **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments)
     return Traced(
@@ -209,8 +209,8 @@ def _refuse_without_data(model: torch.nn.Module) -> None:
 
 def _trace(
     model: torch.nn.Module, sample: Sample, request: PlanRequest, trained: frozenset[str] | None
-) -> tuple[BGraph, DGraph, LossCost | None]:
-    """The trace, and what the loss takes."""
+) -> tuple[BGraph, DGraph, dict[str, str], LossCost | None]:
+    """The trace, the operations that the user wants to be pinned and by what, and what the loss takes."""
     loss, costs = request.loss, list[LossCost]()
     basic, dataflow = exact_trace(
         model,
@@ -219,6 +219,7 @@ def _trace(
         may_branch=request.may_branch,
         opaque=[model.get_submodule(path) for path in request.opaque],
     )
+    pinned = pinned_operations(model, dataflow, request.pin)  # what is none is refused before more is run
     request.progress("loss", 0, 1)
     if trained is not None:
         dataflow = replace(dataflow, trained=trained)
@@ -227,4 +228,4 @@ def _trace(
             dataflow, model, sample, lambda output: costs.append(measure_loss(loss, output))
         )
     request.progress("loss", 1, 1)
-    return basic, dataflow, costs[0] if costs else None
+    return basic, dataflow, pinned, costs[0] if costs else None
