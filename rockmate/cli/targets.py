@@ -162,9 +162,13 @@ def _from_file(path: Path) -> Any:
 
 
 def _search(folder: Path) -> None:
-    """Have Python find modules in `folder`, as it does for a script there."""
+    """Have Python find modules in `folder`: before those that are installed, and after its own.
+
+    Processes that planning starts look there, too, and a json.py of the user's is not theirs.
+    """
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+        installed = (place for place, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
+        sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
 def _parameters(made: Callable[..., Any]) -> frozenset[str]:
