@@ -180,7 +180,7 @@ def test_a_flipped_byte_is_seen(plan_file: PlanFile, data: st.DataObject):
     assert found == plan_file, "white space, or another way to write the same"
 
 
-@settings(max_examples=60, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=30, deadline=None, phases=UNSHRUNK)
 @given(data=st.data())
 def test_what_was_forged_is_refused_or_trains_exactly(plan_file: PlanFile, data: st.DataObject):
     content = json.loads(plan_files.dumps(plan_file))
