@@ -20,7 +20,6 @@ from rkgb.state import autocast_in_force, for_planning, module_devices
 from rockmate.errors import CheckpointingWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.member import Member, Untrained
 from rockmate.memory.budget import AboveResidents
-from rockmate.plan import Plan
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_or_reuse
@@ -109,9 +108,7 @@ class PlanFamily:
 
     def take(self, plan_file: PlanFile) -> None:
         """Plan the first call by that plan, and later ones within its budget."""
-        split = plan_file.promise.memory_split
-        budget_bytes = plan_file.promise.budget_bytes if split is None else split.total_bytes
-        asked = plan_file.asked
+        asked, budget_bytes = plan_file.asked, plan_file.promise.whole_budget_bytes
         self.request = replace(
             self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned
         )
@@ -202,7 +199,7 @@ class PlanFamily:
                     measured, planned = plan_or_reuse(self._model, call, request, self._known, self.use_cache)
         member = Member.of(self._model, measured, planned)
         if not self.members and not isinstance(self.request.budget, AboveResidents):
-            self.request = replace(self.request, budget=_resolved_bytes(member.plan))
+            self.request = replace(self.request, budget=member.plan.whole_budget_bytes)
         self.adopt(member)
         return member
 
@@ -328,8 +325,3 @@ def _first_clause(refusal: RockmateError | None) -> str:
     for end in (": the plan holds", ". Put it back", ". Plan the module", ". Trace with", ". Call and plan"):
         text = text.partition(end)[0]
     return text
-
-
-def _resolved_bytes(plan: Plan) -> int:
-    """The user's budget in bytes, once the first plan has resolved it."""
-    return plan.budget_bytes if plan.memory_split is None else plan.memory_split.total_bytes

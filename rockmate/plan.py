@@ -34,6 +34,11 @@ class Plan:
     calls: str = ""  # the tensors of the calls that it is for
 
     @property
+    def whole_budget_bytes(self) -> int:
+        """The budget as it was given: of the step, or of all of training."""
+        return self.budget_bytes if self.memory_split is None else self.memory_split.total_bytes
+
+    @property
     def gap(self) -> float | None:
         """How much of the step's time a better plan could save at most: 0.02 is 2 %. None where no bound is known."""
         if self.lower_bound_ms is None or self.time_ms <= 0:

@@ -36,10 +36,7 @@ class PlannedStage:
     @property
     def budget(self) -> Budget:
         """The budget for later plans: the same bytes, or as many above all that training holds."""
-        plan, split = self.planned.plan, self.planned.plan.memory_split
-        if isinstance(self.asked, AboveResidents):
-            return self.asked
-        return plan.budget_bytes if split is None else split.total_bytes
+        return self.asked if isinstance(self.asked, AboveResidents) else self.planned.plan.whole_budget_bytes
 
 
 class Staged(Rockmate):

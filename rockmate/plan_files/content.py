@@ -125,6 +125,11 @@ class Promise(Record, frozen=True):
     gap: float | None  # how much of the step's time a better plan could save at most
     memory_split: MemorySplit | None
 
+    @property
+    def whole_budget_bytes(self) -> int:
+        """The budget as it was given: of the step, or of all of training."""
+        return self.budget_bytes if self.memory_split is None else self.memory_split.total_bytes
+
 
 class ChainRecord(Record, frozen=True):
     """The partition of the problem's operations into blocks."""

@@ -178,8 +178,8 @@ def _followed(
         stacklevel=6,  # who calls Rockmate(...)
     )
     decisions = Decisions.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
-    split = plan_file.promise.memory_split
-    budget_bytes = plan_file.promise.budget_bytes if split is None else split.total_bytes
+    budget_bytes = plan_file.promise.whole_budget_bytes
+    traced.loss = _loss_of(plan_file)
     measured = measure_traced(model, traced, request)
     try:
         planned = make_plan(measured, replace(request, budget=budget_bytes, solver=Follow(decisions)), model)

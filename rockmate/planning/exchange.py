@@ -268,7 +268,7 @@ class _Published:
             tuple(op.time_ms for op in problem.forward),
             tuple(op.time_ms for op in problem.backward),
             plan.lower_bound_ms,
-            plan.budget_bytes if plan.memory_split is None else plan.memory_split.total_bytes,
+            plan.whole_budget_bytes,
         )
 
     def to_json(self) -> str:
