@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # Sums are split among threads, so results are equal from run to run only when their number is fixed.
     torch.set_num_threads(THREADS)
+    # A job in the background of a script ignores Ctrl-C, and so does what it starts: tests that send one would wait.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def required_features() -> frozenset[str]:
