@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from rkgb.compact import TwoValues, compact_forms
 from rkgb.cut import Block
 from rkgb.dgraph import DNode
 from rkgb.errors import GraphError
@@ -44,6 +45,7 @@ class KComp:
     workspace_bytes: int = 0  # forward: most bytes beyond inputs and outputs while it runs
     resident_bytes: int = 0  # backward: gradients alive when it starts, in the whole step
     peak_bytes: int = 0  # backward: most gradients and workspace alive while it runs
+    repeat_ms: float | None = None  # forward: time of having its data again, where that is another one
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +59,7 @@ class KGraph:
     data: dict[str, KData]
     op_profiles: Mapping[str, OpProfile]  # by operation name
     gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
+    forms: Mapping[SNode, TwoValues] = field(default_factory=dict)  # of data that are had again from a smaller form
 
     def __iter__(self) -> Iterator[KComp]:
         yield from self.forward
@@ -87,7 +90,8 @@ class KGraph:
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
     """Join the measured blocks into the K graph of the whole model."""
     profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
-    builder = _Builder(graph, profile_of, _early_bytes(graph), _staged(graph, profiles))
+    repeat_ms = {name: time_ms for profile in profiles for name, time_ms in profile.repeat_ms.items()}
+    builder = _Builder(graph, profile_of, _early_bytes(graph), _staged(graph, profiles), repeat_ms)
     for index, block in enumerate(blocks):
         for node in block.nodes:
             builder.add_forward(node, index)
@@ -102,6 +106,7 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
         builder.data,
         profile_of,
         sum(graph.dgraph.values[name].storage_bytes for name in _differentiable_outputs(graph)),
+        compact_forms(graph.dgraph, graph.nodes),
     )
     result.verify()
     return result
@@ -112,12 +117,13 @@ def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockPro
     early, staged = _early_bytes(graph), _staged(graph, profiles)
     result = []
     for block, profile in zip(blocks, profiles, strict=True):
-        builder = _Builder(graph, profile.ops, early, staged)
+        builder = _Builder(graph, profile.ops, early, staged, profile.repeat_ms)
         for node in block.nodes:
             builder.add_forward(node, 0)
         builder.add_backward(0, profile, 0)
         outputs = sum(graph.dgraph.values[n].storage_bytes for n in _differentiable(graph, block.outputs))
-        k_graph = KGraph(graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs)
+        forms = compact_forms(graph.dgraph, block.nodes)
+        k_graph = KGraph(graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs, forms)
         k_graph.verify()
         result.append(k_graph)
     return result
@@ -172,6 +178,7 @@ class _Builder:
         profile_of: Mapping[str, OpProfile],
         early_bytes: dict[SNode, int],
         staged: set[SNode],
+        repeat_ms: Mapping[str, float],
     ) -> None:
         self.graph = graph
         self.profile_of: Mapping[str, OpProfile] = profile_of
@@ -183,10 +190,11 @@ class _Builder:
         self._stages: Counter[str] = Counter()
         self._early = early_bytes
         self._staged = staged
+        self._repeat_ms = repeat_ms
 
     def add_forward(self, node: SNode, block: int) -> None:
         values = self.graph.dgraph.values
-        comp = KComp(node.name, False, node, 0.0, block)
+        comp = KComp(node.name, False, node, 0.0, block, repeat_ms=self._repeat_ms.get(node.name))
         for owner in node.data:
             size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
             comp.outputs[self._add(owner, "data", size_bytes, comp)] = None

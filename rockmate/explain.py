@@ -69,7 +69,7 @@ class _Walk:
         producer = self.problem.forward[data.producer]
         if item in self.problem.held or not producer.recomputable or not self.backward_users[item]:
             return None
-        return producer.time_ms * MIB / data.size_bytes if data.size_bytes else float("inf")
+        return producer.recompute_ms * MIB / data.size_bytes if data.size_bytes else float("inf")
 
     def explanation(self) -> Explanation:
         entries = tuple(self._entry(item) for item in range(len(self.problem.data)))
@@ -105,7 +105,7 @@ class _Walk:
             source=op.source if op else "",
             decision=decision,
             why=self._why(item, decision, flip),
-            cost_ms=producer.time_ms,
+            cost_ms=producer.recompute_ms,
             recomputed=sum(last > first for first, last in self.lifetimes[item][1:]),
             idle_ms=self._idle_ms(item),
             lifetimes=tuple(self._timed(*stay) for stay in self.lifetimes[item]),
@@ -225,7 +225,8 @@ class _Walk:
         """Where it stands among all that could be recomputed, by what a MiB costs."""
         cost = self._mib_cost(item)
         if cost is None or cost == float("inf"):
-            return f"recomputing it costs {format_ms(self.problem.forward[self.problem.data[item].producer].time_ms)}"
+            producer = self.problem.forward[self.problem.data[item].producer]
+            return f"recomputing it costs {format_ms(producer.recompute_ms)}"
         cheaper = bisect.bisect_left(self.ranked, cost)
         return f"at {cost:.3g} ms per MiB, {cheaper} of {len(self.ranked)} tensors are cheaper to recompute"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 class SavedKind(enum.Enum):
@@ -69,6 +69,8 @@ class BlockProfile:
     stages: tuple[StageProfile, ...]  # in the order in which autograd runs them
     parameter_gradient_bytes: Mapping[str, int]  # by leaf name: gradients that stay after the block
     input_gradient_bytes: Mapping[str, int]  # by name: storages of the gradients that it hands to blocks before it
+    # By node: time of having its data again from a smaller form, of making that form and of reading it.
+    repeat_ms: Mapping[str, float] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> BlockProfile:
         """The profile of an equivalent block, given how its names correspond."""
@@ -99,4 +101,5 @@ class BlockProfile:
                 rename(name): size_bytes for name, size_bytes in self.parameter_gradient_bytes.items()
             },
             input_gradient_bytes={rename(name): size for name, size in self.input_gradient_bytes.items()},
+            repeat_ms={rename(name): time_ms for name, time_ms in self.repeat_ms.items()},
         )

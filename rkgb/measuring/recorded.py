@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rkgb.compact import compact_forms
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph
 from rkgb.equivalence import canonical_form
@@ -38,7 +39,11 @@ def recorded_profiles(
 
 
 def _compare(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> None:
-    """Raise `RecordMismatch` unless a forward of `block` saves what `profile` tells."""
+    """Raise `RecordMismatch` unless a forward of `block` saves what `profile` tells, of data with the same forms."""
+    forms = {node.name for node in compact_forms(graph, block.nodes)}
+    if forms != set(profile.repeat_ms):
+        different = sorted(forms.symmetric_difference(profile.repeat_ms))
+        raise RecordMismatch(f"{different[0]} has a smaller form here, or in what was recorded, but not in both.")
     observer = SavedObserver(graph, block)
     with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):
         run_block(graph, block, stand_ins(graph, block, values), observer, forward_only=True)

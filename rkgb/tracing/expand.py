@@ -8,7 +8,6 @@ forgotten, a transposed copy made again without the product that reads it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from rkgb.dgraph import last_uses, leaf_tensors
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.generators import is_own_generator
+from rkgb.tracing.shape_reads import without_shape_read
 from rkgb.tree import leaves, map_leaves
 
 # Taking an operation apart pays when what it hides is not negligible beside its output.
@@ -30,6 +30,8 @@ _WORTH = 0.125
 
 def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) -> BGraph:
     """Run the trace once on the sample, and replace composite operations that hide saved tensors.
+
+    Allocations that read a tensor for its shape become allocations of that shape.
 
     The inner operations are those that really ran; whether they give the same gradients is for the
     replay check to tell. The module is left as it was.
@@ -72,7 +74,9 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
     size = sum(tensor.untyped_storage().nbytes() for tensor in leaves(result))
     parts = _parts(node, recorder.calls, values, result) if composite and hidden > _WORTH * size else None
     bind(node.outputs, result, values)
-    return parts or [node]
+    made = leaves(result)
+    call = without_shape_read(node.call, made[0]) if made else node.call
+    return parts or [node if call is node.call else replace(node, call=call)]
 
 
 def _is_composite(call: Call) -> bool:
@@ -133,7 +137,7 @@ def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: 
             own = stem if len(produced) == 1 else f"{stem}_{place}"
             names[id(tensor)] = outputs[id(tensor)] if final else own
         pattern = map_leaves(lambda tensor: Ref(names[id(tensor)]), _as_list(call.result))
-        made = _without_shape_reads(Call(call.function, *arguments), produced[0])
+        made = without_shape_read(Call(call.function, *arguments), produced[0])
         parts.append(BNode(stem, made, pattern, node.grad_enabled and call.grad_enabled, node.source))
     defined = {name for part in parts for name in part.output_names}
     return parts if set(ref_names(node.outputs)) <= defined else None
@@ -149,14 +153,3 @@ def _named(tensor: torch.Tensor, names: dict[int, str]) -> Any:
     if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64) and tensor.device.type == "cpu":
         return tensor.item()
     return tensor
-
-
-def _without_shape_reads(call: Call, result: torch.Tensor) -> Call:
-    """``empty_like`` reads a shape, not a value: without the tensor it can be repeated from nothing."""
-    if call.function is not torch.ops.aten.empty_like.default or result.numel() == 0:
-        return call
-    dense = math.prod(result.shape) == result.untyped_storage().nbytes() // result.element_size()
-    if not dense:
-        return call
-    keywords = {"dtype": result.dtype, "device": result.device}
-    return Call(torch.ops.aten.empty_strided.default, (list(result.shape), list(result.stride())), keywords)

@@ -32,6 +32,7 @@ from rkgb.state import nothing_packed
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
 from rkgb.tracing.guard import Guard, shape_guard, snapshot
 from rkgb.tracing.opaque import OpaqueCall
+from rkgb.tracing.shape_reads import shape_depends_on_data, without_shape_read
 from rkgb.tracing.side_effects import (
     refuse_attribute,
     refuse_collective,
@@ -42,7 +43,6 @@ from rkgb.tracing.side_effects import (
 )
 from rkgb.tree import is_tensor, leaves, map_leaves
 
-_BOOLEAN = (torch.bool, torch.uint8)
 # What the user's code calls to read a number; within other functions it is PyTorch that reads, mostly to check.
 _NUMBER_READS = frozenset(
     "item __bool__ __int__ __float__ __index__ __complex__ __format__ __contains__ equal allclose is_nonzero".split()
@@ -73,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self._by_storage: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         # Storages whose contents depend on data. The weak references keep their addresses from being used again.
         self._from_data: dict[int, StorageWeakRef] = {}
+        self._shapes_vary = False  # from here on, shapes may depend on data
         self._drawn: set[int] = set()  # of these, those that depend on nothing but the random numbers of the run
         self._modules = {submodule: path for path, submodule in module.named_modules()}
         self._running: list[str] = []  # paths of the modules that are in their forward
@@ -100,7 +101,8 @@ class Recorder(TorchDispatchMode):
         depends = self._depends_on_data(func, tensors)
         if leaves(result) or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             self._note(func, args, kwargs, result, depends)
-            if depends and _shape_depends_on_data(func, args):
+            if depends and shape_depends_on_data(func, args):
+                self._shapes_vary = True
                 for tensor in leaves(result):
                     self._append(
                         "guard", Call(shape_guard(tuple(tensor.shape), str(self.source())), (self.ref(tensor),))
@@ -117,6 +119,7 @@ class Recorder(TorchDispatchMode):
         if any(self.is_from_data(tensor) for tensor in leaves(args)):
             if not may_vary and self._is_drawn(leaves(args)):
                 refuse_drawn(snapshot(value), str(self.source()))
+            self._shapes_vary |= may_vary
             arguments = map_leaves(self.ref, tuple(args))
             self._append("guard", Call(Guard(read, snapshot(value), str(self.source()), may_vary), arguments))
 
@@ -132,6 +135,7 @@ class Recorder(TorchDispatchMode):
         for place in function.traits.written:
             self._mark_from_data(leaves(arguments)[place])
         if function.traits.reads_data:
+            self._shapes_vary = True
             for tensor in leaves(result):
                 self._append("guard", Call(shape_guard(tuple(tensor.shape), function.place), (self.ref(tensor),)))
         self._running.pop()
@@ -154,9 +158,10 @@ class Recorder(TorchDispatchMode):
             for target in leaves([args[i] for i in _written_places(function, len(args))]):
                 self._mark_from_data(target, drawn)
         pattern = map_leaves(lambda tensor: refs[id(tensor)], list(result) if isinstance(result, tuple) else result)
-        self.nodes.append(
-            BNode(name, Call(function, arguments, keywords), pattern, torch.is_grad_enabled(), self.source())
-        )
+        call = Call(function, arguments, keywords)
+        if produced and not self._shapes_vary:
+            call = without_shape_read(call, produced[0])
+        self.nodes.append(BNode(name, call, pattern, torch.is_grad_enabled(), self.source()))
 
     def _append(self, stem: str, call: Call) -> None:
         self.nodes.append(BNode(self._namer.numbered(stem), call, None, False, self.source()))
@@ -382,14 +387,6 @@ def _stem(function: Any) -> str:
 def _written_places(func: Any, given: int) -> list[int]:
     arguments = func._schema.arguments[:given]
     return [place for place, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _shape_depends_on_data(func: Any, args: Any) -> bool:
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    if func._schema.name == "aten::index":  # with positions it has the positions' shape
-        return any(tensor.dtype in _BOOLEAN for tensor in leaves(args[1]))
-    return True
 
 
 def _is_named(leaf: object) -> bool:

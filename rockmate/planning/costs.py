@@ -139,9 +139,12 @@ def _writes_statistics_only(graph: KGraph, written: list[str]) -> bool:
 
 def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:
     values = graph.sgraph.dgraph.values
-    random = [op for op in comp.node.ops if op.is_random and values[op.output_names[0]].device.type == "cpu"]
-    # The state of a CUDA generator is a few bytes in host memory; the CPU's takes room where tensors are.
-    state_bytes = len(random) * torch.default_generator.get_state().nbytes
+    if comp.node in graph.forms:
+        replay_bytes = allocated_bytes(graph.forms[comp.node].packed_bytes, torch.device("cpu"))
+    else:
+        random = [op for op in comp.node.ops if op.is_random and values[op.output_names[0]].device.type == "cpu"]
+        # The state of a CUDA generator is a few bytes in host memory; the CPU's takes room where tensors are.
+        replay_bytes = len(random) * torch.default_generator.get_state().nbytes
     return ForwardOp(
         comp.name,
         comp.time_ms,
@@ -149,7 +152,8 @@ def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[
         tuple(index_of[data.name] for data in comp.outputs),
         comp.workspace_bytes,
         comp.node not in once,
-        state_bytes,
+        replay_bytes,
+        comp.repeat_ms,
     )
 
 

@@ -256,7 +256,7 @@ class _Published:
     """What other ranks are told of a plan."""
 
     decisions: Decisions
-    forward_ms: tuple[float, ...]
+    forward_ms: tuple[tuple[float, float | None], ...]  # the first time, and again
     backward_ms: tuple[float, ...]
     lower_bound_ms: float | None
     budget_bytes: int  # of the step, or of all of training
@@ -265,7 +265,7 @@ class _Published:
     def of(problem: Problem, plan: Plan) -> _Published:
         return _Published(
             Decisions.of(problem, plan.recompute, plan.solver),
-            tuple(op.time_ms for op in problem.forward),
+            tuple((op.time_ms, op.repeat_ms) for op in problem.forward),
             tuple(op.time_ms for op in problem.backward),
             plan.lower_bound_ms,
             plan.whole_budget_bytes,
@@ -279,7 +279,7 @@ class _Published:
         content = json.loads(text)
         return _Published(
             Decisions.from_json(content["decisions"]),
-            tuple(content["forward_ms"]),
+            tuple((time_ms, repeat_ms) for time_ms, repeat_ms in content["forward_ms"]),
             tuple(content["backward_ms"]),
             content["lower_bound_ms"],
             content["budget_bytes"],
@@ -291,7 +291,7 @@ class _Published:
         backward = zip(problem.backward, self.backward_ms, strict=True)
         return dataclasses.replace(
             problem,
-            forward=tuple(dataclasses.replace(op, time_ms=time_ms) for op, time_ms in forward),
+            forward=tuple(dataclasses.replace(op, time_ms=ms, repeat_ms=again) for op, (ms, again) in forward),
             backward=tuple(dataclasses.replace(op, time_ms=time_ms) for op, time_ms in backward),
         )
 

@@ -48,7 +48,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
     repeats_left = Counter(op.name for op in schedule.ops if isinstance(op, Compute))
     computed: set[str] = set()
     alive: set[str] = set()
-    states: dict[str, int] = {}  # random states, kept from the first computation to the last
+    states: dict[str, int] = {}  # random states and smaller forms, kept from the first computation to the last
     stages = iter(problem.backward)
     stage = next(stages)  # the next one to run: its resident gradients are there during recomputations
     moments: list[Moment] = []
@@ -63,7 +63,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
             states[op.name] = node.replay_bytes if repeats_left[op.name] else 0
             peak = held + sum(size[name] for name in made) + node.workspace_bytes
             peak += states[op.name] if op.name not in computed else 0
-            moments.append(Moment(str(op), now, now + node.time_ms, held, peak))
+            time_ms = node.recompute_ms if op.name in computed else node.time_ms
+            moments.append(Moment(str(op), now, now + time_ms, held, peak))
             alive |= made
             computed.add(op.name)
         elif isinstance(op, Backward):

@@ -78,6 +78,7 @@ def _forward(plan_file: PlanFile, texts: _Texts) -> Columns:
     return _places([main.get(op.name) for op in problem.forward], texts) | {
         "name": [op.name for op in problem.forward],
         "time": [_ms(op.time_ms) for op in problem.forward],
+        "again": [_ms(op.recompute_ms) for op in problem.forward],
         "backward": [_ms(back_ms[op.name]) for op in problem.forward],
         "bytes": [sum(problem.data[item].size_bytes for item in op.outputs) for op in problem.forward],
         "computed": [counts[op.name] for op in problem.forward],

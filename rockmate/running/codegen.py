@@ -18,7 +18,7 @@ from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
 from rockmate.running.expressions import Expressions, statistics_of
-from rockmate.running.program import Program, Segment, Slot, dropped_after
+from rockmate.running.program import Program, Segment, Slot, Unpacked, dropped_after, packed_key
 from rockmate.running.runtime import ForgottenTensor, SegmentCode, StepTables
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
@@ -62,7 +62,9 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
                 functions[_function_name(segment)],
                 segment.is_random,
                 makes=frozenset(kept.key for kept in segment.keeps),
-                takes=frozenset(kept.key for kept, _ in segment.takes),
+                takes=frozenset(
+                    [kept.key for kept, _ in segment.takes] + [taken.key for taken in segment.unpacks.values()]
+                ),
                 repeats=frozenset(op.name for op in segment.ops if op.is_random),
                 reads=_leaves_read(program, segment),
             )
@@ -76,6 +78,7 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
             if dgraph.leaves[name].kind is not LeafKind.INPUT
         },
         whole=whole,
+        forms={packed_key(node.name): program.graph.forms[node] for node in program.packs.values()},
     )
     return CompiledProgram(code, functions["forward"], tables)
 
@@ -187,6 +190,8 @@ class _Writer:
             for name in op.output_names:
                 if name in self.program.forward_keeps:
                     self._line(1, f"step.keep({name!r}, {name})")
+            if op.name in self.program.packs:
+                self._line(1, f"step.pack({packed_key(self.program.packs[op.name].name)!r}, {op.output_names[0]})")
             self._delete(names)
         self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
 
@@ -202,7 +207,7 @@ class _Writer:
             if op.is_random:
                 last = segment.index == self.program.random_marks[op.name]
                 self._line(1, f"step.rewind({op.name!r}, {self._stream(op)}, last={last})")
-            self._write_repeated(op, op.name in segment.captured)
+            self._write_repeated(op, op.name in segment.captured, segment.unpacks.get(op.name))
             for fill in fills:
                 if fill.position == position:
                     self._line(1, f"step.fill({fill.slot.op!r}, {fill.slot.index}, {fill.value})")
@@ -213,7 +218,11 @@ class _Writer:
         if not segment.ops:
             self._line(1, "pass")
 
-    def _write_repeated(self, op: DNode, captured: bool) -> None:
+    def _write_repeated(self, op: DNode, captured: bool, unpacked: Unpacked | None) -> None:
+        if unpacked is not None:
+            names = " = ".join(op.output_names)
+            self._line(1, f"{names} = step.unpack({unpacked.key!r}, last={unpacked.last})")
+            return
         if not captured:
             self._line(1, self._assignment(op, self.expressions.call(op, repeated=True, tracked=False)))
             return

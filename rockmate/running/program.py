@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
+from rkgb.call import Call, Ref
 from rkgb.dgraph import last_uses
 from rkgb.kgraph import held_storages
 from rkgb.measuring.profile import SavedKind, SavedTensor
@@ -43,6 +44,24 @@ class Kept:
         return self.value if self.made_by == FORWARD else f"{self.value}@{self.made_by}"
 
 
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A storage had again from the smaller form that the forward made of it."""
+
+    node: str  # the node that fills it
+    last: bool  # whether for the last time
+
+    @property
+    def key(self) -> str:
+        """The name of its form in the step's store."""
+        return packed_key(self.node)
+
+
+def packed_key(node: str) -> str:
+    """The name in the step's store of the smaller form of what the S node `node` fills."""
+    return f"{node} packed"
+
+
 @dataclass(slots=True)
 class Segment:
     """What is recomputed just before one backward stage."""
@@ -54,6 +73,7 @@ class Segment:
     keeps: list[Kept] = field(default_factory=list)  # its own values that later segments read
     fills: list[Slot] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)  # operations repeated for what autograd saves for them
+    unpacks: dict[str, Unpacked] = field(default_factory=dict)  # by name, the operations in whose place bits are read
 
     @property
     def is_random(self) -> bool:
@@ -70,6 +90,7 @@ class Program:
     slots: dict[str, list[Slot]]  # by operation: its forgotten tensors
     forward_keeps: set[str]  # values of the forward that segments read
     random_marks: dict[str, int]  # random operations that are repeated: the last segment to do so
+    packs: dict[str, SNode] = field(default_factory=dict)  # by its last operation, what is kept in a smaller form
 
 
 def make_program(graph: KGraph, recompute: Recompute, first_stage: int) -> Program:
@@ -123,13 +144,36 @@ class _Assigner:
                 segments[index].takes.append((kept, index == max(users)))
         for stage, index in self.segment_of_stage.items():
             self._fill_in(segments[index], self.groups[stage])
+        packs = self._read_packed(segments)
         return Program(
             self.graph,
             segments,
             slots,
             {kept.value for segment in segments for kept, _ in segment.takes if kept.made_by == FORWARD},
             {op.name: segment.index for segment in segments for op in segment.ops if op.is_random},
+            packs,
         )
+
+    def _read_packed(self, segments: list[Segment]) -> dict[str, SNode]:
+        """Put, in place of the operations that fill a storage with a smaller form, one that reads that form."""
+        packs: dict[str, SNode] = {}
+        met: set[str] = set()
+        for segment in reversed(segments):
+            for node in self.graph.forms:
+                again = [op for op in segment.ops if op in node.ops]
+                if not again:
+                    continue
+                names = [name for op in node.ops for name in op.output_names]
+                # Where the last of them stood, all of its values are there.
+                reading = DNode(
+                    f"{node.name}_again", Call(_read_form), [Ref(name) for name in names], False, node.ops[-1].source
+                )
+                segment.ops[segment.ops.index(again[-1])] = reading
+                segment.ops = [op for op in segment.ops if op not in node.ops]
+                segment.unpacks[reading.name] = Unpacked(node.name, last=node.name not in met)
+                packs[node.ops[-1].name] = node
+                met.add(node.name)
+        return packs
 
     def _slots(self) -> dict[str, list[Slot]]:
         """Forgotten saved tensors, by the operation that saves them."""
@@ -209,6 +253,10 @@ class _Assigner:
                 found.add(op)
                 waiting += op.call.inputs
         return found
+
+
+def _read_form() -> None:
+    """Stands in an operation for what the runtime does: it is never called."""
 
 
 def _is_tracked_whole(op: DNode) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from rkgb.compact import TwoValues
 from rkgb.state import without_autocast
 from rockmate.errors import PlanMismatch
 
@@ -45,7 +46,7 @@ class SegmentCode:
     run: Callable[[Step], None]
     is_random: bool
     makes: frozenset[str]  # keys of kept values that it stores
-    takes: frozenset[str]  # keys of kept values that it reads
+    takes: frozenset[str]  # keys of kept values, and of smaller forms, that it reads
     repeats: frozenset[str]  # random operations that it repeats
     reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
 
@@ -59,6 +60,7 @@ class StepTables:
     segments: list[SegmentCode]
     generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
+    forms: dict[str, TwoValues] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
     whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
 
 
@@ -131,6 +133,10 @@ class Step:
         """Keep `value` for a later segment."""
         self._values[key] = value.detach()
         self._versions[key] = value._version
+
+    def pack(self, key: str, value: torch.Tensor) -> None:
+        """Keep the smaller form of `value` for segments that need it again."""
+        self._values[key] = self._tables.forms[key].pack(value)
 
     @contextlib.contextmanager
     def draws(self, op: str, stream: str | torch.Generator = "") -> Iterator[None]:
@@ -235,6 +241,10 @@ class Step:
         if last and self._is_over(index for index, code in enumerate(self._tables.segments) if key in code.takes):
             return self._values.pop(key)
         return self._values[key]
+
+    def unpack(self, key: str, last: bool) -> torch.Tensor:
+        """What was packed under `key`, made anew; its form is forgotten after the last use."""
+        return self._tables.forms[key].unpack(self.take(key, last))
 
     def _is_over(self, segments: Iterable[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""

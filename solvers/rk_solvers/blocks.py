@@ -224,9 +224,10 @@ def _part(problem: Problem, users: _Users, index: int) -> Part:
              problem.data[item].producer - inside.start)
         for number, item in enumerate(items)
     )  # fmt: skip
+    # All plans run each operation a first time: what that takes beyond a repetition is the same in all of them.
     forward = tuple(
         ForwardOp(
-            f"f{number}", op.time_ms, tuple(local[item] for item in op.inputs if item in local),
+            f"f{number}", op.recompute_ms, tuple(local[item] for item in op.inputs if item in local),
             tuple(local[item] for item in op.outputs), op.workspace_bytes, op.recomputable, op.replay_bytes,
         )
         for number, op in enumerate(problem.forward[number] for number in inside)

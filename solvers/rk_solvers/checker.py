@@ -119,7 +119,7 @@ def _compute(replay: _Replay, line: int, op: Compute) -> None:
             _fail(line, op, f"makes a new instance of {name}, which is still alive; forget it first")
         replay.alive.add(name)
     _count(replay, line, op, own_bytes)
-    replay.time_ms += forward.time_ms
+    replay.time_ms += forward.recompute_ms if again else forward.time_ms
     if again and replay.last_computed[op.name] == line:
         replay.replaying.discard(index)
 

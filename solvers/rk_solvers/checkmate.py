@@ -242,7 +242,7 @@ def _add_time(program: Program) -> None:
     """The objective: the time of the step. A constant variable bears the part that no plan changes."""
     problem, model, unit = program.problem, program.model, program.unit_ms
     for step, variable in program.recomputation.items():
-        model.cost[variable] = problem.forward[step.forward].time_ms / unit
+        model.cost[variable] = problem.forward[step.forward].recompute_ms / unit
     model.add_variable(problem.keep_all_time_ms / unit, lower=1.0)
 
 
@@ -383,7 +383,7 @@ def require_faster(program: Program, plan: Recompute, gap: float) -> None:
     problem = program.problem
     spent_ms = recompute_time_ms(problem, plan)
     least_gain = max(1e-6, gap * (problem.keep_all_time_ms + spent_ms) / spent_ms)
-    times = ((variable, problem.forward[step.forward].time_ms) for step, variable in program.recomputation.items())
+    times = ((variable, problem.forward[step.forward].recompute_ms) for step, variable in program.recomputation.items())
     terms = [(variable, time_ms * UNITS / spent_ms) for variable, time_ms in times]
     program.model.add_row(terms, upper=UNITS * (1.0 - least_gain))
 

@@ -110,7 +110,7 @@ def memory_curve(problem: Problem, recompute: Recompute) -> Bytes:
 
 def recompute_time_ms(problem: Problem, recompute: Recompute) -> float:
     """Time of the recomputations alone, in milliseconds."""
-    return math.fsum(problem.forward[index].time_ms for group in recompute for index in group)
+    return math.fsum(problem.forward[index].recompute_ms for group in recompute for index in group)
 
 
 def evaluate(problem: Problem, recompute: Recompute) -> Evaluation:

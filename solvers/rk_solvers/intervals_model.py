@@ -65,7 +65,7 @@ class Units:
         sizes = [item.size_bytes for item in problem.data]
         for op in problem.forward:
             sizes += [op.workspace_bytes, op.replay_bytes]
-        times = [op.time_ms for op in problem.forward]
+        times = [op.recompute_ms for op in problem.forward]
         total = math.fsum(times)
         whole = all(time_ms == int(time_ms) for time_ms in times) and total < 2**40
         return Units(math.gcd(*sizes) or 1, 1.0 if whole or not total else total / 2**36)
@@ -223,7 +223,7 @@ class IntervalModel:
         self._own_bytes()
         terms = []
         for copies in self.copies:
-            time = self.units.time(self.problem.forward[copies[0].op].time_ms)
+            time = self.units.time(self.problem.forward[copies[0].op].recompute_ms)
             self.fixed_ms += time * sum(not copy.free for copy in copies[1:])
             terms += [time * self.present(copy) for copy in copies if copy.free]
         self.cp.minimize(sum(terms) + self.fixed_ms)

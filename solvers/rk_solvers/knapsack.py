@@ -89,7 +89,7 @@ def items_of(problem: Problem) -> list[Item]:
     for item in sorted(needed - problem.held):
         if problem.forward[problem.data[item].producer].recomputable:
             group = missing(problem, [item], needed - {item})
-            time_ms = sum(problem.forward[index].time_ms for index in group)
+            time_ms = sum(problem.forward[index].recompute_ms for index in group)
             items.append(Item(item, problem.data[item].size_bytes, time_ms))
     return items
 

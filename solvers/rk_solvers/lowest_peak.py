@@ -56,7 +56,7 @@ def _timeless(problem: Problem, *, by_bytes: bool) -> Problem:
         moved_bytes = sum(problem.data[item].size_bytes for item in (*op.inputs, *op.outputs))
         return 1.0 + moved_bytes / (1 << 20) if by_bytes else 1.0
 
-    forward = tuple(replace(op, time_ms=time_ms(op)) for op in problem.forward)
+    forward = tuple(replace(op, time_ms=time_ms(op), repeat_ms=None) for op in problem.forward)
     return replace(problem, forward=forward, backward=tuple(replace(op, time_ms=1.0) for op in problem.backward))
 
 

@@ -119,7 +119,7 @@ class _Sweep:
             return max(value, float(peak))
         if peak > self.budget_bytes:
             return None
-        return value + sum(self.problem.forward[index].time_ms for index in group)
+        return value + sum(self.problem.forward[index].recompute_ms for index in group)
 
 
 def least_time(problem: Problem, budget_bytes: int) -> Recompute | None:

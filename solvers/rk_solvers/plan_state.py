@@ -28,7 +28,7 @@ class Tables:
         self.stages = len(problem.backward)
         self.size = [item.size_bytes for item in problem.data]
         self.producer = [item.producer for item in problem.data]
-        self.time = [op.time_ms for op in problem.forward]
+        self.time = [op.recompute_ms for op in problem.forward]
         self.recomputable = [op.recomputable for op in problem.forward]
         self.replay = [op.replay_bytes for op in problem.forward]
         self.renewed = [problem.renewed(index) for index in range(self.count)]

@@ -42,6 +42,12 @@ class ForwardOp:
     workspace_bytes: int = 0  # highest extra bytes while it runs, beyond its inputs and all its outputs
     recomputable: bool = True  # False: must never be computed a second time
     replay_bytes: int = 0  # bytes resident from its first to its last computation, if it is ever recomputed
+    repeat_ms: float | None = None  # time of computing it again; None: `time_ms`
+
+    @property
+    def recompute_ms(self) -> float:
+        """Time of computing it again, in milliseconds: what it makes may be had more cheaply than the first time."""
+        return self.time_ms if self.repeat_ms is None else self.repeat_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +282,7 @@ def _check_indices(problem: Problem, name: str, what: str, indices: tuple[int, .
 def _check_forward(problem: Problem) -> None:
     for index, op in enumerate(problem.forward):
         _check_time(op.name, op.time_ms)
+        _check_time(op.name, op.recompute_ms)
         _check_indices(problem, op.name, "inputs", op.inputs)
         _check_indices(problem, op.name, "outputs", op.outputs)
         if op.workspace_bytes < 0 or op.replay_bytes < 0:
@@ -361,6 +368,8 @@ def _read_record(kind: type[Record], where: str, content: object) -> Record:
 
 def _read_value(kind: str, where: str, value: object) -> Any:
     """A value of the type written `kind` in the classes above."""
+    if kind == "float | None":
+        return None if value is None else _read_value("float", where, value)
     if kind == "tuple[int, ...]":
         return _read_indices(where, value)
     beyond = ""

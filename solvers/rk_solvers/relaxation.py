@@ -92,7 +92,7 @@ class Relaxation:
             for index in relevant(problem, renewed, frozenset().union(*needs)):
                 op = problem.forward[index]
                 recomputed[index] = self.variable(integer=True)
-                self.model.cost[recomputed[index]] = op.time_ms / unit_ms
+                self.model.cost[recomputed[index]] = op.recompute_ms / unit_ms
                 wanted.update(set(op.inputs) - problem.held)
                 if op.replay_bytes:
                     stateful.add(index)

@@ -105,7 +105,7 @@ class _Sweep:
         asks = self._wanted(self.problem.renewed(index))
         reads = read | self._wanted(op.inputs)
         adds = read | made | self._replay(index)
-        return _Again(asks, adds, asks | made, reads, self._weight(made), op.time_ms)
+        return _Again(asks, adds, asks | made, reads, self._weight(made), op.recompute_ms)
 
     def _alive(self, items: Iterable[int]) -> int:
         """Bits of data alive, as far as they count."""

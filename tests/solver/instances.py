@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 
@@ -237,7 +237,16 @@ def random_problem(seed: int, count: int = 6, plain: bool = False) -> Problem:
             BackwardOp(f"b{stage}", float(rng.randint(0, 3)), needs, resident, resident + rng.choice([0, 2, 5]))
         )
     held = frozenset() if plain else frozenset(item for item in range(len(data)) if rng.random() < 0.1)
-    return Problem(tuple(data), tuple(forward), tuple(backward), held, 0 if plain else rng.choice([0, 3]))
+    problem = Problem(tuple(data), tuple(forward), tuple(backward), held, 0 if plain else rng.choice([0, 3]))
+    return problem if plain else with_other_repeats(problem, seed)
+
+
+def with_other_repeats(problem: Problem, seed: int) -> Problem:
+    """`problem`, in which every third operation takes less time, or more, when it is computed again."""
+    rng = random.Random(f"repeats {seed}")
+    times_ms = [rng.choice([None] * 4 + [0.0, float(rng.randint(0, 8))]) for _ in problem.forward]
+    forward = [replace(op, repeat_ms=time_ms) for op, time_ms in zip(problem.forward, times_ms, strict=True)]
+    return replace(problem, forward=tuple(forward))
 
 
 SHAPES = ("chain", "layers", "skips")
@@ -276,6 +285,7 @@ def random_step(seed: int, count: int | None = None) -> tuple[Problem, Chain]:
     cuts = sorted({0, count, *rng.sample(range(1, count), min(count - 1, rng.randint(0, 8)))})
     blocks = tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
     homes = [number for number, block in enumerate(blocks) for _ in block]
+    problem = with_other_repeats(problem, seed)
     return problem, Chain(blocks, (len(blocks), *reversed(homes)))
 
 

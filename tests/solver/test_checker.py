@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -52,6 +53,15 @@ def test_replay_bytes_stay_from_the_first_to_the_last_computation():
     assert memory_curve(problem, ((),)).tolist() == [8, 16, 8]
     assert memory_curve(problem, ((0,),)).tolist() == [108, 116, 108, 8]
     assert check(problem, schedule_of(problem, ((0,),))).peak_bytes == 116
+
+
+def test_what_is_computed_again_takes_the_time_of_a_repetition():
+    problem = chain_of(3)
+    dear = dataclasses.replace(problem.forward[1], repeat_ms=0.25)
+    problem = dataclasses.replace(problem, forward=(problem.forward[0], dear, problem.forward[2]))
+    again = ((1,), (), ())
+    assert check(problem, schedule_of(problem, again)).time_ms == evaluate(problem, again).time_ms == 9.25
+    assert problem.keep_all_time_ms == 9.0
 
 
 def test_a_held_output_keeps_its_first_instance():

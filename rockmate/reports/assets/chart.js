@@ -15,10 +15,11 @@ function stepOf(data) {
   const { lane, index, stage } = data.steps;
   const count = lane.length;
   const [start, end, total] = [0, 1, 2].map(() => new Float64Array(count));
+  const times = { f: data.forward.time, r: data.forward.again, b: data.backward.time };
   let now = 0;
   for (let at = 0; at < count; at++) {
     start[at] = now;
-    now += (lane[at] === "b" ? data.backward : data.forward).time[index[at]];
+    now += times[lane[at]][index[at]];
     end[at] = now;
     for (const [name] of LAYERS) total[at] += data.steps[name][at];
   }

@@ -1,0 +1,136 @@
+"""Smaller forms, without loss, of what operations leave behind: they stand for it until it is made again.
+
+A dropout mask is a tensor of two values, 0 and ``1 / (1 - p)``. One bit an element tells it, and to read these bits
+takes a small part of the time of drawing the numbers again. On an accelerator drawing is as quick as reading, so that
+only the CPU's masks have a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rkgb.call import Ref, is_ref
+from rkgb.dgraph import DGraph, DNode
+from rkgb.sgraph import SNode
+from rkgb.tree import leaves
+
+LEAST_ELEMENTS = 16384  # of a tensor worth a form: fewer are drawn in less than 0.1 ms
+_CHUNK = 1 << 16  # elements that are packed at a time; numpy allocates for them where nobody counts
+
+_aten = torch.ops.aten
+_ALLOCATIONS = (_aten.empty_strided.default, _aten.empty.memory_format)
+_DRAW = _aten.bernoulli_.float
+_SCALES = (_aten.mul_.Scalar, _aten.div_.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
+_INTEGERS: Mapping[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TwoValues:
+    """A dense tensor of two values, as one bit an element."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    low: int  # the bits of the first value, as an unsigned integer of the element's size
+    high: int
+    _table: NDArray[Any] = field(init=False, repr=False, compare=False)  # [byte, 8]: the elements that it tells
+
+    def __post_init__(self) -> None:
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
+        values = np.array([self.low, self.high], self._integer[1])
+        object.__setattr__(self, "_table", values[bits])
+
+    @property
+    def _integer(self) -> tuple[torch.dtype, type[np.unsignedinteger[Any]]]:
+        return _INTEGERS[self.dtype.itemsize]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the form."""
+        return -(-self.elements // 8)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The form of `tensor`, which has this shape, stride and dtype and no third value: ``uint8[packed_bytes]``."""
+        packed = torch.empty(self.packed_bytes, dtype=torch.uint8)
+        into, elements = packed.numpy(), self._in_order(tensor)
+        for start in range(0, self.elements, _CHUNK):
+            chunk = elements[start : start + _CHUNK]
+            into[start // 8 : start // 8 + -(-len(chunk) // 8)] = np.packbits(chunk != self.low)
+        return packed
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The tensor that was packed, bit by bit."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        elements, given = self._in_order(tensor), packed.numpy()
+        whole = self.elements // 8
+        np.take(self._table, given[:whole], axis=0, out=elements[: 8 * whole].reshape(whole, 8), mode="clip")
+        if self.elements % 8:
+            elements[8 * whole :] = self._table[given[whole], : self.elements % 8]
+        return tensor
+
+    def _in_order(self, tensor: torch.Tensor) -> NDArray[Any]:
+        """The elements as they lie in memory, as unsigned integers."""
+        signed, unsigned = self._integer
+        flat: NDArray[Any] = tensor.detach().as_strided((self.elements,), (1,)).view(signed).numpy().view(unsigned)
+        return flat
+
+
+def compact_forms(graph: DGraph, nodes: Iterable[SNode]) -> dict[SNode, TwoValues]:
+    """Those of `nodes` whose data have a smaller form, with it."""
+    forms = ((node, compact_form(graph, node)) for node in nodes)
+    return {node: form for node, form in forms if form is not None}
+
+
+def compact_form(graph: DGraph, node: SNode) -> TwoValues | None:
+    """The smaller form of what `node` leaves behind; None where it has none.
+
+    It has one if all that it does is to allocate a tensor on the CPU, draw zeros and ones into it, and multiply them
+    by numbers.
+    """
+    if len(node.ops) < 2 or node.ops[0].call.function not in _ALLOCATIONS or node.ops[1].call.function is not _DRAW:
+        return None
+    owner = node.ops[0].output_names[0]
+    value = graph.values[owner]
+    elements = int(np.prod(value.shape))
+    suits = value.device.type == "cpu" and value.dtype.is_floating_point and value.dtype.itemsize in _INTEGERS
+    if not suits or elements < LEAST_ELEMENTS or elements * value.dtype.itemsize != value.storage_bytes:
+        return None
+    if owner in graph.varying or node.ops[0].inputs or node.ops[1].call.kwargs:
+        return None
+    if any(not _writes_alone(graph, op, owner) for op in node.ops[1:]):
+        return None
+    values = torch.tensor([0.0, 1.0], dtype=value.dtype)
+    for op in node.ops[2:]:
+        factor = op.call.args[1]
+        if op.call.function not in _SCALES or op.call.kwargs or not isinstance(factor, int | float):
+            return None
+        op.call.function(values, factor)
+    low, high = values.view(_INTEGERS[value.dtype.itemsize][0]).tolist()
+    mask = (1 << 8 * value.dtype.itemsize) - 1
+    return TwoValues(tuple(value.shape), tuple(value.stride), value.dtype, low & mask, high & mask)
+
+
+def _writes_alone(graph: DGraph, op: DNode, owner: str) -> bool:
+    """Whether `op` reads and writes the whole tensor `owner`, and no other one."""
+    names = [ref.name for ref in leaves((op.call.args, op.call.kwargs), is_ref)]
+    first, whole = op.call.args[0], graph.values[owner]
+    same = isinstance(first, Ref) and len(names) == 1 and len(op.output_names) == 1
+    if not same or graph.owner(names[0]) != owner or graph.owner(op.output_names[0]) != owner:
+        return False
+    parts = (graph.values[name] for name in (*names, *op.output_names))
+    return all((part.shape, part.stride) == (whole.shape, whole.stride) for part in parts)
