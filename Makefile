@@ -22,6 +22,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 CODE := $(wildcard rkgb rockmate solvers/rk_solvers examples benchmarks)
 PYTEST := $(BIN)/python -m pytest
+# Files of tests take turns in as many processes; WORKERS=0 runs them in one, as where a GPU's memory is measured.
+WORKERS ?= 2
+IN_PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 
 .PHONY: help setup test test-all lint format types demo bench notebooks docs golden clean
@@ -41,10 +44,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP) ## Run the tests that take seconds
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## Run every test, the slow ones too
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
