@@ -169,7 +169,6 @@ REFUSED = {
     "no_tensor_returned": (lambda: program(lambda m, x: 3.0), "returned no tensor", "returned no tensor"),
 }
 ALL_REFUSED = pytest.mark.parametrize("name", REFUSED)
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 
 def exact_trace(module, sample):

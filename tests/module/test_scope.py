@@ -265,7 +265,11 @@ def test_an_optimizer_that_would_not_be_counted_is_refused():
         Rockmate(nn.Linear(1, 1), object(), 0.5, optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", 3, nn.Linear, lambda parameters: parameters, lambda: None], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam", 3, nn.Linear, lambda parameters: parameters, lambda: None],
+    ids=["a name", "a number", "a module", "returns parameters", "takes nothing"],
+)
 def test_what_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(OptimizerError, match=r"a class such as torch\.optim\.AdamW"):
         planned(0.5, optimizer=optimizer)

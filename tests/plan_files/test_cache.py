@@ -84,7 +84,7 @@ def test_a_second_start_finds_the_plan_and_trains_exactly(searches: list[int], f
         {"scope": "total", "budget": 0.9},
         {"scope": "total", "budget": 0.9, "optimizer": torch.optim.AdamW},
     ],
-    ids=str,
+    ids=lambda other: " ".join(other),
 )
 def test_what_decides_a_plan_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]):
     asked: list[str] = []
