@@ -1,0 +1,145 @@
+"""Rockmate and every other way to train with less memory, side by side in one process.
+
+    python benchmarks/against_peers.py --models gpt2 resnet50 --repeats 7   # writes into benchmarks/results/
+    python benchmarks/against_peers.py --quick --models gpt2 --skip-families compile --output folder
+
+Contenders take turns, each round starting with another one; ratios are those of medians. README.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from typing import Any
+
+# On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from rich.table import Table
+
+from benchmarks.peers.bars import bars_of
+from benchmarks.peers.measuring import TOLERANCES, Contender, line_up, result_of, time_all
+from benchmarks.peers.models import RECIPES, case_named
+from benchmarks.peers.ours import FAMILY
+from benchmarks.peers.registry import KEYS, peers_for
+from benchmarks.reporting import (
+    circumstances,
+    code_version,
+    console,
+    new_table,
+    option_parser,
+    print_verdict,
+    write_report,
+)
+from rockmate.units import format_bytes, format_ms
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def tell(contender: Contender) -> None:
+    """Print what is known of a contender before it is timed."""
+    peak = "" if contender.peak_bytes is None else f", peak {format_bytes(contender.peak_bytes)}"
+    ready = "" if contender.ready_s is None else f", ready in {contender.ready_s:.1f} s"
+    reason = f": {contender.reason}" if contender.reason else ""
+    console.print(f"{contender.label}: {contender.status}{peak}{ready}{reason}", highlight=False, markup=False)
+
+
+def table_of(results: list[dict[str, Any]], title: str) -> Table:
+    """One line per contender."""
+    table = new_table(title)
+    for heading in ("", "median\nstep", "time\n/ eager", "predicted", "gap", "peak", "of eager's", "ready in"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(
+            result["label"],
+            result["status"],
+            *shown(result["median_ms"], format_ms),
+            *shown(result["time_ratio"], lambda ratio: f"{ratio:.3f}×"),
+            *shown(result["predicted_ratio"], lambda ratio: f"{ratio:.3f}×"),
+            *shown(result["gap"], lambda gap: f"{100 * gap:.1f} %"),
+            *shown(result["peak_bytes"], format_bytes),
+            *shown(result["peak_share"], lambda share: f"{share:.3f}"),
+            *shown(result["ready_s"], lambda seconds: f"{seconds:.1f} s"),
+        )
+    return table
+
+
+def shown(number: Any, form: Any) -> tuple[str]:
+    """The number in that form, a dash for None."""
+    return ("–" if number is None else form(number),)
+
+
+def run(name: str, options: argparse.Namespace) -> None:
+    """Measures one model, prints its table and bars, writes its result file."""
+    started = time.perf_counter()
+    torch._dynamo.reset()
+    case = case_named(name, options.device, options.quick, DTYPES[options.dtype], options.batch_factor)
+    skipped = tuple(KEYS[key] for key in options.skip_families)
+    peers = peers_for(options.shares or case.shares, skipped)
+    if options.only:
+        peers = (peers[0], *(peer for peer in peers[1:] if any(part in peer.label for part in options.only)))
+    console.rule(f"{name} on {options.device}")
+    contenders = line_up(case, peers, tell)
+    with console.status("timing") as status:
+        time_all(case, contenders, options.repeats, status.update)
+    results = [result_of(contender, contenders[0]) for contender in contenders]
+    bars = bars_of(name, results, FAMILY)
+    console.print(table_of(results, f"{name}, medians of {options.repeats} steps"))
+    for bar in bars:
+        reached = bar["reason"] if bar["reached"] is None else bar["reached"]
+        print_verdict(bar["met"], f"{bar['label']}: {reached} ≤ {bar['limit']}")
+    report = {
+        "model": name,
+        "circumstances": circumstances_of(options) | {"minutes": round((time.perf_counter() - started) / 60, 1)},
+        "contenders": results,
+        "bars": bars,
+    }
+    write_report(options.output, f"peers-{name}-{case.device.type}.json", report)
+
+
+def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on besides the code, and the version of the code."""
+    on_cuda = options.device.startswith("cuda")
+    return circumstances(options) | {
+        "code": code_version(),
+        "gpu": torch.cuda.get_device_name(options.device) if on_cuda else None,
+        "device": options.device,
+        "dtype": options.dtype,
+        "batch_factor": options.batch_factor,
+        "repeats": options.repeats,
+        "skipped": options.skip_families,
+        "tolerance": TOLERANCES[DTYPES[options.dtype]],
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = option_parser(__doc__, "tiny models, whose times mean nothing")
+    parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each contender (default 7)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
+    parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")
+    parser.add_argument("--skip-families", nargs="+", choices=KEYS, default=[], metavar="FAMILY", help=", ".join(KEYS))
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only contenders, besides eager, with this in their label")
+    parser.add_argument("--shares", nargs="+", type=float, help="of the eager peak, for which we plan")
+    options = parser.parse_args()
+    if "eager" in options.skip_families:
+        parser.error("eager training is what all others are compared with: it cannot be skipped")
+    return options
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    for name in options.models:
+        run(name, options)
+
+
+if __name__ == "__main__":
+    main()

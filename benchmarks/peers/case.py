@@ -1,0 +1,88 @@
+"""A model to train, and a way to train it: what every module of this package speaks of."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rockmate.plan import Plan
+
+Forward = Callable[..., Any]
+Chains = tuple[tuple[str, ...], ...]
+
+
+class NotForThisModel(Exception):
+    """A way to train that this model, device or installation has no place for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in training mode with one batch. The model itself is never run: every way to train has a copy."""
+
+    name: str
+    model: nn.Module
+    sample: tuple[Any, ...] | dict[str, Any]
+    loss: Callable[[Any], Tensor]
+    chains: Chains  # paths of the blocks; each one of a chain takes the output of the one before, and the same others
+    shares: tuple[float, ...] = (0.7, 0.5, 0.4, 0.3, 0.2)  # of the eager peak, for which we plan
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """All blocks, in order."""
+        return tuple(path for chain in self.chains for path in chain)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the model's parameters."""
+        return next(self.model.parameters()).dtype
+
+    def fresh_model(self) -> nn.Module:
+        """A copy in the first state. Its parameters are objects of their own, over the same memory: no step writes it."""
+        memo: dict[int, Any] = {
+            id(value): nn.Parameter(value.detach(), value.requires_grad) for value in self.model.parameters()
+        }
+        return copy.deepcopy(self.model, memo)
+
+    def forward(self, function: Forward) -> Any:
+        """The output of `function`, which is called as the model is."""
+        return function(**self.sample) if isinstance(self.sample, Mapping) else function(*self.sample)
+
+    def step(self, function: Forward) -> None:
+        """Forward, loss and backward, always with the same random numbers; leaves the gradients."""
+        torch.manual_seed(0)
+        output = self.forward(function)
+        loss = self.loss(output)
+        loss.backward()
+
+
+@dataclass
+class Built:
+    """A way to train one model, ready for its first step."""
+
+    weights: nn.Module  # where gradients and buffers are
+    call: Forward
+    plan: Plan | None = None
+    first_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around the first step alone
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to train, not yet of a model. `build` takes the case and the bytes of the eager step's peak."""
+
+    label: str
+    family: str
+    build: Callable[[Case, int], Built]
+    share: float | None = None  # of the eager peak, where a budget is given

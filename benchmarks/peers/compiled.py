@@ -1,0 +1,63 @@
+"""`torch.compile`, told a share of the activations to keep by `activation_memory_budget`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+
+from benchmarks.peers.case import Built, Case, Peer
+
+BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.0)
+BACKENDS = ("aot_eager", "inductor")
+MOST_COMPILATIONS = 1 << 12  # of one code object by all contenders: beyond a limit, what is called would run eagerly
+
+
+@contextlib.contextmanager
+def compiling(budget: float) -> Iterator[None]:
+    """Compile with this memory budget, from nothing: what others or earlier runs have compiled is not read."""
+    with (
+        torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        yield
+
+
+def set_up() -> None:
+    """Have compiled code draw eager's random numbers, without which gradients under dropout could not be compared.
+
+    These settings are read whenever code is compiled, in the backward too, and hold for the process.
+    """
+    torch._inductor.config.fallback_random = True
+    torch._dynamo.config.recompile_limit = MOST_COMPILATIONS
+    torch._dynamo.config.accumulated_recompile_limit = MOST_COMPILATIONS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def compiled(case: Case, eager_peak_bytes: int, *, backend: str, budget: float) -> Built:
+    """The compiled model; it is compiled in its first step."""
+    set_up()
+    model = case.fresh_model()
+    options: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # PyTorch 2.14 and later
+        options["isolate_recompiles"] = True
+    call = torch.compile(model, backend=backend, **options)
+    return Built(model, call, first_step=functools.partial(compiling, budget))
+
+
+PEERS = tuple(
+    Peer(
+        f"compile {backend}, budget {budget:.1f}",
+        "compile",
+        functools.partial(compiled, backend=backend, budget=budget),
+    )
+    for backend in BACKENDS
+    for budget in BUDGETS
+)

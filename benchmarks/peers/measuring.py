@@ -1,0 +1,257 @@
+"""What is measured of each way to train a model: exactness, peak, and time, all in one process."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
+from rockmate import PeakMemory
+from rockmate.errors import BudgetTooSmall
+
+# Where a gradient is not eager's to the bit, how far it may be off: the norm of the difference by that of the gradient,
+# or by a hundredth of that of all gradients where this is larger. Wrong masks or counts are off by a tenth and more.
+TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-6, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+FLOOR = 1e-2
+
+EXACT, CLOSE, WRONG = "exact", "close", "wrong"  # runs: to the bit, within the tolerance, or beyond it
+REFUSED, ABSENT, FAILED = "refused", "does not apply", "failed"  # does not run, and the reason says why
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one step leaves behind."""
+
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    random: list[Tensor]  # state of each generator
+
+
+@dataclass
+class Contender:
+    """A way to train one model, and what was measured of it."""
+
+    label: str
+    family: str
+    status: str = FAILED
+    reason: str = ""
+    note: str = ""
+    share: float | None = None  # of the eager peak, asked for
+    budget_bytes: int | None = None
+    ready_s: float | None = None  # from the model to the end of the first step: planning, compiling
+    peak_bytes: int | None = None  # measured
+    gradients_equal: bool | None = None
+    largest_difference: float | None = None  # of a gradient's element
+    relative_difference: float | None = None  # as the tolerance has it
+    buffers_equal: bool | None = None
+    random_equal: bool | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_ratio: float | None = None  # time of the plan by that of keeping everything
+    bound_ratio: float | None = None  # proven for every plan of that budget
+    solver: str | None = None
+    planning_s: float | None = None
+    smallest_budget_bytes: int | None = None  # of a refusal
+    proven_bytes: int | None = None
+    step_ms: list[float] = field(default_factory=list)
+    built: Built | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether its steps can be timed; it competes unless it is wrong."""
+        return self.built is not None
+
+    @property
+    def median_ms(self) -> float | None:
+        """Median time of a step."""
+        return statistics.median(self.step_ms) if self.step_ms else None
+
+
+# ---- a step and its traces ------------------------------------------------------------------------------------
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def take_step(case: Case, built: Built) -> None:
+    """A step, to an idle device; the gradients are dropped."""
+    case.step(built.call)
+    synchronise(case.device)
+    built.weights.zero_grad(set_to_none=True)
+
+
+def first_trace(case: Case, built: Built) -> Trace:
+    """What the first step leaves behind; the gradients are taken away."""
+    with built.first_step():
+        case.step(built.call)
+    synchronise(case.device)
+    random = [torch.get_rng_state()]
+    if case.device.type == "cuda":
+        random.append(torch.cuda.get_rng_state(case.device))
+    gradients = {name: value.grad for name, value in built.weights.named_parameters() if value.grad is not None}
+    buffers = {name: value.clone() for name, value in built.weights.named_buffers()}
+    built.weights.zero_grad(set_to_none=True)
+    return Trace(gradients, buffers, random)
+
+
+def peak_of(case: Case, built: Built) -> int:
+    """Exact peak of a step above what was resident before it, gradients included."""
+    gc.collect()
+    with PeakMemory(case.device) as memory:
+        case.step(built.call)
+    built.weights.zero_grad(set_to_none=True)
+    return memory.peak_bytes
+
+
+# ---- exactness -------------------------------------------------------------------------------------------------
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
+    """The largest difference of an element, and the largest relative difference of a tensor, as in `TOLERANCES`."""
+    norms = {name: value.double().norm() for name, value in expected.items()}
+    whole = torch.stack(list(norms.values())).norm() if norms else torch.zeros(())
+    largest = relative = 0.0
+    for name, value in expected.items():
+        difference = found[name].double() - value.double()
+        if not difference.isfinite().all():
+            return float("inf"), float("inf")
+        if difference.numel() and difference.any():
+            largest = max(largest, difference.abs().max().item())
+            relative = max(relative, (difference.norm() / (norms[name] + FLOOR * whole)).item())
+    return largest, relative
+
+
+def judge(contender: Contender, found: Trace, expected: Trace, tolerance: float) -> None:
+    """Fill in how far this trace is from eager's, and whether it is right."""
+    contender.random_equal = all(map(torch.equal, found.random, expected.random))
+    if found.gradients.keys() != expected.gradients.keys() or found.buffers.keys() != expected.buffers.keys():
+        contender.status, contender.reason = WRONG, "other parameters have gradients, or other buffers exist"
+        return
+    contender.gradients_equal = all(torch.equal(found.gradients[name], expected.gradients[name]) for name in expected.gradients)
+    contender.buffers_equal = all(torch.equal(found.buffers[name], expected.buffers[name]) for name in expected.buffers)
+    contender.largest_difference, contender.relative_difference = furthest(found.gradients, expected.gradients)
+    wrongs = []
+    if not contender.gradients_equal and not contender.relative_difference <= tolerance:
+        wrongs.append(f"gradients off by {contender.relative_difference:.1g} of their norm")
+    if not contender.buffers_equal and not buffers_close(found.buffers, expected.buffers, tolerance):
+        wrongs.append("buffers differ after one step, as where BatchNorm counts a batch twice")
+    contender.reason = "; ".join(wrongs)
+    is_exact = contender.gradients_equal and contender.buffers_equal
+    contender.status = WRONG if wrongs else EXACT if is_exact else CLOSE
+
+
+def buffers_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> bool:
+    """Whether counts are equal, and statistics within the tolerance."""
+    return all(
+        (found[name] - value).double().norm() <= tolerance * value.double().norm()
+        if value.is_floating_point()
+        else torch.equal(found[name], value)
+        for name, value in expected.items()
+    )
+
+
+# ---- one contender after the other, then all in turn ---------------------------------------------------------------
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}"[:300] if lines else type(error).__name__
+
+
+def measure(peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | None) -> tuple[Contender, Trace | None]:
+    """Build, run twice, compare with `expected` (None for the first, which is eager); nothing that it raises gets out."""
+    contender = Contender(peer.label, peer.family, share=peer.share)
+    if peer.share is not None:
+        contender.budget_bytes = int(peer.share * eager_peak_bytes)
+    trace = None
+    try:
+        started = time.perf_counter()
+        built = peer.build(case, eager_peak_bytes)
+        trace = first_trace(case, built)
+        contender.ready_s = round(time.perf_counter() - started, 2)
+        judge(contender, trace, expected or trace, TOLERANCES[case.dtype])
+        contender.peak_bytes = peak_of(case, built)
+        contender.built, contender.note = built, built.note
+        fill_in_plan(contender, built)
+    except BudgetTooSmall as error:
+        contender.status, contender.reason = REFUSED, "no plan fits the budget"
+        contender.smallest_budget_bytes, contender.proven_bytes = error.smallest_budget_bytes, error.proven_bytes
+    except NotForThisModel as error:
+        contender.status, contender.reason = ABSENT, str(error)
+    except Exception as error:  # noqa: BLE001  whatever stops a peer is the reason in its row
+        contender.status, contender.reason = FAILED, one_line(error)
+    return contender, trace
+
+
+def fill_in_plan(contender: Contender, built: Built) -> None:
+    """What a plan of ours promised; a peak above its budget is no result."""
+    plan = built.plan
+    if plan is None:
+        return
+    contender.predicted_peak_bytes, contender.solver = plan.peak_bytes, plan.solver
+    contender.planning_s = round(plan.planning_s, 2)
+    if plan.baseline_time_ms > 0:
+        contender.predicted_ratio = plan.time_ms / plan.baseline_time_ms
+        if plan.lower_bound_ms is not None:
+            contender.bound_ratio = plan.lower_bound_ms / plan.baseline_time_ms
+    assert contender.peak_bytes is not None
+    if contender.budget_bytes is not None and contender.peak_bytes > contender.budget_bytes:
+        contender.status, contender.reason = WRONG, "its measured peak is above its budget"
+
+
+def line_up(case: Case, peers: Sequence[Peer], tell: Callable[[Contender], None]) -> list[Contender]:
+    """All contenders, measured but not yet timed. The first of the peers is eager, which the others are compared with."""
+    eager, expected = measure(peers[0], case, 0, None)
+    if eager.peak_bytes is None or expected is None:
+        raise RuntimeError(f"{case.name} does not train eagerly: {eager.reason}")
+    tell(eager)
+    contenders = [eager]
+    for peer in peers[1:]:
+        contender, _ = measure(peer, case, eager.peak_bytes, expected)
+        contenders.append(contender)
+        tell(contender)
+        gc.collect()
+    return contenders
+
+
+def time_all(case: Case, contenders: Sequence[Contender], repeats: int, tell: Callable[[str], None]) -> None:
+    """Times `repeats` steps of each; each round starts with another one. What fails in a round is out."""
+    for repeat in range(repeats):
+        running = [contender for contender in contenders if contender.runs]
+        shift = repeat % len(running)
+        for contender in running[shift:] + running[:shift]:
+            tell(f"round {repeat + 1} of {repeats}: {contender.label}")
+            assert contender.built is not None
+            try:
+                synchronise(case.device)
+                started = time.perf_counter()
+                case.step(contender.built.call)
+                synchronise(case.device)
+                contender.step_ms.append(round(1000 * (time.perf_counter() - started), 3))
+                contender.built.weights.zero_grad(set_to_none=True)
+            except Exception as error:  # noqa: BLE001  as in `measure`
+                contender.built, contender.step_ms = None, []
+                contender.status, contender.reason = FAILED, f"in a later step: {one_line(error)}"
+
+
+def result_of(contender: Contender, eager: Contender) -> dict[str, Any]:
+    """What the result file says of a contender."""
+    numbers = {key: value for key, value in vars(contender).items() if key != "built"}
+    median_ms, eager_ms = contender.median_ms, eager.median_ms
+    assert eager.peak_bytes is not None
+    numbers["median_ms"] = median_ms
+    numbers["time_ratio"] = None if median_ms is None or eager_ms is None else median_ms / eager_ms
+    numbers["peak_share"] = None if contender.peak_bytes is None else contender.peak_bytes / eager.peak_bytes
+    ratio, bound = contender.predicted_ratio, contender.bound_ratio
+    numbers["gap"] = None if ratio is None or bound is None else max(0.0, 1 - bound / ratio)
+    return numbers

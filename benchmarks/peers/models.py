@@ -1,0 +1,173 @@
+"""The models that ways to train are compared on, each with its blocks, at which people put checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers.case import Case, Chains
+from rockmate import zoo
+from rockmate.zoo.entry import build_entry
+from rockmate.zoo.tasks import translation_task
+
+SHARES = (0.7, 0.5, 0.4, 0.3, 0.2)
+ALSO_AT = {"vgg16": (0.6,)}  # shares that bars speak of, besides
+CUDA_FACTOR = 8  # batches are so many times larger there
+
+Find = Callable[[nn.Module], Chains]
+
+
+def children_of(*paths: str, chained: bool = True) -> Find:
+    """What finds all children of these submodules: each submodule's are a chain, unless every child stands alone."""
+
+    def find(model: nn.Module) -> Chains:
+        chains = [tuple(f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()) for path in paths]
+        return tuple(chains) if chained else tuple((path,) for chain in chains for path in chain)
+
+    return find
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a case is made: an entry of the zoo or a function of its own, and where its blocks are."""
+
+    make: Callable[[int, torch.device, bool], tuple[nn.Module, Any, Callable[[Any], Tensor]]]
+    find: Find
+
+
+def from_zoo(entry: str, tiny: str) -> Callable[..., tuple[nn.Module, Any, Callable[[Any], Tensor]]]:
+    """What makes a model of the zoo with its batch as many times larger, or its tiny one."""
+
+    def make(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+        name = tiny if quick else entry
+        made = zoo.get(name, device=device, batch=None if quick else factor * zoo.ENTRIES[name][1].batch)
+        return made.model, made.sample, made.loss
+
+    return make
+
+
+def translation(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+    """`nn.Transformer`, half as wide as the paper's and with three layers on either side."""
+    if quick:
+        made = zoo.get("transformer-tiny", device=device)
+    else:
+        config = zoo.TransformerConfig(layers=3, width=256, feed_forward_width=1024, context=128, vocabulary=4096)
+        task = translation_task(8 * factor, 128, 4096)
+        made = build_entry("transformer", lambda: zoo.TranslationTransformer(config), task, 0, device)
+    return made.model, made.sample, made.loss
+
+
+def hugging_face(kind: str) -> Callable[..., tuple[nn.Module, Any, Callable[[Any], Tensor]]]:
+    """What makes a model of the transformers library from its configuration, with random weights and its dropout on."""
+
+    def make(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+        import transformers
+
+        width, layers, vocabulary = (32, 2, 64) if quick else (256, 6, 4096)
+        batch, time = (4, 16) if quick else (4 * factor, 256)
+        config: Any
+        if kind == "gpt2":
+            config = transformers.GPT2Config(
+                n_embd=width, n_layer=layers, n_head=4, n_positions=time, vocab_size=vocabulary, use_cache=False
+            )
+            model_class: Any = transformers.GPT2LMHeadModel
+        elif kind == "llama":
+            config = transformers.LlamaConfig(
+                hidden_size=width,
+                intermediate_size=8 * width // 3,
+                num_hidden_layers=layers,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=vocabulary,
+                max_position_embeddings=time,
+                attention_dropout=0.1,
+                use_cache=False,
+            )
+            model_class = transformers.LlamaForCausalLM
+        elif kind == "bert":
+            config = transformers.BertConfig(
+                hidden_size=width,
+                intermediate_size=4 * width,
+                num_hidden_layers=layers,
+                num_attention_heads=4,
+                vocab_size=vocabulary,
+                max_position_embeddings=time,
+            )
+            model_class = transformers.BertForMaskedLM
+        else:
+            config = transformers.T5Config(
+                d_model=width,
+                d_ff=4 * width,
+                d_kv=width // 4,
+                num_heads=4,
+                num_layers=layers // 2 + 1,
+                vocab_size=vocabulary,
+                use_cache=False,
+                decoder_start_token_id=0,
+            )
+            model_class = transformers.T5ForConditionalGeneration
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = model_class(config).to(device).train()
+            tokens = torch.randint(1, vocabulary, (2, batch, time))
+        sample = {"input_ids": tokens[0].to(device), "labels": tokens[1 if kind in ("t5", "bert") else 0].to(device)}
+        return model, sample, loss_of
+
+    return make
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss that the library's models compute."""
+    return output.loss
+
+
+RECIPES: dict[str, Recipe] = {
+    "gpt2": Recipe(from_zoo("gpt2-demo", "gpt2-tiny"), children_of("blocks")),
+    "hf-gpt2": Recipe(hugging_face("gpt2"), children_of("transformer.h")),
+    "hf-llama": Recipe(hugging_face("llama"), children_of("model.layers")),
+    "hf-bert": Recipe(hugging_face("bert"), children_of("bert.encoder.layer")),
+    "hf-t5": Recipe(hugging_face("t5"), children_of("encoder.block", "decoder.block", chained=False)),
+    "vit": Recipe(from_zoo("vit-demo", "vit-tiny"), children_of("blocks")),
+    "resnet50": Recipe(from_zoo("resnet50-demo", "resnet50-tiny"), children_of("blocks")),
+    "resnet101": Recipe(from_zoo("resnet101-demo", "resnet101-tiny"), children_of("blocks")),
+    "unet": Recipe(from_zoo("unet-demo", "unet-tiny"), children_of("down", "up", chained=False)),
+    "mixer": Recipe(from_zoo("mixer-demo", "mixer-tiny"), children_of("blocks")),
+    "vgg16": Recipe(from_zoo("vgg16-demo", "vgg-tiny"), children_of("features")),
+    "mobilenet-v2": Recipe(from_zoo("mobilenet-v2-demo", "mobilenet-v2-tiny"), children_of("features")),
+    "googlenet": Recipe(from_zoo("googlenet-demo", "googlenet-tiny"), children_of("blocks")),
+    "densenet121": Recipe(from_zoo("densenet121-demo", "densenet-tiny"), children_of("blocks")),
+    "transformer": Recipe(translation, children_of("transformer.encoder.layers", "transformer.decoder.layers")),
+}
+
+
+def case_named(
+    name: str,
+    device: torch.device | str = "cpu",
+    quick: bool = False,
+    dtype: torch.dtype = torch.float32,
+    factor: int | None = None,
+) -> Case:
+    """The case of that name. Batches are `factor` times larger than on a CPU, `CUDA_FACTOR` times on a GPU if None."""
+    device = torch.device(device)
+    if factor is None:
+        factor = CUDA_FACTOR if device.type == "cuda" else 1
+    recipe = RECIPES[name]
+    model, sample, loss = recipe.make(factor, device, quick)
+    if dtype != torch.float32:
+        model = model.to(dtype)
+        sample = converted(sample, dtype)
+    shares = tuple(sorted({*SHARES, *ALSO_AT.get(name, ())}, reverse=True))
+    return Case(name, model, sample, loss, recipe.find(model), (0.7, 0.5) if quick else shares)
+
+
+def converted(sample: Any, dtype: torch.dtype) -> Any:
+    """The sample with its floating-point tensors in that type."""
+    if isinstance(sample, Mapping):
+        return {key: converted(value, dtype) for key, value in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(converted(value, dtype) for value in sample)
+    return sample.to(dtype) if isinstance(sample, Tensor) and sample.is_floating_point() else sample

@@ -1,0 +1,35 @@
+"""Rockmate under budgets, with its default solver and with others."""
+
+from __future__ import annotations
+
+import functools
+
+from benchmarks.peers.case import Built, Case, Peer
+from rockmate import Rockmate
+
+FAMILY, OTHER_SOLVERS = "rockmate", "rockmate's other solvers"
+SOLVERS = ("greedy", "chen", "knapsack")
+
+
+def planned(case: Case, eager_peak_bytes: int, *, share: float, solver: str = "auto") -> Built:
+    """A plan for that share of the eager peak, made anew."""
+    weights = case.fresh_model()
+    budget_bytes = int(share * eager_peak_bytes)
+    model = Rockmate(weights, case.sample, budget_bytes, loss=case.loss, solver=solver, cache=False)
+    return Built(weights, model, plan=model.plan)
+
+
+def peers(shares: tuple[float, ...], others_at: float = 0.5) -> tuple[Peer, ...]:
+    """Ours at each of these shares, and our other solvers at one."""
+    return (
+        *(Peer(f"rockmate {share:.2f}", FAMILY, functools.partial(planned, share=share), share) for share in shares),
+        *(
+            Peer(
+                f"rockmate {others_at:.2f}, {solver}",
+                OTHER_SOLVERS,
+                functools.partial(planned, share=others_at, solver=solver),
+                others_at,
+            )
+            for solver in SOLVERS
+        ),
+    )
