@@ -124,7 +124,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")
     parser.add_argument("--skip-families", nargs="+", choices=KEYS, default=[], metavar="FAMILY", help=", ".join(KEYS))
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only contenders, besides eager, with this in their label")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only those whose labels have this in them")
     parser.add_argument("--shares", nargs="+", type=float, help="of the eager peak, for which we plan")
     options = parser.parse_args()
     if "eager" in options.skip_families:

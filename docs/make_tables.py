@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md from the result files in benchmarks/results/.
+"""Write the tables of docs/benchmarks.md and docs/peers.md, and the pictures of this, from benchmarks/results/.
 
 python docs/make_tables.py
 """
@@ -7,10 +7,11 @@ python docs/make_tables.py
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import page as peers
 from rockmate.units import format_bytes, format_ms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,11 +236,25 @@ def zoo_page(page: str, index: dict[str, Any]) -> str:
     Raises:
         ValueError: the page lacks a mark.
     """
+    return between_marks(page, zoo_sections(index))
+
+
+def peers_page(page: str, results: Sequence[Path]) -> str:
+    """The page of other ways to train with its generated part replaced by that of these result files.
+
+    Raises:
+        ValueError: the page lacks a mark.
+    """
+    return between_marks(page, peers.sections([_read(path) for path in sorted(results)], "images"))
+
+
+def between_marks(page: str, lines: Iterable[str]) -> str:
+    """The page with these lines between its only pair of marks. Raises `ValueError` where it has none."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page must hold {BEGIN} and, after it, {END}: the table goes between")
-    return f"{before}{BEGIN}\n\n{chr(10).join(zoo_sections(index))}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{chr(10).join(lines)}\n\n{END}{after}"
 
 
 def zoo_sections(index: dict[str, Any]) -> Iterator[str]:
@@ -270,11 +285,24 @@ def zoo_cell(plan: dict[str, Any] | None) -> str:
     return f"{100 * plan['overhead']:+.1f} %{gap}"
 
 
+def write_peers() -> None:
+    """Write the page of other ways to train, and draw its pictures."""
+    from benchmarks.peers import pareto
+
+    page = ROOT / "docs" / "peers.md"
+    results = peers.result_files(ROOT / "benchmarks" / "results")
+    page.write_text(peers_page(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    for path in results:
+        report = _read(path)
+        pareto.draw(report, ROOT / "docs" / "images" / peers.picture_name(report))
+
+
 def main() -> None:
     """Run the script."""
     zoo, index = ROOT / "docs" / "schedule_zoo.md", ROOT / "rockmate" / "zoo" / "plans" / "index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     zoo.write_text(zoo_page(zoo.read_text(encoding="utf-8"), content), encoding="utf-8")
+    write_peers()
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
     names = ("bytes-cpu.json", "solvers.json", "hf-families.json")

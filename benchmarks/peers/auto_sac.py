@@ -1,16 +1,95 @@
-"""PyTorch's automatic selective checkpointing: `torch.distributed._tools` estimates a block and solves for a budget."""
+"""PyTorch's automatic selective checkpointing: `torch.distributed._tools` chooses what a block saves for a share."""
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
+from benchmarks.peers.checkpointing import Contexts, wrap
+
+ESTIMATE = "operator-level-cost-model"
+SHARES = (0.5, 0.3)  # of what each block would save
 
 
-def automatic(case: Case, eager_peak_bytes: int) -> Built:
-    raise NotForThisModel("todo")
+def tools() -> tuple[Any, Any]:
+    """The modules of the estimator and of the solver."""
+    try:
+        from torch.distributed._tools import sac_estimator, sac_ilp
+    except ImportError as error:
+        raise NotForThisModel(f"torch.distributed._tools.sac_ilp does not import: {error}") from error
+    return sac_estimator, sac_ilp
 
 
-PEERS = (Peer("auto-SAC, budget 0.5", "auto-sac", automatic),)
+def estimated(case: Case, sac_estimator: Any) -> dict[str, Any]:
+    """What the estimator says of each module of a forward on fake tensors, by the module's path."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode()
+    memo: dict[int, Any] = {
+        id(value): nn.Parameter(fake.from_tensor(value.detach()), value.requires_grad)
+        for value in case.model.parameters()
+    }
+    memo |= {id(value): fake.from_tensor(value) for value in case.model.buffers()}
+    model = copy.deepcopy(case.model, memo)
+    sample = torch.utils._pytree.tree_map_only(torch.Tensor, fake.from_tensor, case.sample)
+    estimator = sac_estimator.SACEstimator()
+    try:
+        with fake, estimator(estimate_mode_type=ESTIMATE):
+            model(**sample) if isinstance(sample, dict) else model(*sample)
+    except Exception as error:
+        raise NotForThisModel(f"its estimator does not run here: {str(error).splitlines()[0]}") from error
+    prefix = f"{type(model).__name__}."
+    return {name.removeprefix(prefix): stats for name, stats in estimator.sac_mod_stats.items()}
+
+
+def following(decisions: Sequence[int], skipped: frozenset[Any]) -> Contexts:
+    """What saves, of the operations of a block in their order, those whose decision is 1."""
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        seen = {False: 0, True: 0}  # by whether this is the recomputation
+
+        def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+            if operator in skipped:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            place = seen[context.is_recompute]
+            seen[context.is_recompute] += 1
+            is_saved = place < len(decisions) and decisions[place] == 1
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+def automatic(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
+    """Each block under a selective checkpoint, whose operations the solver has chosen for that share."""
+    sac_estimator, sac_ilp = tools()
+    found = estimated(case, sac_estimator)
+    model = case.fresh_model()
+    skipped = frozenset(sac_estimator.OPS_TO_ALWAYS_SKIP)
+    wrapped = 0
+    for block in case.blocks:
+        path = block[0]
+        if len(block) > 1 or path not in found:
+            continue
+        decisions = sac_ilp.get_optimal_checkpointing_policy_per_module(found[path], share)
+        if not decisions:
+            raise NotForThisModel(f"its solver finds no policy for {path}")
+        wrap(model, block, following(decisions, skipped))
+        wrapped += 1
+    if not wrapped:
+        raise NotForThisModel("it estimates none of the blocks")
+    return Built(model, model, note=f"{wrapped} blocks")
+
+
+PEERS = tuple(
+    Peer(f"auto-SAC, share {share:.1f}", "auto-sac", functools.partial(automatic, share=share)) for share in SHARES
+)

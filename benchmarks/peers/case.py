@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from rockmate.plan import Plan
 
 Forward = Callable[..., Any]
-Chains = tuple[tuple[str, ...], ...]
+SEED = 0  # of each step
+Block = tuple[str, ...]  # paths of the submodules that are run one after the other, mostly one
+Chains = tuple[tuple[Block, ...], ...]
 
 
 class NotForThisModel(Exception):
@@ -30,13 +32,13 @@ class Case:
     model: nn.Module
     sample: tuple[Any, ...] | dict[str, Any]
     loss: Callable[[Any], Tensor]
-    chains: Chains  # paths of the blocks; each one of a chain takes the output of the one before, and the same others
+    chains: Chains  # of blocks; each one in a chain takes the output of the one before, and else the same arguments
     shares: tuple[float, ...] = (0.7, 0.5, 0.4, 0.3, 0.2)  # of the eager peak, for which we plan
 
     @property
-    def blocks(self) -> tuple[str, ...]:
+    def blocks(self) -> tuple[Block, ...]:
         """All blocks, in order."""
-        return tuple(path for chain in self.chains for path in chain)
+        return tuple(block for chain in self.chains for block in chain)
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +51,7 @@ class Case:
         return next(self.model.parameters()).dtype
 
     def fresh_model(self) -> nn.Module:
-        """A copy in the first state. Its parameters are objects of their own, over the same memory: no step writes it."""
+        """A copy in the first state. Its parameters are objects of its own, over one memory, which no step writes."""
         memo: dict[int, Any] = {
             id(value): nn.Parameter(value.detach(), value.requires_grad) for value in self.model.parameters()
         }
@@ -61,7 +63,7 @@ class Case:
 
     def step(self, function: Forward) -> None:
         """Forward, loss and backward, always with the same random numbers; leaves the gradients."""
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         output = self.forward(function)
         loss = self.loss(output)
         loss.backward()
@@ -76,6 +78,7 @@ class Built:
     plan: Plan | None = None
     first_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around the first step alone
     note: str = ""
+    own_random: bool = False  # whether it draws other random numbers than eager does
 
 
 @dataclass(frozen=True)

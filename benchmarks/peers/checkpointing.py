@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.peers.case import Built, Case, Chains, Forward, NotForThisModel, Peer
+from benchmarks.peers.case import Block, Built, Case, Chains, Forward, NotForThisModel, Peer
 
 aten = torch.ops.aten
 MATMULS = frozenset(
@@ -30,6 +31,11 @@ ATTENTIONS = frozenset(
     if hasattr(aten, name)
 )
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+ContextsOf = Callable[[nn.Module], Contexts | None]
+
+
+def no_contexts(model: nn.Module) -> None:
+    """Nothing around a checkpoint's forward and recomputation."""
 
 
 def plain(case: Case, eager_peak_bytes: int) -> Built:
@@ -41,15 +47,9 @@ def plain(case: Case, eager_peak_bytes: int) -> Built:
 # ---- whose forward is replaced ----------------------------------------------------------------------------
 
 
-def replace_forward(model: nn.Module, path: str, wrap: Callable[[Forward], Forward]) -> None:
-    """Have the submodule at `path` call `wrap` of its own forward."""
-    module = model.get_submodule(path)
-    module.forward = wrap(module.forward)
-
-
 def checkpointed(forward: Forward, contexts: Contexts | None = None) -> Forward:
     """`forward`, whose activations are forgotten and computed again but for what `contexts` save."""
-    options = {} if contexts is None else {"context_fn": contexts}
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     @functools.wraps(forward)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -58,10 +58,13 @@ def checkpointed(forward: Forward, contexts: Contexts | None = None) -> Forward:
     return call
 
 
-def join(model: nn.Module, paths: tuple[str, ...]) -> None:
-    """Run these blocks as one at the place of the first, under one checkpoint; the others hand on what they are given."""
-    first, *others = (model.get_submodule(path) for path in paths)
-    forwards = [module.forward for module in (first, *others)]
+def wrap(model: nn.Module, paths: Block, contexts: Contexts | None = None) -> None:
+    """Put one checkpoint around these submodules: the first runs them all, the others hand on what they are given."""
+    modules = [model.get_submodule(path) for path in paths]
+    forwards = [module.forward for module in modules]
+    if len(modules) == 1:
+        modules[0].forward = checkpointed(forwards[0], contexts)
+        return
     in_tuple = False
 
     def all_of_them(hidden: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -77,55 +80,85 @@ def join(model: nn.Module, paths: tuple[str, ...]) -> None:
     def hand_on(hidden: Any, *arguments: Any, **keywords: Any) -> Any:
         return (hidden,) if in_tuple else hidden
 
-    first.forward = checkpointed(all_of_them)
-    for module in others:
+    modules[0].forward = checkpointed(all_of_them, contexts)
+    for module in modules[1:]:
         module.forward = hand_on
 
 
-def groups_of(chains: Chains, size: int) -> Iterator[tuple[str, ...]]:
+def segments_of(chains: Chains, size: int) -> Iterator[tuple[Block, ...]]:
     """Each chain cut into stretches of so many blocks, the last being shorter."""
     for chain in chains:
         for start in range(0, len(chain), size):
             yield chain[start : start + size]
 
 
-def per_block(case: Case, eager_peak_bytes: int, contexts: Contexts | None = None) -> Built:
+def per_block(case: Case, eager_peak_bytes: int, contexts_of: ContextsOf = no_contexts) -> Built:
     """Each block under a checkpoint of its own."""
-    model = case.fresh_model()
     if not case.blocks:
         raise NotForThisModel("no blocks are named for this model")
-    for path in case.blocks:
-        replace_forward(model, path, lambda forward: checkpointed(forward, contexts))
+    model = case.fresh_model()
+    contexts = contexts_of(model)
+    for block in case.blocks:
+        wrap(model, block, contexts)
     return Built(model, model)
 
 
-def in_groups(case: Case, size: int, nested: bool = False) -> Built:
+def in_segments(case: Case, size: int, nested: bool = False, contexts_of: ContextsOf = no_contexts) -> Built:
     """Stretches of `size` blocks under one checkpoint each; if `nested`, each block again under one of its own."""
     longest = max(map(len, case.chains), default=0)
     if longest < 2 or size < 2:
         raise NotForThisModel("its blocks form no chain: none hands its output alone to the next one")
     model = case.fresh_model()
-    for paths in groups_of(case.chains, size):
+    contexts = contexts_of(model)
+    for segment in segments_of(case.chains, size):
         if nested:
-            for path in paths:
-                replace_forward(model, path, checkpointed)
-        join(model, paths)
+            for block in segment:
+                wrap(model, block, contexts)
+        wrap(model, tuple(path for block in segment for path in block), contexts)
     return Built(model, model, note=f"{size} blocks a segment")
 
 
 def per_two_blocks(case: Case, eager_peak_bytes: int) -> Built:
     """Two blocks a checkpoint."""
-    return in_groups(case, 2)
+    return in_segments(case, 2)
 
 
-def root_of_blocks(case: Case, eager_peak_bytes: int) -> Built:
+def root_of_blocks(case: Case, eager_peak_bytes: int, contexts_of: ContextsOf = no_contexts) -> Built:
     """As many segments as blocks in each, as Chen et al. (arXiv:1604.06174) have it."""
-    return in_groups(case, math.ceil(math.sqrt(len(case.blocks))))
+    return in_segments(case, math.ceil(math.sqrt(len(case.blocks))), contexts_of=contexts_of)
 
 
 def nested(case: Case, eager_peak_bytes: int) -> Built:
     """The segments of `root_of_blocks`, and within them each block under a checkpoint of its own."""
-    return in_groups(case, math.ceil(math.sqrt(len(case.blocks))), nested=True)
+    return in_segments(case, math.ceil(math.sqrt(len(case.blocks))), nested=True)
+
+
+# ---- BatchNorm, mended by hand ------------------------------------------------------------------------------
+
+
+def mended(model: nn.Module, inner: Contexts | None = None) -> Contexts:
+    """`inner`, and in recomputations no BatchNorm of the model counts the batch again: what a careful user writes."""
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        raise NotForThisModel("it has no BatchNorm")
+
+    @contextlib.contextmanager
+    def uncounted(other: AbstractContextManager[Any]) -> Iterator[None]:
+        before = [(layer.momentum, layer.num_batches_tracked) for layer in layers]
+        for layer in layers:
+            layer.momentum, layer.num_batches_tracked = 0.0, None
+        try:
+            with other:
+                yield
+        finally:
+            for layer, (momentum, count) in zip(layers, before, strict=True):
+                layer.momentum, layer.num_batches_tracked = momentum, count
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, recomputation = inner() if inner else (contextlib.nullcontext(), contextlib.nullcontext())
+        return forward, uncounted(recomputation)
+
+    return contexts
 
 
 # ---- selective: some operations' results are saved ----------------------------------------------------------
@@ -149,11 +182,15 @@ def saving(operators: Collection[Any], every: int = 1) -> Contexts:
     return contexts
 
 
-def selective(case: Case, eager_peak_bytes: int, *, operators: Collection[Any], every: int = 1) -> Built:
+def selective(
+    case: Case, eager_peak_bytes: int, *, operators: Collection[Any], every: int = 1, mend: bool = False
+) -> Built:
     """Each block under a checkpoint that saves the results of these operators."""
-    return per_block(case, eager_peak_bytes, saving(operators, every))
+    contexts = saving(operators, every)
+    return per_block(case, eager_peak_bytes, lambda model: mended(model, contexts) if mend else contexts)
 
 
+MENDED = "BatchNorm mended"
 PEERS = (
     Peer("eager", "eager", plain),
     Peer("eager, again", "eager", plain),  # how far the machine lets two equal steps differ
@@ -161,9 +198,10 @@ PEERS = (
     Peer("checkpoint, per 2 blocks", "checkpoint", per_two_blocks),
     Peer("checkpoint, √n segments", "checkpoint", root_of_blocks),
     Peer("checkpoint, nested", "checkpoint", nested),
+    Peer(f"checkpoint, per block, {MENDED}", "checkpoint", functools.partial(per_block, contexts_of=mended)),
+    Peer(f"checkpoint, √n segments, {MENDED}", "checkpoint", functools.partial(root_of_blocks, contexts_of=mended)),
     Peer("selective, matmuls", "selective", functools.partial(selective, operators=MATMULS)),
-    Peer(
-        "selective, matmuls and attention", "selective", functools.partial(selective, operators=MATMULS | ATTENTIONS)
-    ),
+    Peer("selective, matmuls and attention", "selective", functools.partial(selective, operators=MATMULS | ATTENTIONS)),
     Peer("selective, every 2nd matmul", "selective", functools.partial(selective, operators=MATMULS, every=2)),
+    Peer(f"selective, matmuls, {MENDED}", "selective", functools.partial(selective, operators=MATMULS, mend=True)),
 )

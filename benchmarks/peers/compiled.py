@@ -17,7 +17,7 @@ from benchmarks.peers.case import Built, Case, Peer
 
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.0)
 BACKENDS = ("aot_eager", "inductor")
-MOST_COMPILATIONS = 1 << 12  # of one code object by all contenders: beyond a limit, what is called would run eagerly
+MOST_COMPILATIONS = 1 << 12  # of one code object, by all contenders together
 
 
 @contextlib.contextmanager
@@ -31,11 +31,7 @@ def compiling(budget: float) -> Iterator[None]:
 
 
 def set_up() -> None:
-    """Have compiled code draw eager's random numbers, without which gradients under dropout could not be compared.
-
-    These settings are read whenever code is compiled, in the backward too, and hold for the process.
-    """
-    torch._inductor.config.fallback_random = True
+    """Have the code of all contenders stay compiled: beyond a limit it would run eagerly, and nobody would know."""
     torch._dynamo.config.recompile_limit = MOST_COMPILATIONS
     torch._dynamo.config.accumulated_recompile_limit = MOST_COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -49,7 +45,7 @@ def compiled(case: Case, eager_peak_bytes: int, *, backend: str, budget: float) 
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # PyTorch 2.14 and later
         options["isolate_recompiles"] = True
     call = torch.compile(model, backend=backend, **options)
-    return Built(model, call, first_step=functools.partial(compiling, budget))
+    return Built(model, call, first_step=functools.partial(compiling, budget), own_random=backend == "inductor")
 
 
 PEERS = tuple(

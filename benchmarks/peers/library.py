@@ -28,7 +28,7 @@ def on_cpu(case: Case, eager_peak_bytes: int) -> Built:
         with torch.autograd.graph.save_on_cpu(pin_memory=on_cuda):
             return model(*arguments, **keywords)
 
-    return Built(model, call, note="" if on_cuda else "on the CPU it copies what it would move, and saves nothing")
+    return Built(model, call, note="" if on_cuda else "saves nothing on the CPU, where everything is already")
 
 
 PEERS = (

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
+from benchmarks.peers.case import SEED, Built, Case, NotForThisModel, Peer
+from benchmarks.peers.slope import SLOPE_TOLERANCE, slope_by_norm
 from rockmate import PeakMemory
 from rockmate.errors import BudgetTooSmall
 
@@ -50,6 +51,7 @@ class Contender:
     gradients_equal: bool | None = None
     largest_difference: float | None = None  # of a gradient's element
     relative_difference: float | None = None  # as the tolerance has it
+    slope: float | None = None  # of the loss along the gradient, by its norm, where random numbers are not eager's
     buffers_equal: bool | None = None
     random_equal: bool | None = None
     predicted_peak_bytes: int | None = None
@@ -130,14 +132,19 @@ def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[flo
     return largest, relative
 
 
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether these are the same to the bit."""
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def judge(contender: Contender, found: Trace, expected: Trace, tolerance: float) -> None:
     """Fill in how far this trace is from eager's, and whether it is right."""
     contender.random_equal = all(map(torch.equal, found.random, expected.random))
     if found.gradients.keys() != expected.gradients.keys() or found.buffers.keys() != expected.buffers.keys():
         contender.status, contender.reason = WRONG, "other parameters have gradients, or other buffers exist"
         return
-    contender.gradients_equal = all(torch.equal(found.gradients[name], expected.gradients[name]) for name in expected.gradients)
-    contender.buffers_equal = all(torch.equal(found.buffers[name], expected.buffers[name]) for name in expected.buffers)
+    contender.gradients_equal = equal(found.gradients, expected.gradients)
+    contender.buffers_equal = equal(found.buffers, expected.buffers)
     contender.largest_difference, contender.relative_difference = furthest(found.gradients, expected.gradients)
     wrongs = []
     if not contender.gradients_equal and not contender.relative_difference <= tolerance:
@@ -147,6 +154,21 @@ def judge(contender: Contender, found: Trace, expected: Trace, tolerance: float)
     contender.reason = "; ".join(wrongs)
     is_exact = contender.gradients_equal and contender.buffers_equal
     contender.status = WRONG if wrongs else EXACT if is_exact else CLOSE
+
+
+def draws(trace: Trace, device: torch.device) -> bool:
+    """Whether the step drew random numbers on this device."""
+    return not torch.equal(trace.random[-1], torch.Generator(device).manual_seed(SEED).get_state())
+
+
+def judge_slope(contender: Contender, slope: float) -> None:
+    """Judge gradients by the loss: its slope along a right gradient is the gradient's norm."""
+    contender.slope = round(slope, 4)
+    told = f"the loss's slope along its gradient is {slope:.3f} of the gradient's norm"
+    if abs(slope - 1) <= SLOPE_TOLERANCE:
+        contender.status, contender.reason = CLOSE, f"draws other random numbers; {told}"
+    else:
+        contender.reason = f"gradients are none of the loss: {told}"
 
 
 def buffers_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> bool:
@@ -169,7 +191,7 @@ def one_line(error: BaseException) -> str:
 
 
 def measure(peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | None) -> tuple[Contender, Trace | None]:
-    """Build, run twice, compare with `expected` (None for the first, which is eager); nothing that it raises gets out."""
+    """Build, run twice, compare with `expected`, which is None for eager; nothing that this raises gets out."""
     contender = Contender(peer.label, peer.family, share=peer.share)
     if peer.share is not None:
         contender.budget_bytes = int(peer.share * eager_peak_bytes)
@@ -180,6 +202,8 @@ def measure(peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | Non
         trace = first_trace(case, built)
         contender.ready_s = round(time.perf_counter() - started, 2)
         judge(contender, trace, expected or trace, TOLERANCES[case.dtype])
+        if expected is not None and contender.status == WRONG and built.own_random and draws(expected, case.device):
+            judge_slope(contender, slope_by_norm(case, built, trace.gradients))
         contender.peak_bytes = peak_of(case, built)
         contender.built, contender.note = built, built.note
         fill_in_plan(contender, built)
@@ -210,7 +234,7 @@ def fill_in_plan(contender: Contender, built: Built) -> None:
 
 
 def line_up(case: Case, peers: Sequence[Peer], tell: Callable[[Contender], None]) -> list[Contender]:
-    """All contenders, measured but not yet timed. The first of the peers is eager, which the others are compared with."""
+    """All contenders, measured but not yet timed. The first of the peers is eager: others are compared with it."""
     eager, expected = measure(peers[0], case, 0, None)
     if eager.peak_bytes is None or expected is None:
         raise RuntimeError(f"{case.name} does not train eagerly: {eager.reason}")

@@ -25,8 +25,24 @@ def children_of(*paths: str, chained: bool = True) -> Find:
     """What finds all children of these submodules: each submodule's are a chain, unless every child stands alone."""
 
     def find(model: nn.Module) -> Chains:
-        chains = [tuple(f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()) for path in paths]
-        return tuple(chains) if chained else tuple((path,) for chain in chains for path in chain)
+        chains = [
+            tuple((f"{path}.{name}",) for name, _ in model.get_submodule(path).named_children()) for path in paths
+        ]
+        return tuple(chains) if chained else tuple((block,) for chain in chains for block in chain)
+
+    return find
+
+
+def stretches_of(path: str, *starts: str) -> Find:
+    """What finds blocks in a Sequential of single layers: each begins with a layer of one of these classes."""
+
+    def find(model: nn.Module) -> Chains:
+        blocks: list[list[str]] = []
+        for name, child in model.get_submodule(path).named_children():
+            if not blocks or type(child).__name__ in starts:
+                blocks.append([])
+            blocks[-1].append(f"{path}.{name}")
+        return (tuple(map(tuple, blocks)),)
 
     return find
 
@@ -69,55 +85,57 @@ def hugging_face(kind: str) -> Callable[..., tuple[nn.Module, Any, Callable[[Any
 
         width, layers, vocabulary = (32, 2, 64) if quick else (256, 6, 4096)
         batch, time = (4, 16) if quick else (4 * factor, 256)
-        config: Any
-        if kind == "gpt2":
-            config = transformers.GPT2Config(
-                n_embd=width, n_layer=layers, n_head=4, n_positions=time, vocab_size=vocabulary, use_cache=False
-            )
-            model_class: Any = transformers.GPT2LMHeadModel
-        elif kind == "llama":
-            config = transformers.LlamaConfig(
-                hidden_size=width,
-                intermediate_size=8 * width // 3,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=vocabulary,
-                max_position_embeddings=time,
-                attention_dropout=0.1,
-                use_cache=False,
-            )
-            model_class = transformers.LlamaForCausalLM
-        elif kind == "bert":
-            config = transformers.BertConfig(
-                hidden_size=width,
-                intermediate_size=4 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                vocab_size=vocabulary,
-                max_position_embeddings=time,
-            )
-            model_class = transformers.BertForMaskedLM
-        else:
-            config = transformers.T5Config(
-                d_model=width,
-                d_ff=4 * width,
-                d_kv=width // 4,
-                num_heads=4,
-                num_layers=layers // 2 + 1,
-                vocab_size=vocabulary,
-                use_cache=False,
-                decoder_start_token_id=0,
-            )
-            model_class = transformers.T5ForConditionalGeneration
+        config_class, model_class = (getattr(transformers, name) for name in HUGGING_FACE[kind])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = model_class(config).to(device).train()
-            tokens = torch.randint(1, vocabulary, (2, batch, time))
-        sample = {"input_ids": tokens[0].to(device), "labels": tokens[1 if kind in ("t5", "bert") else 0].to(device)}
+            model = model_class(config_class(**settings_of(kind, width, layers, vocabulary, time))).to(device).train()
+            tokens = torch.randint(3, vocabulary, (2, batch, time)).to(device)
+        predicts_itself = kind in ("gpt2", "llama")  # one place further on
+        sample = {"input_ids": tokens[0], "labels": tokens[0 if predicts_itself else 1]}
         return model, sample, loss_of
 
     return make
+
+
+HUGGING_FACE = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "t5": ("T5Config", "T5ForConditionalGeneration"),
+}
+
+
+def settings_of(kind: str, width: int, layers: int, vocabulary: int, time: int) -> dict[str, Any]:
+    """Sizes under the names that each configuration gives them."""
+    settings: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": time},
+        "llama": {
+            "hidden_size": width,
+            "intermediate_size": 8 * width // 3,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": time,
+            "attention_dropout": 0.1,
+        },
+        "bert": {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "max_position_embeddings": time,
+        },
+        "t5": {
+            "d_model": width,
+            "d_ff": 4 * width,
+            "d_kv": width // 4,
+            "num_heads": 4,
+            "num_layers": layers // 2 + 1,
+            "decoder_start_token_id": 0,
+        },
+    }
+    ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return {**settings[kind], **ends, "vocab_size": vocabulary, "use_cache": False}
 
 
 def loss_of(output: Any) -> Tensor:
@@ -136,10 +154,14 @@ RECIPES: dict[str, Recipe] = {
     "resnet101": Recipe(from_zoo("resnet101-demo", "resnet101-tiny"), children_of("blocks")),
     "unet": Recipe(from_zoo("unet-demo", "unet-tiny"), children_of("down", "up", chained=False)),
     "mixer": Recipe(from_zoo("mixer-demo", "mixer-tiny"), children_of("blocks")),
-    "vgg16": Recipe(from_zoo("vgg16-demo", "vgg-tiny"), children_of("features")),
-    "mobilenet-v2": Recipe(from_zoo("mobilenet-v2-demo", "mobilenet-v2-tiny"), children_of("features")),
+    "vgg16": Recipe(from_zoo("vgg16-demo", "vgg-tiny"), stretches_of("features", "Conv2d")),
+    "mobilenet-v2": Recipe(
+        from_zoo("mobilenet-v2-demo", "mobilenet-v2-tiny"), stretches_of("features", "Conv2d", "InvertedResidual")
+    ),
     "googlenet": Recipe(from_zoo("googlenet-demo", "googlenet-tiny"), children_of("blocks")),
-    "densenet121": Recipe(from_zoo("densenet121-demo", "densenet-tiny"), children_of("blocks")),
+    "densenet121": Recipe(
+        from_zoo("densenet121-demo", "densenet-tiny"), stretches_of("blocks", "DenseLayer", "BatchNorm2d")
+    ),
     "transformer": Recipe(translation, children_of("transformer.encoder.layers", "transformer.decoder.layers")),
 }
 

@@ -1,0 +1,150 @@
+"""What docs/peers.md says of the results: a table, a picture and the bars of each model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rockmate.units import format_bytes, format_ms
+
+Report = Mapping[str, Any]
+
+NO_RESULTS = (
+    "No results are stored yet: `python benchmarks/against_peers.py` measures them, and `python docs/make_tables.py` "
+    "writes them here."
+)
+HEADINGS = ("", "gradients", "median step", "time / eager", "predicted", "gap", "peak", "of eager's", "ready in", "")
+OURS = "rockmate"
+RUNS = ("exact", "close")
+
+
+def picture_name(report: Report) -> str:
+    """File name of the picture of a result file."""
+    return f"peers-{report['model']}-{report['circumstances']['device'].partition(':')[0]}.svg"
+
+
+def sections(reports: Sequence[Report], pictures: str) -> Iterator[str]:
+    """Lines of the generated part: a summary of all models, then one section each; `pictures` is their folder."""
+    if not reports:
+        yield NO_RESULTS
+        return
+    yield from summary(reports)
+    for report in reports:
+        yield ""
+        yield from section(report, pictures)
+
+
+def summary(reports: Sequence[Report]) -> Iterator[str]:
+    """Lines of the table of ours in all models, by share of the eager peak."""
+    shares = sorted({result["share"] for report in reports for result in ours_of(report)}, reverse=True)
+    yield line(["time / eager", *(f"{share:.2f}" for share in shares), "bars met"])
+    yield line(["---", *["--:"] * (len(shares) + 1)])
+    for report in reports:
+        by_share = {result["share"]: result for result in ours_of(report)}
+        bars = report["bars"]
+        met = f"{sum(bar['met'] for bar in bars)} of {len(bars)}" if bars else "–"
+        yield line([title_of(report), *(share_cell(by_share.get(share)) for share in shares), met])
+
+
+def share_cell(result: Report | None) -> str:
+    """What the summary says of one plan."""
+    if result is None:
+        return ""
+    if result["time_ratio"] is None or result["status"] not in RUNS:
+        return result["status"]
+    return f"{result['time_ratio']:.3f} ×"
+
+
+def ours_of(report: Report) -> list[Report]:
+    """The contenders that are ours, with the default solver."""
+    return [result for result in report["contenders"] if result["family"] == OURS]
+
+
+def title_of(report: Report) -> str:
+    """The model and where it ran."""
+    where = report["circumstances"]
+    return f"{report['model']} on {where['gpu'] or where['device']}"
+
+
+def section(report: Report, pictures: str) -> Iterator[str]:
+    """Lines of one result file."""
+    where = report["circumstances"]
+    yield f"### {title_of(report)}"
+    yield ""
+    told = (
+        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['dtype']}, medians of {where['repeats']} "
+        f"steps, code at {where['code']}."
+    )
+    yield told + (f" Left out: {', '.join(where['skipped'])}." if where["skipped"] else "")
+    yield ""
+    yield f"![Time against memory: {title_of(report)}]({pictures}/{picture_name(report)})"
+    yield ""
+    yield line(HEADINGS)
+    yield line(["---", "---", *["--:"] * (len(HEADINGS) - 3), "---"])
+    for result in report["contenders"]:
+        yield line(cells(result))
+    if report["bars"]:
+        yield ""
+        yield "| bar | reached | at most | |"
+        yield "| --- | --: | --: | --- |"
+        for bar in report["bars"]:
+            reached = escaped(bar["reason"]) if bar["reached"] is None else f"{bar['reached']:g}"
+            limit = bar["limit"] if isinstance(bar["limit"], str) else f"{bar['limit']:g}"
+            yield line([bar["label"], reached, limit, "met" if bar["met"] else "not met"])
+
+
+def cells(result: Report) -> list[str]:
+    """What the table says of a contender."""
+    return [
+        result["label"],
+        exactness(result),
+        shown(result["median_ms"], format_ms),
+        shown(result["time_ratio"], lambda ratio: f"{ratio:.3f} ×"),
+        shown(result["predicted_ratio"], lambda ratio: f"{ratio:.3f} ×"),
+        shown(result["gap"], lambda gap: f"{100 * gap:.1f} %"),
+        shown(result["peak_bytes"], format_bytes),
+        shown(result["peak_share"], lambda share: f"{share:.3f}"),
+        shown(result["ready_s"], lambda seconds: f"{seconds:.1f} s"),
+        remarks(result),
+    ]
+
+
+def exactness(result: Report) -> str:
+    """Whether it trains as eager does."""
+    if result["status"] == "close" and result["relative_difference"] is not None and result["slope"] is None:
+        return f"off by {result['relative_difference']:.0e}"
+    return f"**{result['status']}**" if result["status"] == "wrong" else result["status"]
+
+
+def remarks(result: Report) -> str:
+    """Reasons and notes, and what a refusal has proven."""
+    texts = [result["reason"], result["note"]]
+    if result["smallest_budget_bytes"] is not None:
+        texts.append(
+            f"smallest budget {format_bytes(result['smallest_budget_bytes'])}, "
+            f"{format_bytes(result['proven_bytes'])} proven"
+        )
+    if result["random_equal"] is False:
+        texts.append("leaves other random numbers")
+    return escaped("; ".join(filter(None, texts)))
+
+
+def escaped(text: str) -> str:
+    """The text as a cell of a table holds it."""
+    return text.replace("|", "\\|").replace("<", "\\<").replace("`", "'").replace("\n", " ")
+
+
+def shown(number: Any, form: Callable[[Any], str]) -> str:
+    """The number in that form, a dash for None."""
+    return "–" if number is None else form(number)
+
+
+def line(texts: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(texts)} |"
+
+
+def result_files(folder: Path) -> list[Path]:
+    """The result files of the comparison with peers in this folder."""
+    return sorted(folder.glob("peers-*.json"))

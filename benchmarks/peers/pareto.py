@@ -1,0 +1,67 @@
+"""A picture of one model's results: time against memory, a marker for each family, a line for ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.peers.page import OURS, RUNS, title_of
+
+MARKERS = {
+    "eager": ("k", "*", 130),
+    "checkpoint": ("tab:orange", "s", 40),
+    "selective": ("tab:green", "^", 45),
+    "compile": ("tab:purple", "D", 34),
+    "auto-sac": ("tab:brown", "P", 45),
+    "hugging face": ("tab:red", "v", 45),
+    "offload": ("tab:gray", "X", 45),
+    "rockmate's other solvers": ("tab:cyan", "o", 30),
+}
+FIGURE_INCHES = (7.2, 4.4)
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Write the picture of a result file, the same for the same file. Filled markers train right, hollow ones not."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timed = [result for result in report["contenders"] if result["time_ratio"] is not None]
+    with matplotlib.rc_context({"svg.hashsalt": "rockmate", "font.size": 9, "svg.fonttype": "path"}):
+        figure, axes = plt.subplots(figsize=FIGURE_INCHES, layout="constrained")
+        for family, (colour, marker, size) in MARKERS.items():
+            for is_right in (True, False):
+                found = [r for r in timed if r["family"] == family and (r["status"] in RUNS) == is_right]
+                if found:
+                    axes.scatter(
+                        [result["peak_share"] for result in found],
+                        [result["time_ratio"] for result in found],
+                        marker=marker,
+                        s=size,
+                        facecolors=colour if is_right else "none",
+                        edgecolors=colour,
+                        label=family if is_right else f"{family}, wrong",
+                    )
+        draw_ours(axes, [result for result in timed if result["family"] == OURS])
+        axes.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
+        axes.set(
+            title=title_of(report), xlabel="peak memory / eager's", ylabel="time of a step / eager's", xlim=(0, None)
+        )
+        axes.legend(fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def draw_ours(axes: Any, results: list[Mapping[str, Any]]) -> None:
+    """Ours measured as a line, and the bounds that no plan of the same budget is faster than."""
+    ours = sorted((r for r in results if r["status"] in RUNS), key=lambda result: result["peak_share"])
+    if not ours:
+        return
+    shares = [result["peak_share"] for result in ours]
+    axes.plot(shares, [result["time_ratio"] for result in ours], "o-", color="tab:blue", label="rockmate", zorder=3)
+    bounds = [(result["peak_share"], result["bound_ratio"]) for result in ours if result["bound_ratio"] is not None]
+    if bounds:
+        axes.plot(*zip(*bounds, strict=True), ":", color="tab:blue", linewidth=1, label="no plan is faster")
