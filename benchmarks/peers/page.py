@@ -16,7 +16,7 @@ NO_RESULTS = (
 )
 HEADINGS = ("", "gradients", "median step", "time / eager", "predicted", "gap", "peak", "of eager's", "ready in", "")
 OURS = "rockmate"
-RUNS = ("exact", "close")
+RUNS, ABSENT = ("exact", "close"), "does not apply"
 
 
 def picture_name(report: Report) -> str:
@@ -83,7 +83,9 @@ def section(report: Report, pictures: str) -> Iterator[str]:
     yield line(HEADINGS)
     yield line(["---", "---", *["--:"] * (len(HEADINGS) - 3), "---"])
     for result in report["contenders"]:
-        yield line(cells(result))
+        if result["status"] != ABSENT:
+            yield line(cells(result))
+    yield from absent(report["contenders"])
     if report["bars"]:
         yield ""
         yield "| bar | reached | at most | |"
@@ -92,6 +94,20 @@ def section(report: Report, pictures: str) -> Iterator[str]:
             reached = escaped(bar["reason"]) if bar["reached"] is None else f"{bar['reached']:g}"
             limit = bar["limit"] if isinstance(bar["limit"], str) else f"{bar['limit']:g}"
             yield line([bar["label"], reached, limit, "met" if bar["met"] else "not met"])
+
+
+def absent(results: Sequence[Report]) -> Iterator[str]:
+    """A line for those that have no place here, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result["status"] == ABSENT:
+            reasons.setdefault(result["reason"], []).append(result["label"])
+    if reasons:
+        yield ""
+        yield "Not here:"
+        yield ""
+        for reason, labels in reasons.items():
+            yield f"* {', '.join(labels)}: {escaped(reason)}"
 
 
 def cells(result: Report) -> list[str]:
