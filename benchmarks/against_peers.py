@@ -44,6 +44,8 @@ def tell(contender: Contender) -> None:
     peak = "" if contender.peak_bytes is None else f", peak {format_bytes(contender.peak_bytes)}"
     ready = "" if contender.ready_s is None else f", ready in {contender.ready_s:.1f} s"
     reason = f": {contender.reason}" if contender.reason else ""
+    if contender.smallest_budget_bytes is not None and contender.proven_bytes is not None:
+        reason += f", {format_bytes(contender.smallest_budget_bytes)} do, {format_bytes(contender.proven_bytes)} proven"
     console.print(f"{contender.label}: {contender.status}{peak}{ready}{reason}", highlight=False, markup=False)
 
 

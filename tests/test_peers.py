@@ -180,7 +180,7 @@ def test_blocks_of_a_case_are_its_submodules(name):
 
 def result(share, ratio, **others):
     plain = {"family": "rockmate", "status": "exact", "share": share, "time_ratio": ratio, "predicted_ratio": 1.1}
-    return plain | {"gap": 0.01, "reason": "", "proven_bytes": None, "budget_bytes": 100} | others
+    return plain | {"gap": 0.01, "reason": "", "proven_bytes": None, "budget_bytes": 100, "random_equal": True} | others
 
 
 def test_bars_say_what_was_reached():
@@ -195,6 +195,7 @@ def test_bars_say_what_was_reached():
     assert not time_bar(0.5, ANY, refused)["met"]
     assert time_bar(0.5, ANY, result(0.5, 9.0))["met"]
     assert not time_bar(0.5, ANY, result(0.5, 9.0, status="wrong", reason="buffers"))["met"]
+    assert not time_bar(0.5, ANY, result(0.5, 9.0, random_equal=False))["met"]
 
 
 def report_of(case: Case) -> dict:

@@ -41,11 +41,11 @@ def time_bar(share: float, limit: float | str, result: Mapping[str, Any] | None)
     if result is None:
         return {"label": label, "reached": None, "limit": limit, "met": False, "reason": "was not run"}
     ratio = result["time_ratio"]
-    if ratio is None or result["status"] == "wrong":
+    if ratio is None or result["status"] != "exact" or not result["random_equal"]:
         proven = result["proven_bytes"]
         is_proven = proven is not None and proven > result["budget_bytes"]
         met = limit == ANY_THAT_EXISTS and is_proven
-        reason = "none exists, as is proven" if is_proven else result["reason"] or result["status"]
+        reason = "none exists, as is proven" if is_proven else result["reason"] or "is not exact"
         return {"label": label, "reached": None, "limit": limit, "met": met, "reason": reason}
     met = isinstance(limit, str) or ratio <= limit
     return {"label": label, "reached": round(ratio, 3), "limit": limit, "met": met, "reason": ""}

@@ -23,6 +23,7 @@ TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-6, torch.bfloat16: 1e-1, to
 FLOOR = 1e-2
 
 EXACT, CLOSE, WRONG = "exact", "close", "wrong"  # runs: to the bit, within the tolerance, or beyond it
+UNKNOWN = "unknown"  # runs, and nothing can be said of its gradients
 REFUSED, ABSENT, FAILED = "refused", "does not apply", "failed"  # does not run, and the reason says why
 
 
@@ -203,7 +204,11 @@ def measure(peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | Non
         contender.ready_s = round(time.perf_counter() - started, 2)
         judge(contender, trace, expected or trace, TOLERANCES[case.dtype])
         if expected is not None and contender.status == WRONG and built.own_random and draws(expected, case.device):
-            judge_slope(contender, slope_by_norm(case, built, trace.gradients))
+            if case.dtype in (torch.float32, torch.float64):
+                judge_slope(contender, slope_by_norm(case, built, trace.gradients))
+            else:
+                contender.status = UNKNOWN
+                contender.reason = f"draws other random numbers; {case.dtype} is too coarse to judge by the loss"
         contender.peak_bytes = peak_of(case, built)
         contender.built, contender.note = built, built.note
         fill_in_plan(contender, built)

@@ -83,7 +83,7 @@ def hugging_face(kind: str) -> Callable[..., tuple[nn.Module, Any, Callable[[Any
     def make(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
         import transformers
 
-        width, layers, vocabulary = (32, 2, 64) if quick else (256, 6, 4096)
+        width, layers, vocabulary = (32, 2, 64) if quick else (256, 6, 1024)
         batch, time = (4, 16) if quick else (4 * factor, 256)
         config_class, model_class = (getattr(transformers, name) for name in HUGGING_FACE[kind])
         with torch.random.fork_rng(devices=[]):

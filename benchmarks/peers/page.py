@@ -14,7 +14,19 @@ NO_RESULTS = (
     "No results are stored yet: `python benchmarks/against_peers.py` measures them, and `python docs/make_tables.py` "
     "writes them here."
 )
-HEADINGS = ("", "gradients", "median step", "time / eager", "predicted", "gap", "peak", "of eager's", "ready in", "")
+HEADINGS = (
+    "",
+    "gradients",
+    "median step",
+    "time / eager",
+    "predicted",
+    "gap",
+    "peak",
+    "of eager's",
+    "ours / this",
+    "ready in",
+    "",
+)
 OURS = "rockmate"
 RUNS, ABSENT = ("exact", "close"), "does not apply"
 
@@ -84,7 +96,7 @@ def section(report: Report, pictures: str) -> Iterator[str]:
     yield line(["---", "---", *["--:"] * (len(HEADINGS) - 3), "---"])
     for result in report["contenders"]:
         if result["status"] != ABSENT:
-            yield line(cells(result))
+            yield line(cells(result, ours_beside(result, report)))
     yield from absent(report["contenders"])
     if report["bars"]:
         yield ""
@@ -110,8 +122,8 @@ def absent(results: Sequence[Report]) -> Iterator[str]:
             yield f"* {', '.join(labels)}: {escaped(reason)}"
 
 
-def cells(result: Report) -> list[str]:
-    """What the table says of a contender."""
+def cells(result: Report, beside: float | None) -> list[str]:
+    """What the table says of a contender; `beside` is ours by its time."""
     return [
         result["label"],
         exactness(result),
@@ -121,9 +133,22 @@ def cells(result: Report) -> list[str]:
         shown(result["gap"], lambda gap: f"{100 * gap:.1f} %"),
         shown(result["peak_bytes"], format_bytes),
         shown(result["peak_share"], lambda share: f"{share:.3f}"),
+        shown(beside, lambda ratio: f"{ratio:.3f} ×"),
         shown(result["ready_s"], lambda seconds: f"{seconds:.1f} s"),
         remarks(result),
     ]
+
+
+def ours_beside(result: Report, report: Report) -> float | None:
+    """Time of our fastest plan whose peak is no higher, by that of this competitor; None where there is none."""
+    if result["family"] == OURS or result["status"] not in RUNS or result["time_ratio"] is None:
+        return None
+    times = [
+        ours["time_ratio"]
+        for ours in ours_of(report)
+        if ours["status"] in RUNS and ours["time_ratio"] and ours["peak_bytes"] <= result["peak_bytes"]
+    ]
+    return min(times) / result["time_ratio"] if times else None
 
 
 def exactness(result: Report) -> str:
