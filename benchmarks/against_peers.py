@@ -9,6 +9,7 @@ Contenders take turns, each round starting with another one; ratios are those of
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 import warnings
@@ -21,7 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.peers.bars import bars_of
-from benchmarks.peers.measuring import TOLERANCES, Contender, line_up, result_of, time_all
+from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
 from benchmarks.peers.ours import FAMILY
 from benchmarks.peers.registry import KEYS, peers_for
@@ -78,13 +79,14 @@ def run(name: str, options: argparse.Namespace) -> None:
     """Measures one model, prints its table and bars, writes its result file."""
     started = time.perf_counter()
     torch._dynamo.reset()
+    gc.collect()
     case = case_named(name, options.device, options.quick, DTYPES[options.dtype], options.batch_factor)
     skipped = tuple(KEYS[key] for key in options.skip_families)
     peers = peers_for(options.shares or case.shares, skipped)
     if options.only:
         peers = (peers[0], *(peer for peer in peers[1:] if any(part in peer.label for part in options.only)))
     console.rule(f"{name} on {options.device}")
-    contenders = line_up(case, peers, tell)
+    contenders = line_up(case, peers, tell, options.limit)
     with console.status("timing") as status:
         time_all(case, contenders, options.repeats, status.update)
     results = [result_of(contender, contenders[0]) for contender in contenders]
@@ -112,6 +114,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "batch_factor": options.batch_factor,
         "repeats": options.repeats,
+        "limit_s": options.limit,
         "skipped": options.skip_families,
         "tolerance": TOLERANCES[DTYPES[options.dtype]],
     }
@@ -128,6 +131,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--skip-families", nargs="+", choices=KEYS, default=[], metavar="FAMILY", help=", ".join(KEYS))
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only those whose labels have this in them")
     parser.add_argument("--shares", nargs="+", type=float, help="of the eager peak, for which we plan")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds to get ready in (default %(default)s)")
     options = parser.parse_args()
     if "eager" in options.skip_families:
         parser.error("eager training is what all others are compared with: it cannot be skipped")

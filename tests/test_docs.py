@@ -166,6 +166,13 @@ def test_tables_are_those_of_the_committed_results():
     assert page == tables.with_tables(page, steps, *others), "run python docs/make_tables.py"
 
 
+def test_the_page_of_peers_is_that_of_the_committed_results():
+    tables = load_script("docs/make_tables.py")
+    page = (ROOT / "docs" / "peers.md").read_text("utf-8")
+    results = [path for path in committed_results() if path.match("peers-*.json")]
+    assert page == tables.peers_page(page, results), "run python docs/make_tables.py"
+
+
 def test_a_table_shows_what_the_result_file_holds(tmp_path):
     contender = {
         "label": "rockmate 0.50",

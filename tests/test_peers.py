@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_wrong_gradients_are_wrong_and_failures_have_a_reason():
     assert (wrong.status, wrong.gradients_equal) == ("wrong", False)
     assert "gradients off by" in wrong.reason
     assert (failed.status, failed.reason, failed.runs) == ("failed", "RuntimeError: no such thing", False)
+
+
+def test_who_is_not_ready_in_time_is_out():
+    def slow(case: Case, eager_peak_bytes: int) -> Built:
+        while True:
+            time.sleep(0.01)
+
+    _, late = line_up(chain_case(), [EAGER, Peer("slow", "x", slow)], lambda contender: None, limit_s=0.3)
+    assert (late.status, late.reason) == ("failed", "TimeoutError: not ready within 0 s")
 
 
 def test_contenders_share_weights_and_nothing_else():

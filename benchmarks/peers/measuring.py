@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +24,8 @@ from rockmate.errors import BudgetTooSmall
 # or by a hundredth of that of all gradients where this is larger. Wrong masks or counts are off by a tenth and more.
 TOLERANCES = {torch.float32: 1e-2, torch.float64: 1e-6, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 FLOOR = 1e-2
+
+LIMIT_S = 900.0  # to get ready in
 
 EXACT, CLOSE, WRONG = "exact", "close", "wrong"  # runs: to the bit, within the tolerance, or beyond it
 UNKNOWN = "unknown"  # runs, and nothing can be said of its gradients
@@ -191,7 +196,28 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:300] if lines else type(error).__name__
 
 
-def measure(peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | None) -> tuple[Contender, Trace | None]:
+@contextlib.contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """Raise `TimeoutError` in what takes longer, where the system has alarms."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError(f"not ready within {limit_s:.0f} s")
+
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(
+    peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | None, limit_s: float = LIMIT_S
+) -> tuple[Contender, Trace | None]:
     """Build, run twice, compare with `expected`, which is None for eager; nothing that this raises gets out."""
     contender = Contender(peer.label, peer.family, share=peer.share)
     if peer.share is not None:
@@ -199,8 +225,9 @@ def measure(peer: Peer, case: Case, eager_peak_bytes: int, expected: Trace | Non
     trace = None
     try:
         started = time.perf_counter()
-        built = peer.build(case, eager_peak_bytes)
-        trace = first_trace(case, built)
+        with within(limit_s):
+            built = peer.build(case, eager_peak_bytes)
+            trace = first_trace(case, built)
         contender.ready_s = round(time.perf_counter() - started, 2)
         judge(contender, trace, expected or trace, TOLERANCES[case.dtype])
         if expected is not None and contender.status == WRONG and built.own_random and draws(expected, case.device):
@@ -238,7 +265,9 @@ def fill_in_plan(contender: Contender, built: Built) -> None:
         contender.status, contender.reason = WRONG, "its measured peak is above its budget"
 
 
-def line_up(case: Case, peers: Sequence[Peer], tell: Callable[[Contender], None]) -> list[Contender]:
+def line_up(
+    case: Case, peers: Sequence[Peer], tell: Callable[[Contender], None], limit_s: float = LIMIT_S
+) -> list[Contender]:
     """All contenders, measured but not yet timed. The first of the peers is eager: others are compared with it."""
     eager, expected = measure(peers[0], case, 0, None)
     if eager.peak_bytes is None or expected is None:
@@ -246,7 +275,7 @@ def line_up(case: Case, peers: Sequence[Peer], tell: Callable[[Contender], None]
     tell(eager)
     contenders = [eager]
     for peer in peers[1:]:
-        contender, _ = measure(peer, case, eager.peak_bytes, expected)
+        contender, _ = measure(peer, case, eager.peak_bytes, expected, limit_s)
         contenders.append(contender)
         tell(contender)
         gc.collect()
