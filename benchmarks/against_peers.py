@@ -25,6 +25,7 @@ from benchmarks.peers.bars import bars_of
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
 from benchmarks.peers.ours import FAMILY
+from benchmarks.peers.page import file_name
 from benchmarks.peers.registry import KEYS, peers_for
 from benchmarks.reporting import (
     circumstances,
@@ -101,7 +102,7 @@ def run(name: str, options: argparse.Namespace) -> None:
         "contenders": results,
         "bars": bars,
     }
-    write_report(options.output, f"peers-{name}-{case.device.type}.json", report)
+    write_report(options.output, f"{file_name(report)}.json", report)
 
 
 def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -33,7 +33,14 @@ RUNS, ABSENT = ("exact", "close"), "does not apply"
 
 def picture_name(report: Report) -> str:
     """File name of the picture of a result file."""
-    return f"peers-{report['model']}-{report['circumstances']['device'].partition(':')[0]}.svg"
+    return f"{file_name(report)}.svg"
+
+
+def file_name(report: Report) -> str:
+    """Name of a result file, without its suffix."""
+    where = report["circumstances"]
+    coarse = "" if where["dtype"] == "float32" else f"-{where['dtype']}"
+    return f"peers-{report['model']}-{where['device'].partition(':')[0]}{coarse}"
 
 
 def sections(reports: Sequence[Report], pictures: str) -> Iterator[str]:
@@ -76,7 +83,8 @@ def ours_of(report: Report) -> list[Report]:
 def title_of(report: Report) -> str:
     """The model and where it ran."""
     where = report["circumstances"]
-    return f"{report['model']} on {where['gpu'] or where['device']}"
+    coarse = "" if where["dtype"] == "float32" else f", {where['dtype']}"
+    return f"{report['model']} on {where['gpu'] or where['device']}{coarse}"
 
 
 def section(report: Report, pictures: str) -> Iterator[str]:
