@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -232,7 +232,10 @@ def measure(
         judge(contender, trace, expected or trace, TOLERANCES[case.dtype])
         if expected is not None and contender.status == WRONG and built.own_random and draws(expected, case.device):
             if case.dtype in (torch.float32, torch.float64):
-                judge_slope(contender, slope_by_norm(case, built, trace.gradients))
+                again = first_trace(
+                    case, replace(built, first_step=contextlib.nullcontext)
+                )  # nothing is compiled in it
+                judge_slope(contender, slope_by_norm(case, built, again.gradients))
             else:
                 contender.status = UNKNOWN
                 contender.reason = f"draws other random numbers; {case.dtype} is too coarse to judge by the loss"
