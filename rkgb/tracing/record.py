@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -29,6 +28,7 @@ from rkgb.naming import Namer
 from rkgb.sample import Sample
 from rkgb.source import caller_is_torch, python_location
 from rkgb.state import nothing_packed
+from rkgb.tracing.custom_functions import applied_by, plain_apply
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators, OwnGenerator
 from rkgb.tracing.guard import Guard, shape_guard, snapshot
 from rkgb.tracing.opaque import OpaqueCall
@@ -318,14 +318,11 @@ class BackwardInside(TraceError):
 
 @contextlib.contextmanager
 def _whole_functions() -> Iterator[None]:
-    """Meanwhile a custom autograd function runs unseen and is noted as one operation.
-
-    Patched below ``Function.apply``, so that an ``apply`` which a module bound at import is met too.
-    """
+    """Meanwhile a custom autograd function runs unseen and is noted as one operation."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
-        plain = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+        plain = plain_apply(cls)
         if cls is CheckpointFunction and (recorder is not None or torch._C._is_tracing()):
             return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
         if recorder is None:
@@ -336,16 +333,8 @@ def _whole_functions() -> Iterator[None]:
         recorder.note_function(_as_called_now(cls), args, kwargs, result)
         return result
 
-    patched: Any = _SingleLevelFunction
-    before = patched.__dict__.get("apply")
-    patched.apply = classmethod(apply)
-    try:
+    with applied_by(apply):
         yield
-    finally:
-        if before is None:
-            del patched.apply
-        else:
-            patched.apply = before
 
 
 def is_recording(recorder: Recorder) -> bool:

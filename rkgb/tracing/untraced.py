@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from rkgb.tracing.custom_functions import applied_by
 
 _IS_TRACING = torch._C._is_tracing
 _ENTER = torch.autograd.graph.saved_tensors_hooks.__enter__
@@ -69,18 +70,14 @@ def _module_hooks_away() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patches_away() -> Iterator[None]:
-    functions: Any = _SingleLevelFunction
     packing: Any = torch.autograd.graph.saved_tensors_hooks
-    apply, enter, is_tracing = functions.__dict__.get("apply"), packing.__enter__, torch._C._is_tracing
-    if apply is not None:
-        del functions.apply
+    enter, is_tracing = packing.__enter__, torch._C._is_tracing
     packing.__enter__, torch._C._is_tracing = _ENTER, _IS_TRACING
     try:
-        yield
+        with applied_by(None):
+            yield
     finally:
         packing.__enter__, torch._C._is_tracing = enter, is_tracing
-        if apply is not None:
-            functions.apply = apply
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from rockmate.memory.split import MemorySplit
 from rockmate.plan import Plan
 
 FORMAT: Literal["rockmate-plan"] = "rockmate-plan"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -142,7 +142,7 @@ class PlanFile(Record, frozen=True):
     """A plan with all that is needed to look at it, to check it, and to run it without measuring or solving."""
 
     format: Literal["rockmate-plan"]
-    version: Literal[1]
+    version: Literal[2]
     made: Made
     asked: Asked
     graph: GraphRecord

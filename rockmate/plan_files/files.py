@@ -140,6 +140,11 @@ def _check_header(raw: Any) -> None:
             f"the plan is of version {version if version < MOST else 'beyond all'}, and this Rockmate reads up to "
             f"{VERSION}. Update Rockmate, or plan the module again."
         )
+    if type(version) is int and version < VERSION:
+        raise PlanFileError(
+            f"the plan is of version {max(version, 0)}, by an older Rockmate that told less of each operation; this "
+            f"one reads version {VERSION}: plan the module again."
+        )
 
 
 def _check_values(raw: Any, place: str, depth: int) -> None:

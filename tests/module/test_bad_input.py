@@ -169,7 +169,7 @@ def test_a_budget_error_is_a_value_error_of_this_project():
 def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
     network = built(Layers)
     with pytest.raises(BudgetTooSmall) as refusal:
-        Rockmate(network, rows(), "10KiB", loss=squares)
+        Rockmate(network, rows()[:256], "10KiB", loss=squares)
     error = refusal.value
     assert re.search(r"budget 10\.0 KiB < \d+ KiB, the smallest for which a schedule was found", str(error))
     assert re.search(r"models\.py:\d+", str(error)), "the user's own source line"
@@ -178,7 +178,7 @@ def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
         rf"Raise the budget to at least {error.smallest_budget_bytes} bytes, or: halve the batch", str(error)
     )
     assert f"split {error.binding_op.split()[-1]} into parts" in str(error)
-    assert 0.98 * error.smallest_budget_bytes <= error.proven_bytes <= error.smallest_budget_bytes
+    assert 0.97 * error.smallest_budget_bytes <= error.proven_bytes <= error.smallest_budget_bytes
 
     model = Rockmate(network, rows(), error.smallest_budget_bytes, loss=squares)
     assert model.plan.budget_bytes == error.smallest_budget_bytes
