@@ -17,6 +17,7 @@ from rkgb.dgraph import DNode
 from rkgb.errors import GraphError
 from rkgb.measuring.memory import allocated_bytes
 from rkgb.measuring.profile import BlockProfile, OpProfile, SavedKind, SavedTensor
+from rkgb.normalisation import Statistics, statistics_of_profile
 from rkgb.sgraph import SGraph, SNode
 
 
@@ -60,6 +61,8 @@ class KGraph:
     op_profiles: Mapping[str, OpProfile]  # by operation name
     gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
     forms: Mapping[SNode, TwoValues] = field(default_factory=dict)  # of data that are had again from a smaller form
+    # By operation: the batch normalisations that are had again from their statistics.
+    normalised: Mapping[str, Statistics] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[KComp]:
         yield from self.forward
@@ -90,8 +93,7 @@ class KGraph:
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
     """Join the measured blocks into the K graph of the whole model."""
     profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
-    repeat_ms = {name: time_ms for profile in profiles for name, time_ms in profile.repeat_ms.items()}
-    builder = _Builder(graph, profile_of, _early_bytes(graph), _staged(graph, profiles), repeat_ms)
+    builder = _Builder(graph, profile_of, _early_bytes(graph), _staged(graph, profiles), profiles)
     for index, block in enumerate(blocks):
         for node in block.nodes:
             builder.add_forward(node, index)
@@ -107,6 +109,7 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
         profile_of,
         sum(graph.dgraph.values[name].storage_bytes for name in _differentiable_outputs(graph)),
         compact_forms(graph.dgraph, graph.nodes),
+        builder.normalised,
     )
     result.verify()
     return result
@@ -117,13 +120,16 @@ def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockPro
     early, staged = _early_bytes(graph), _staged(graph, profiles)
     result = []
     for block, profile in zip(blocks, profiles, strict=True):
-        builder = _Builder(graph, profile.ops, early, staged, profile.repeat_ms)
+        builder = _Builder(graph, profile.ops, early, staged, [profile])
         for node in block.nodes:
             builder.add_forward(node, 0)
         builder.add_backward(0, profile, 0)
         outputs = sum(graph.dgraph.values[n].storage_bytes for n in _differentiable(graph, block.outputs))
         forms = compact_forms(graph.dgraph, block.nodes)
-        k_graph = KGraph(graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs, forms)
+        k_graph = KGraph(
+            graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs, forms,
+            builder.normalised,
+        )  # fmt: skip
         k_graph.verify()
         result.append(k_graph)
     return result
@@ -178,7 +184,7 @@ class _Builder:
         profile_of: Mapping[str, OpProfile],
         early_bytes: dict[SNode, int],
         staged: set[SNode],
-        repeat_ms: Mapping[str, float],
+        profiles: list[BlockProfile],
     ) -> None:
         self.graph = graph
         self.profile_of: Mapping[str, OpProfile] = profile_of
@@ -190,7 +196,9 @@ class _Builder:
         self._stages: Counter[str] = Counter()
         self._early = early_bytes
         self._staged = staged
-        self._repeat_ms = repeat_ms
+        self._repeat_ms = {name: time_ms for profile in profiles for name, time_ms in profile.repeat_ms.items()}
+        self._normalise_ms = {name: time_ms for profile in profiles for name, time_ms in profile.normalise_ms.items()}
+        self.normalised: dict[str, Statistics] = {}
 
     def add_forward(self, node: SNode, block: int) -> None:
         values = self.graph.dgraph.values
@@ -199,6 +207,7 @@ class _Builder:
             size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
             comp.outputs[self._add(owner, "data", size_bytes, comp)] = None
         alive = highest = 0
+        spared_ms = 0.0
         for op in node.ops:
             profile = self.profile_of[op.name]
             comp.time_ms += profile.time_ms
@@ -207,6 +216,12 @@ class _Builder:
             for phantom in profile.phantoms:
                 comp.outputs[self._add(phantom.name, "phantom", phantom.size_bytes, comp)] = None
                 alive += phantom.size_bytes
+            found = statistics_of_profile(profile)
+            if found is not None and self._normalise_ms.get(op.name, profile.time_ms) < profile.time_ms:
+                self.normalised[op.name] = found
+                spared_ms += profile.time_ms - self._normalise_ms[op.name]
+        if spared_ms:
+            comp.repeat_ms = comp.time_ms - spared_ms
         own = sum(data.size_bytes for data in comp.outputs)
         comp.workspace_bytes = max(0, highest - own) + self._early.get(node, 0)
         read = dict.fromkeys(values[name].owner for op in node.ops for name in op.call.inputs)

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from rkgb.compact import compact_forms
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.equivalence import canonical_form
-from rkgb.errors import GraphError
 from rkgb.measuring.block_memory import observe_memory
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import BlockProfile
+from rkgb.measuring.repetition import times_from_forms, times_from_statistics
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
 from rkgb.state import borrowed, main_device, module_devices, without_autocast
@@ -89,30 +88,11 @@ def _measure(graph: SGraph, block: Block, values: dict[str, Any]) -> BlockProfil
             break
     op_ms = {name: statistics.median(timing.op_ms[name] for timing in timings) for name in timings[0].op_ms}
     node_ms = [statistics.median(times) for times in zip(*(timing.node_ms for timing in timings), strict=True)]
-    return replace(observed.profile(op_ms, node_ms), repeat_ms=_times_to_repeat(graph.dgraph, block))
-
-
-def _times_to_repeat(graph: DGraph, block: Block) -> dict[str, float]:
-    """For each node whose data have a smaller form: what it takes to make that form and to read it.
-
-    Raises `GraphError` if a form does not give back what it was made of.
-    """
-    found: dict[str, float] = {}
-    for node, form in compact_forms(graph, block.nodes).items():
-        values: dict[str, Any] = {}
-        with torch.no_grad():
-            run_nodes(node.ops, values, [node.ops[-1].output_names[0]])
-        (tensor,) = values.values()
-        times_ms = []
-        for _ in range(_TIMED_RUNS):
-            started = time.perf_counter()
-            packed = form.pack(tensor)
-            given_back = form.unpack(packed)
-            times_ms.append((time.perf_counter() - started) * 1e3)
-        if not torch.equal(given_back, tensor):
-            raise GraphError(f"the bits that stand for what {node.name} draws do not give it back.")
-        found[node.name] = statistics.median(times_ms)
-    return found
+    return replace(
+        observed.profile(op_ms, node_ms),
+        repeat_ms=times_from_forms(graph.dgraph, block),
+        normalise_ms=times_from_statistics(graph.dgraph, block, values),
+    )
 
 
 # ---- time ------------------------------------------------------------------------------------------

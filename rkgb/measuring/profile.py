@@ -71,6 +71,8 @@ class BlockProfile:
     input_gradient_bytes: Mapping[str, int]  # by name: storages of the gradients that it hands to blocks before it
     # By node: time of having its data again from a smaller form, of making that form and of reading it.
     repeat_ms: Mapping[str, float] = field(default_factory=dict)
+    # By operation: time of a batch normalisation from its statistics, where that gives the same bits.
+    normalise_ms: Mapping[str, float] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> BlockProfile:
         """The profile of an equivalent block, given how its names correspond."""
@@ -102,4 +104,5 @@ class BlockProfile:
             },
             input_gradient_bytes={rename(name): size for name, size in self.input_gradient_bytes.items()},
             repeat_ms={rename(name): time_ms for name, time_ms in self.repeat_ms.items()},
+            normalise_ms={rename(name): time_ms for name, time_ms in self.normalise_ms.items()},
         )

@@ -145,6 +145,8 @@ def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[
         random = [op for op in comp.node.ops if op.is_random and values[op.output_names[0]].device.type == "cpu"]
         # The state of a CUDA generator is a few bytes in host memory; the CPU's takes room where tensors are.
         replay_bytes = len(random) * torch.default_generator.get_state().nbytes
+    normalised = {name for op in comp.node.ops for _, name in graph.normalised.get(op.name, ())}
+    replay_bytes += sum(data.size_bytes for data in comp.outputs if data.name in normalised)
     return ForwardOp(
         comp.name,
         comp.time_ms,

@@ -18,7 +18,7 @@ from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
 from rockmate.running.expressions import Expressions, statistics_of
-from rockmate.running.program import Program, Segment, Slot, Unpacked, dropped_after, packed_key
+from rockmate.running.program import Program, Segment, Slot, dropped_after, packed_key
 from rockmate.running.runtime import ForgottenTensor, SegmentCode, StepTables
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
@@ -63,7 +63,9 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
                 segment.is_random,
                 makes=frozenset(kept.key for kept in segment.keeps),
                 takes=frozenset(
-                    [kept.key for kept, _ in segment.takes] + [taken.key for taken in segment.unpacks.values()]
+                    [kept.key for kept, _ in segment.takes]
+                    + [taken.key for taken in segment.unpacks.values()]
+                    + [key for taken in segment.normalises.values() for key in taken.keys]
                 ),
                 repeats=frozenset(op.name for op in segment.ops if op.is_random),
                 reads=_leaves_read(program, segment),
@@ -78,6 +80,11 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
             if dgraph.leaves[name].kind is not LeafKind.INPUT
         },
         whole=whole,
+        statistics={
+            op: (program.graph.normalised[op][0][0], program.graph.normalised[op][1][0])
+            for segment in program.segments
+            for op in segment.normalises
+        },
         forms={packed_key(node.name): program.graph.forms[node] for node in program.packs.values()},
     )
     return CompiledProgram(code, functions["forward"], tables)
@@ -207,23 +214,29 @@ class _Writer:
             if op.is_random:
                 last = segment.index == self.program.random_marks[op.name]
                 self._line(1, f"step.rewind({op.name!r}, {self._stream(op)}, last={last})")
-            self._write_repeated(op, op.name in segment.captured, segment.unpacks.get(op.name))
+            self._write_repeated(op, segment)
             for fill in fills:
                 if fill.position == position:
                     self._line(1, f"step.fill({fill.slot.op!r}, {fill.slot.index}, {fill.value})")
             for name in op.output_names:
                 if name in keeps:
                     self._line(1, f"step.keep({keeps[name]!r}, {name})")
-            self._delete((["saved"] if op.name in segment.captured else []) + dropped.get(position, []))
+            captured = op.name in segment.captured or op.name in segment.normalises
+            self._delete((["saved"] if captured else []) + dropped.get(position, []))
         if not segment.ops:
             self._line(1, "pass")
 
-    def _write_repeated(self, op: DNode, captured: bool, unpacked: Unpacked | None) -> None:
-        if unpacked is not None:
-            names = " = ".join(op.output_names)
+    def _write_repeated(self, op: DNode, segment: Segment) -> None:
+        if op.name in segment.unpacks:
+            unpacked, names = segment.unpacks[op.name], " = ".join(op.output_names)
             self._line(1, f"{names} = step.unpack({unpacked.key!r}, last={unpacked.last})")
             return
-        if not captured:
+        if op.name in segment.normalises:
+            arguments = ", ".join(self.expressions.value(argument) for argument in op.call.args[:3])
+            last = segment.normalises[op.name].last
+            self._line(1, f"{op.output_names[0]}, *saved = step.normalised({op.name!r}, {arguments}, last={last})")
+            return
+        if op.name not in segment.captured:
             self._line(1, self._assignment(op, self.expressions.call(op, repeated=True, tracked=False)))
             return
         self._line(1, f"with step.captures({op.name!r}) as saved:")
@@ -255,7 +268,10 @@ class _Writer:
         for slot in segment.fills:
             source = slot.tensor.source
             maker = source.partition(".saved")[0]
-            if slot.tensor.kind is SavedKind.PHANTOM:
+            if slot.tensor.kind is SavedKind.PHANTOM and maker in segment.normalises:
+                index = segment.normalises[maker].phantoms.index(source)
+                fills.append(_Fill(place[maker], slot, f"saved[{index}]"))
+            elif slot.tensor.kind is SavedKind.PHANTOM:
                 index = self._phantom_index(source, segment.ops[place[maker]])
                 fills.append(_Fill(place[maker], slot, f"saved[{index}]"))
             else:

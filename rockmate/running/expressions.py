@@ -48,6 +48,10 @@ class Expressions:
         texts += [f"{key}={self._value(value, tracked)}" for key, value in op.call.kwargs.items()]
         return f"{self._function(op)}({', '.join(texts)})"
 
+    def value(self, argument: Any) -> str:
+        """An argument of a call."""
+        return self._value(argument, tracked=False)
+
     def _opaque_call(self, op: DNode, function: OpaqueCall, tracked: bool) -> str:
         # The submodule reads its parameters and buffers, the third of the arguments, itself.
         args, kwargs, _ = op.call.args

@@ -17,6 +17,7 @@ from rkgb.dgraph import last_uses
 from rkgb.kgraph import held_storages
 from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.opaque import OpaqueCall
+from rockmate.running.runtime import saved_key
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
 
@@ -62,6 +63,15 @@ def packed_key(node: str) -> str:
     return f"{node} packed"
 
 
+@dataclass(frozen=True, slots=True)
+class Normalised:
+    """A batch normalisation had again from the statistics that its forward saved."""
+
+    keys: tuple[str, str]  # names in the step's store: of the mean, and of the inverse deviation
+    phantoms: tuple[str, str]  # the same as data of the K graph
+    last: bool  # whether for the last time
+
+
 @dataclass(slots=True)
 class Segment:
     """What is recomputed just before one backward stage."""
@@ -74,6 +84,7 @@ class Segment:
     fills: list[Slot] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)  # operations repeated for what autograd saves for them
     unpacks: dict[str, Unpacked] = field(default_factory=dict)  # by name, the operations in whose place bits are read
+    normalises: dict[str, Normalised] = field(default_factory=dict)  # by operation
 
     @property
     def is_random(self) -> bool:
@@ -145,6 +156,7 @@ class _Assigner:
         for stage, index in self.segment_of_stage.items():
             self._fill_in(segments[index], self.groups[stage])
         packs = self._read_packed(segments)
+        self._from_statistics(segments, slots)
         return Program(
             self.graph,
             segments,
@@ -153,6 +165,22 @@ class _Assigner:
             {op.name: segment.index for segment in segments for op in segment.ops if op.is_random},
             packs,
         )
+
+    def _from_statistics(self, segments: list[Segment], slots: dict[str, list[Slot]]) -> None:
+        """Repeat batch normalisations from their statistics: those that pack handles, from which these are taken."""
+        met: set[str] = set()
+        for segment in reversed(segments):
+            for op in segment.ops:
+                if op.name not in self.graph.normalised or op.name not in slots:
+                    continue
+                (mean, inverse) = self.graph.normalised[op.name]
+                segment.normalises[op.name] = Normalised(
+                    (saved_key(op.name, mean[0]), saved_key(op.name, inverse[0])),
+                    (mean[1], inverse[1]),
+                    last=op.name not in met,
+                )
+                segment.captured.discard(op.name)
+                met.add(op.name)
 
     def _read_packed(self, segments: list[Segment]) -> dict[str, SNode]:
         """Put, in place of the operations that fill a storage with a smaller form, one that reads that form."""

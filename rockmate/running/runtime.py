@@ -21,6 +21,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from rkgb.compact import TwoValues
+from rkgb.normalisation import normalised
 from rkgb.state import without_autocast
 from rockmate.errors import PlanMismatch
 
@@ -61,7 +62,14 @@ class StepTables:
     generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
     forms: dict[str, TwoValues] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
+    # By operation, the places of two of the tensors that it saves: the statistics of a batch normalisation.
+    statistics: dict[str, tuple[int, int]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
+
+
+def saved_key(op: str, place: int) -> str:
+    """The name in the step's store of the tensor that the operation `op` saves in that place."""
+    return f"{op} saved {place}"
 
 
 class Handle:
@@ -159,6 +167,10 @@ class Step:
                 f"%{op} saved {len(handles)} tensors for its backward, but {expected} when it was planned: "
                 "requires_grad flags have changed since. Plan the module again."
             )
+        for place in self._tables.statistics.get(op, ()):
+            value = handles[place].value
+            assert value is not None
+            self._values[saved_key(op, place)] = value
         for index, forgotten in self._tables.forgotten[op].items():
             handle = handles[index]
             if op in self._tables.whole and not _is_at(handle.value, forgotten):
@@ -245,6 +257,13 @@ class Step:
     def unpack(self, key: str, last: bool) -> torch.Tensor:
         """What was packed under `key`, made anew; its form is forgotten after the last use."""
         return self._tables.forms[key].unpack(self.take(key, last))
+
+    def normalised(
+        self, op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The batch normalisation `op` again, and the mean and the inverse deviation that it saves."""
+        mean, inverse = (self.take(saved_key(op, place), last) for place in self._tables.statistics[op])
+        return normalised(x, weight, bias, mean, inverse), mean, inverse
 
     def _is_over(self, segments: Iterable[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""

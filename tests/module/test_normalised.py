@@ -1,0 +1,168 @@
+"""Batch normalisations that are repeated from the statistics of their forward: exact, counted, forgotten in time."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rk_solvers import normalise, schedule_of
+from rkgb import make_all_graphs
+from rkgb.normalisation import normalised
+from rockmate import Rockmate
+from rockmate.planning.simulator import simulate
+from tests.module.steps import (
+    assert_same_training,
+    assert_trains_exactly,
+    following,
+    keep_every_other,
+    keep_nothing,
+    measured_for,
+    peak_of_step,
+    squares,
+    train,
+)
+
+
+def network(**options):
+    """Convolutions, each normalised; the last one's output is normalised in one dimension too."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16, **options),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16, **options),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 3, padding=1),
+        nn.BatchNorm2d(8, **options),
+        nn.AvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 32),
+        nn.BatchNorm1d(32, **options),
+    )
+
+
+def images():
+    return torch.randn(8, 3, 24, 24) * 3 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(64, 7), (16, 5, 9), (4, 12, 9, 11), (4, 64, 16, 16), (2, 3, 4, 5, 6)], ids=lambda shape: f"{len(shape)}d"
+)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_statistics_give_the_output_of_training_again(shape, affine, dtype, last):
+    x = torch.randn(shape, dtype=dtype) * 5 - 2
+    if last and len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = (torch.randn(shape[1], dtype=dtype), torch.randn(shape[1], dtype=dtype)) if affine else (None, None)
+    output, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    again = normalised(x, weight, bias, mean, inverse)
+    assert torch.equal(again, output)
+    assert again.stride() == output.stride()
+
+
+@pytest.mark.parametrize("plan_of", [keep_nothing, keep_every_other], ids=["nothing", "every other"])
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"track_running_stats": False}], ids=["usual", "without weights", "not tracked"]
+)
+def test_training_is_exact(options, plan_of):
+    torch.manual_seed(0)
+    model = network(**options)
+    costs = measured_for(model, images())
+    module = following(costs, model, plan_of(costs))
+    assert "step.normalised(" in module.code
+    assert_trains_exactly(module, [images() for _ in range(3)])
+
+
+def test_channels_last_are_exact():
+    torch.manual_seed(0)
+    model = network()[:9].to(memory_format=torch.channels_last)
+    x = images().contiguous(memory_format=torch.channels_last)
+    costs = measured_for(model, x)
+    module = following(costs, model, keep_nothing(costs))
+    assert "step.normalised(" in module.code
+    assert_trains_exactly(module, [x, -x])
+
+
+def test_frozen_parts_are_exact():
+    torch.manual_seed(0)
+    model = network()
+    model[1].weight.requires_grad_(False)
+    model[4].requires_grad_(False)
+    model[0].requires_grad_(False)
+    costs = measured_for(model, images())
+    assert_trains_exactly(following(costs, model, keep_nothing(costs)), [images() for _ in range(2)])
+
+
+def test_statistics_are_counted_from_the_forward_on():
+    torch.manual_seed(0)
+    costs = measured_for(network(), images())
+    graph = costs.graphs.K_graph
+    assert len(graph.normalised) >= 3
+    for op in costs.problem.forward:
+        if op.name in graph.normalised:
+            assert op.replay_bytes == sum(
+                item.size_bytes
+                for item in costs.problem.data
+                if item.kind == "phantom" and item.name.startswith(op.name + ".")
+            )
+            assert op.recompute_ms < op.time_ms
+
+
+def test_the_peak_is_as_simulated():
+    torch.manual_seed(0)
+    model = network()
+    costs = measured_for(model, images())
+    plan = normalise(costs.problem, keep_nothing(costs))
+    simulated = simulate(costs.problem, schedule_of(costs.problem, plan)).peak_bytes
+    found = peak_of_step(following(costs, model, plan), (images(),))
+    assert abs(found - simulated) <= 16384  # the statistics themselves, and what scales by them
+
+
+def test_a_graph_is_walked_twice():
+    torch.manual_seed(0)
+    model = network()
+    costs = measured_for(model, images())
+    eager, module = copy.deepcopy(model), following(costs, model, keep_nothing(costs))
+    x, found = images(), []
+    for forward, owner in ((module, model), (eager, eager)):
+        loss = squares(forward(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([*(p.grad.clone() for p in owner.parameters()), *(b.clone() for b in owner.buffers())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_does_not_give_the_same_bits_is_run_again(monkeypatch):
+    monkeypatch.setattr("rkgb.measuring.repetition.normalised", lambda x, *_: x + 1)
+    torch.manual_seed(0)
+    model = network()
+    costs = measured_for(model, images())
+    assert not costs.graphs.K_graph.normalised
+    module = following(costs, model, keep_nothing(costs))
+    assert "step.normalised(" not in module.code
+    assert_trains_exactly(module, [images()])
+
+
+@pytest.mark.parametrize("tracer", ["jit", "record"])
+def test_evaluation_and_mixed_types_are_left_alone(tracer):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8).eval())
+    graphs = make_all_graphs(model, images(), tracer=tracer)
+    assert len(graphs.K_graph.normalised) <= 1
+    with torch.autocast("cpu"):
+        mixed = make_all_graphs(model, images())
+    assert not mixed.K_graph.normalised
+
+
+def test_a_planned_module_stays_in_its_budget():
+    torch.manual_seed(0)
+    model = network()
+    x = images()
+    eager = copy.deepcopy(model)
+    module = Rockmate(model, x, 0.7, loss=squares)
+    assert peak_of_step(module, (x,)) <= module.plan.budget_bytes
+    model.zero_grad()
+    eager.load_state_dict(model.state_dict())
+    assert_same_training(train(model, [x] * 2, forward=module), train(eager, [x] * 2))
