@@ -167,9 +167,9 @@ def test_a_budget_error_is_a_value_error_of_this_project():
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
-    network = built(Layers)
+    network, sample = built(Layers), rows()[:256]
     with pytest.raises(BudgetTooSmall) as refusal:
-        Rockmate(network, rows()[:256], "10KiB", loss=squares)
+        Rockmate(network, sample, "10KiB", loss=squares)
     error = refusal.value
     assert re.search(r"budget 10\.0 KiB < \d+ KiB, the smallest for which a schedule was found", str(error))
     assert re.search(r"models\.py:\d+", str(error)), "the user's own source line"
@@ -180,14 +180,13 @@ def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
     assert f"split {error.binding_op.split()[-1]} into parts" in str(error)
     assert 0.97 * error.smallest_budget_bytes <= error.proven_bytes <= error.smallest_budget_bytes
 
-    model = Rockmate(network, rows(), error.smallest_budget_bytes, loss=squares)
+    model = Rockmate(network, sample, error.smallest_budget_bytes, loss=squares)
     assert model.plan.budget_bytes == error.smallest_budget_bytes
-    sample = rows()
     with PeakMemory() as memory:
         output = model(sample)
         squares(output).backward()
     assert memory.peak_bytes <= error.smallest_budget_bytes
-    assert_trains_exactly(model, [rows(1)])
+    assert_trains_exactly(model, [rows(1)[:256]])
 
 
 def test_less_than_the_proven_bytes_is_refused_with_the_same_figures():
