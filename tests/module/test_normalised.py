@@ -86,6 +86,32 @@ def test_channels_last_are_exact():
     assert_trains_exactly(module, [x, -x])
 
 
+class Transposed(nn.Module):
+    """Normalises the last dimension, as models of time series do: what it reads lies in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(24) for _ in range(3))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x).transpose(1, 2)).transpose(1, 2)) + x
+        return x
+
+
+@pytest.mark.parametrize("start", ["as made", "drawn"])
+def test_parameters_that_training_moves_stay_exact(start):
+    torch.manual_seed(0)
+    model, x = Transposed(), torch.randn(8, 12, 24)
+    if start == "drawn":
+        for norm in model.norms:
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+    costs = measured_for(model, x)
+    assert_trains_exactly(following(costs, model, keep_nothing(costs)), [x, -x, 2 * x, x - 1])
+
+
 def test_frozen_parts_are_exact():
     torch.manual_seed(0)
     model = network()
