@@ -96,6 +96,8 @@ def verify(
         planned = copied(model)
         if not isinstance(planned, Rockmate):
             planned = Rockmate(planned, arguments.copy(), budget, loss=loss)
+        elif not planned.plans:  # its forward reads tensors of which the copy has others: the plan is made for these
+            planned.plan_for(sample)
         own = planned._member.measured.graphs.D_graph.generators
         # Copies have copies of what the module's attributes hold, and share what closures hold.
         stack.enter_context(_streams_restored([(one.generator, one.generator.get_state()) for one in own]))

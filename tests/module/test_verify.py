@@ -31,6 +31,23 @@ def test_without_a_loss_the_backward_starts_from_every_output():
     assert verify(built(TwoHeads), rows(requires_grad=True), budget=0.8).exact
 
 
+class Placed(nn.Module):
+    """Adds positions that it holds as a plain tensor, as some libraries do: a copy of it has another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.positions = torch.linspace(0, 1, WIDTH)
+
+    def forward(self, x):
+        return self.layers(x + self.positions)
+
+
+def test_a_planned_module_that_holds_plain_tensors_is_verified():
+    model = Rockmate(Placed(), rows(), 0.9, loss=squares)
+    assert verify(model, rows(), loss=squares).exact
+
+
 def test_a_planned_module_keeps_its_own_plan():
     model = recomputing(built(Layers), rows())
     found = verify(model, rows(), budget="not even read", loss=squares)
