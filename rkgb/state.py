@@ -47,11 +47,19 @@ def nothing_packed(unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.grap
     return torch.autograd.graph.saved_tensors_hooks(_dropped, unpack)
 
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def autocast_is_on() -> bool:
+    """Whether there is autocast of any device here."""
+    return any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+
+
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Run operations below autocast, whose casts were recorded as operations of their own."""
     with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in _AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

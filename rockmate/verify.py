@@ -23,7 +23,8 @@ from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
 from rockmate.planning.costs import LossFunction
-from rockmate.running.runtime import Handle, Step, StepTables
+from rockmate.running.runtime import Handle, Step
+from rockmate.running.tables import StepTables
 from rockmate.units import format_bytes
 
 _SEED = 0
@@ -283,6 +284,9 @@ class _CheckedStep(Step):
         super().__init__(tables)
         self._wrong = wrong
         self._digests: dict[tuple[str, int], bytes] = {}
+
+    def unread(self, op: str) -> frozenset[int]:
+        return frozenset()
 
     def accept(self, op: str, handles: list[Handle]) -> None:
         if len(handles) == self._tables.saved_counts[op]:

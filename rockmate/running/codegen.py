@@ -18,8 +18,8 @@ from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
 from rockmate.running.expressions import Expressions, statistics_of
-from rockmate.running.program import Program, Segment, Slot, dropped_after, packed_key
-from rockmate.running.runtime import ForgottenTensor, SegmentCode, StepTables
+from rockmate.running.program import Program, Segment, Slot, dropped_after
+from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, packed_key
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
 

@@ -17,7 +17,7 @@ from rkgb.dgraph import last_uses
 from rkgb.kgraph import held_storages
 from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.opaque import OpaqueCall
-from rockmate.running.runtime import saved_key
+from rockmate.running.tables import packed_key, saved_key
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
 
@@ -56,11 +56,6 @@ class Unpacked:
     def key(self) -> str:
         """The name of its form in the step's store."""
         return packed_key(self.node)
-
-
-def packed_key(node: str) -> str:
-    """The name in the step's store of the smaller form of what the S node `node` fills."""
-    return f"{node} packed"
 
 
 @dataclass(frozen=True, slots=True)

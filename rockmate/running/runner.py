@@ -20,8 +20,9 @@ from rockmate.errors import PlanMismatch
 from rockmate.running.codegen import CompiledProgram
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
-from rockmate.running.runtime import Step, StepTables
+from rockmate.running.runtime import Step
 from rockmate.running.settings import BoundSettings
+from rockmate.running.tables import StepTables
 from rockmate.running.transforms import refuse_transforms
 
 

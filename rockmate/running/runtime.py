@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,56 +19,14 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from rkgb.compact import TwoValues
 from rkgb.normalisation import normalised
-from rkgb.state import without_autocast
+from rkgb.state import autocast_is_on, without_autocast
 from rockmate.errors import PlanMismatch
+from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
 
 # The random streams belong to the process, and so does the lock on them: while one thread repeats an operation with
 # the numbers of its forward, or notes where a stream is before it draws, no other may draw or put the stream elsewhere.
 _streams = threading.RLock()
-
-
-@dataclass(frozen=True, slots=True)
-class ForgottenTensor:
-    """Where a forgotten saved tensor comes back from: the segment, and its place in its storage."""
-
-    segment: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentCode:
-    """A segment as the runtime needs it."""
-
-    run: Callable[[Step], None]
-    is_random: bool
-    makes: frozenset[str]  # keys of kept values that it stores
-    takes: frozenset[str]  # keys of kept values, and of smaller forms, that it reads
-    repeats: frozenset[str]  # random operations that it repeats
-    reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
-
-
-@dataclass(slots=True)
-class StepTables:
-    """What all calls of one generated module share."""
-
-    saved_counts: dict[str, int]  # by operation: how many tensors it saves
-    forgotten: dict[str, dict[int, ForgottenTensor]]  # by operation and packing order
-    segments: list[SegmentCode]
-    generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
-    places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
-    forms: dict[str, TwoValues] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
-    # By operation, the places of two of the tensors that it saves: the statistics of a batch normalisation.
-    statistics: dict[str, tuple[int, int]] = field(default_factory=dict)
-    whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
-
-
-def saved_key(op: str, place: int) -> str:
-    """The name in the step's store of the tensor that the operation `op` saves in that place."""
-    return f"{op} saved {place}"
 
 
 class Handle:
@@ -135,7 +92,11 @@ class Step:
 
     def forgets(self, op: str) -> _Forgetting:
         """Context of an operation some of whose saved tensors are forgotten."""
-        return _Forgetting(self, op)
+        return _Forgetting(self, op, self.unread(op))
+
+    def unread(self, op: str) -> frozenset[int]:
+        """The places of those forgotten tensors of `op` at which `accept` does not look."""
+        return self._tables.unread[op]
 
     def keep(self, key: str, value: torch.Tensor) -> None:
         """Keep `value` for a later segment."""
@@ -192,24 +153,34 @@ class Step:
         self._ran.add(segment)
         for name in code.reads:
             self._refuse_changed(name)
-        # There may be autocast around the backward.
-        with torch.no_grad(), without_autocast(), self._streams_kept(code), self._leaves_of_the_forward(code):
-            code.run(self)
+        with torch.no_grad():
+            # There may be autocast around the backward. Contexts are entered where they have something to do: between
+            # the operations of a backward none of their code is in a cache.
+            replaced = self._replaced(code)
+            if not (code.is_random or replaced or autocast_is_on()):
+                code.run(self)
+                return
+            with without_autocast(), self._streams_kept(code), self._leaves_of_the_forward(replaced):
+                code.run(self)
+
+    def _replaced(self, code: SegmentCode) -> list[str]:
+        """What `code` reads in whose place there is another tensor now than in the forward: as after a functional
+        call."""
+        places, leaves = self._tables.places, self._leaves
+        return [name for name in code.reads if name in places and places[name][0][places[name][1]] is not leaves[name]]
 
     @contextlib.contextmanager
-    def _leaves_of_the_forward(self, code: SegmentCode) -> Iterator[None]:
-        """Put the tensors of the forward in their places where others are now, as after a functional call."""
-        replaced = []
-        for name in code.reads:
-            place, key = self._tables.places.get(name, (self._leaves, name))
-            if name in self._leaves and place[key] is not self._leaves[name]:
-                replaced.append((place, key, place[key]))
-                place[key] = self._leaves[name]
+    def _leaves_of_the_forward(self, names: list[str]) -> Iterator[None]:
+        """Put the tensors of the forward in their places, where others are now."""
+        places = [self._tables.places[name] for name in names]
+        others = [place[key] for place, key in places]
+        for name, (place, key) in zip(names, places, strict=True):
+            place[key] = self._leaves[name]
         try:
             yield
         finally:
-            for place, key, tensor in replaced:
-                place[key] = tensor
+            for (place, key), other in zip(places, others, strict=True):
+                place[key] = other
 
     @contextlib.contextmanager
     def _streams_kept(self, code: SegmentCode) -> Iterator[None]:
@@ -295,7 +266,7 @@ class Step:
         if handle is None:
             return  # its node has run already, or was never reached
         place = self._tables.forgotten[op][index]
-        handle.value = value.as_strided(place.size, place.stride, place.offset)
+        handle.value = value if _is_at(value, place) else value.as_strided(place.size, place.stride, place.offset)
         handle.version = handle.value._version
 
     def captures(self, op: str) -> _Capturing:
@@ -319,12 +290,13 @@ class _Forgetting:
 
     __slots__ = ("_handles", "_hooks", "_op", "_step")
 
-    def __init__(self, step: Step, op: str) -> None:
+    def __init__(self, step: Step, op: str, unread: frozenset[int]) -> None:
         self._step = step
         self._op = op
         self._handles: list[Handle] = []
         # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_pack, self._handles), _unpack)
+        pack = partial(_pack, self._handles, unread)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
@@ -339,9 +311,9 @@ class _Forgetting:
 
 
 @_disable_dynamo
-def _pack(handles: list[Handle], tensor: torch.Tensor) -> Handle:
+def _pack(handles: list[Handle], unread: frozenset[int], tensor: torch.Tensor) -> Handle:
     # Detached, or an output would own the graph node that owns the handle that owns it.
-    handle = Handle(tensor.detach(), tensor._version)
+    handle = Handle(None if len(handles) in unread else tensor.detach(), tensor._version)
     handles.append(handle)
     return handle
 

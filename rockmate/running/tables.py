@@ -1,0 +1,65 @@
+"""What all calls of one generated module share, and under which names a step keeps things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rkgb.compact import TwoValues
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenTensor:
+    """Where a forgotten saved tensor comes back from: the segment, and its place in its storage."""
+
+    segment: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCode:
+    """A segment as the runtime needs it."""
+
+    run: Callable[[Any], None]  # given the step
+    is_random: bool
+    makes: frozenset[str]  # keys of kept values that it stores
+    takes: frozenset[str]  # keys of kept values, and of smaller forms, that it reads
+    repeats: frozenset[str]  # random operations that it repeats
+    reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
+
+
+@dataclass(slots=True)
+class StepTables:
+    """What all calls of one generated module share."""
+
+    saved_counts: dict[str, int]  # by operation: how many tensors it saves
+    forgotten: dict[str, dict[int, ForgottenTensor]]  # by operation and packing order
+    segments: list[SegmentCode]
+    generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
+    places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
+    forms: dict[str, TwoValues] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
+    # By operation, the places of two of the tensors that it saves: the statistics of a batch normalisation.
+    statistics: dict[str, tuple[int, int]] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
+    unread: dict[str, frozenset[int]] = field(init=False)  # by operation: forgotten tensors that no step looks at
+
+    def __post_init__(self) -> None:
+        self.unread = {
+            op: frozenset() if op in self.whole else frozenset(places).difference(self.statistics.get(op, ()))
+            for op, places in self.forgotten.items()
+        }
+
+
+def saved_key(op: str, place: int) -> str:
+    """The name in the step's store of the tensor that the operation `op` saves in that place."""
+    return f"{op} saved {place}"
+
+
+def packed_key(node: str) -> str:
+    """The name in the step's store of the smaller form of what the S node `node` fills."""
+    return f"{node} packed"
