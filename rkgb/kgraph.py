@@ -46,7 +46,7 @@ class KComp:
     workspace_bytes: int = 0  # forward: most bytes beyond inputs and outputs while it runs
     resident_bytes: int = 0  # backward: gradients alive when it starts, in the whole step
     peak_bytes: int = 0  # backward: most gradients and workspace alive while it runs
-    repeat_ms: float | None = None  # forward: time of having its data again, where that is another one
+    repeat_ms: float | None = None  # forward: time of having its data again in the backward, where that was measured
 
 
 @dataclass(eq=False, slots=True)
@@ -207,7 +207,6 @@ class _Builder:
             size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
             comp.outputs[self._add(owner, "data", size_bytes, comp)] = None
         alive = highest = 0
-        spared_ms = 0.0
         for op in node.ops:
             profile = self.profile_of[op.name]
             comp.time_ms += profile.time_ms
@@ -219,9 +218,6 @@ class _Builder:
             found = statistics_of_profile(profile)
             if found is not None and self._normalise_ms.get(op.name, profile.time_ms) < profile.time_ms:
                 self.normalised[op.name] = found
-                spared_ms += profile.time_ms - self._normalise_ms[op.name]
-        if spared_ms:
-            comp.repeat_ms = comp.time_ms - spared_ms
         own = sum(data.size_bytes for data in comp.outputs)
         comp.workspace_bytes = max(0, highest - own) + self._early.get(node, 0)
         read = dict.fromkeys(values[name].owner for op in node.ops for name in op.call.inputs)

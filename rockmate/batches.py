@@ -194,7 +194,7 @@ def interpolated(batch: int, first: tuple[int, Problem], second: tuple[int, Prob
             time_ms=time(a.time_ms, b.time_ms),
             workspace_bytes=size(a.workspace_bytes, b.workspace_bytes),
             replay_bytes=size(a.replay_bytes, b.replay_bytes),
-            repeat_ms=None if a.repeat_ms is None or b.repeat_ms is None else time(a.repeat_ms, b.repeat_ms),
+            repeat_ms=None if a.repeat_ms is b.repeat_ms is None else time(a.recompute_ms, b.recompute_ms),
         )
         for a, b in zip(one.forward, other.forward, strict=True)
     )

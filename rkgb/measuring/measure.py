@@ -21,7 +21,7 @@ from rkgb.equivalence import canonical_form
 from rkgb.measuring.block_memory import observe_memory
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import BlockProfile
-from rkgb.measuring.repetition import times_from_forms, times_from_statistics
+from rkgb.measuring.repetition import repetition_times
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
 from rkgb.state import borrowed, main_device, module_devices, without_autocast
@@ -88,11 +88,9 @@ def _measure(graph: SGraph, block: Block, values: dict[str, Any]) -> BlockProfil
             break
     op_ms = {name: statistics.median(timing.op_ms[name] for timing in timings) for name in timings[0].op_ms}
     node_ms = [statistics.median(times) for times in zip(*(timing.node_ms for timing in timings), strict=True)]
-    return replace(
-        observed.profile(op_ms, node_ms),
-        repeat_ms=times_from_forms(graph.dgraph, block),
-        normalise_ms=times_from_statistics(graph.dgraph, block, values),
-    )
+    profile = observed.profile(op_ms, node_ms)
+    repeat_ms, normalise_ms = repetition_times(graph.dgraph, block, values, profile.ops)
+    return replace(profile, repeat_ms=repeat_ms, normalise_ms=normalise_ms)
 
 
 # ---- time ------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class BlockProfile:
     stages: tuple[StageProfile, ...]  # in the order in which autograd runs them
     parameter_gradient_bytes: Mapping[str, int]  # by leaf name: gradients that stay after the block
     input_gradient_bytes: Mapping[str, int]  # by name: storages of the gradients that it hands to blocks before it
-    # By node: time of having its data again from a smaller form, of making that form and of reading it.
+    # By node: time of having its data again in the backward; with a smaller form, of making that and of reading it.
     repeat_ms: Mapping[str, float] = field(default_factory=dict)
     # By operation: time of a batch normalisation from its statistics, where that gives the same bits.
     normalise_ms: Mapping[str, float] = field(default_factory=dict)

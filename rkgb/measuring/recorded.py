@@ -18,7 +18,7 @@ from rkgb.errors import RecordMismatch
 from rkgb.measuring.block_run import run_block, stand_ins
 from rkgb.measuring.measure import MeasuredBlocks, measure_blocks
 from rkgb.measuring.profile import BlockProfile
-from rkgb.measuring.repetition import times_from_statistics
+from rkgb.measuring.repetition import given_by_statistics
 from rkgb.measuring.saved import SavedObserver
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
@@ -42,10 +42,9 @@ def recorded_profiles(
 def _compare(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> None:
     """Raise `RecordMismatch` unless a forward of `block` saves what `profile` tells, of data with the same forms."""
     forms = {node.name for node in compact_forms(graph, block.nodes)}
-    if forms != set(profile.repeat_ms):
-        different = sorted(forms.symmetric_difference(profile.repeat_ms))
-        raise RecordMismatch(f"{different[0]} has a smaller form here, or in what was recorded, but not in both.")
-    for name in profile.normalise_ms.keys() - times_from_statistics(graph, block, values).keys():
+    for name in sorted(forms.difference(profile.repeat_ms)):
+        raise RecordMismatch(f"{name} has a smaller form here, but had none where it was recorded.")
+    for name in sorted(profile.normalise_ms.keys() - given_by_statistics(graph, block, values)):
         raise RecordMismatch(f"{name} is not given again by its statistics here, but was where it was recorded.")
     observer = SavedObserver(graph, block)
     with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):

@@ -1,94 +1,197 @@
-"""What it takes to have again what a block's operations make, where that is not running them again."""
+"""What it takes to have again what a block's operations make, in the midst of a backward.
+
+An operation of the forward reads what the one before it has just written. When it is repeated, its inputs were written
+long ago, and other data and other code have gone through the caches since: on a CPU small operations take several
+times as long then. They are therefore timed with empty caches, and in the way in which they will be repeated: from a
+smaller form, or from statistics, where these give the same bits.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 
-from rkgb.call import Ref
+from rkgb.call import Ref, bind
 from rkgb.compact import TwoValues, compact_forms
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, run_nodes
 from rkgb.errors import GraphError
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
+from rkgb.measuring.profile import OpProfile
 from rkgb.normalisation import normalised, statistics_among, takes_statistics
+from rkgb.sgraph import SNode
 
-_TIMED_RUNS = 5
+_FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
+_TIMED_RUNS = 3
+_CACHES_BYTES = 32 << 20  # so much is written to empty them
+_LONG_MS = 10.0  # what takes so long in the forward hardly takes longer in the backward
+
+Again = Callable[[], torch.Tensor]
 
 
-def times_from_forms(graph: DGraph, block: Block) -> dict[str, float]:
-    """For each node whose data have a smaller form: the time in ms of making that form and reading it.
+class _ColdClock:
+    """Times with empty caches."""
 
-    Raises `GraphError` if a form does not give back what it was made of.
-    """
-    found: dict[str, float] = {}
-    for node, form in compact_forms(graph, block.nodes).items():
-        values: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self._others: torch.Tensor | None = None
+
+    def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """What `run` gives, without gradients, and its median time in ms."""
+        if self._others is None:
+            self._others = torch.empty(_CACHES_BYTES, dtype=torch.uint8)
+        times_ms = []
+        result = None
         with torch.no_grad():
-            run_nodes(node.ops, values, [node.ops[-1].output_names[0]])
-        (tensor,) = values.values()
-        given_back, found[node.name] = _timed(partial(_there_and_back, form, tensor))
-        if not torch.equal(given_back, tensor):
-            raise GraphError(f"the bits that stand for what {node.name} draws do not give it back.")
-    return found
+            for _ in range(_FIRST_RUNS + _TIMED_RUNS):
+                self._others.fill_(0)
+                started = time.perf_counter()
+                again = run()  # what the run before made is still there, or its memory would go back to the system
+                times_ms.append((time.perf_counter() - started) * 1e3)
+                result = again
+        return result, statistics.median(times_ms[_FIRST_RUNS:])
 
 
-def times_from_statistics(graph: DGraph, block: Block, values: dict[str, Any]) -> dict[str, float]:
-    """For each batch normalisation that its statistics give again bit by bit: the time in ms of that.
+def repetition_times(
+    graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times in ms by node, and by batch normalisation that its statistics give again bit by bit.
 
-    `values` are what the block reads, by name.
+    A node is missing where the time of its forward will do. Of a node with a smaller form, it is the time of making
+    that form and of reading it. `values` are what the block reads, by name, and `ops` its measured operations.
+
+    Raises:
+        GraphError: a smaller form does not give back what it was made of.
     """
-    if not any(takes_statistics(graph, op) for op in block.ops):
-        return {}
-    observer = _Normalising(graph)
-    with torch.autograd.graph.saved_tensors_hooks(observer.pack, lambda saved: saved):
-        run_block(graph, block, stand_ins(graph, block, values), observer, forward_only=True)
-    return observer.times_ms
+    clock = _ColdClock()
+    forms = compact_forms(graph, block.nodes)
+    repeat_ms = {node.name: _time_of_form(node, form, clock) for node, form in forms.items()}
+    nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
+    observer = _Repeating(graph, nodes, ops, clock)
+    _run(graph, block, values, observer)
+    return repeat_ms | observer.repeat_ms, observer.normalise_ms
 
 
-def _there_and_back(form: TwoValues, tensor: torch.Tensor) -> torch.Tensor:
-    return form.unpack(form.pack(tensor))
+def given_by_statistics(graph: DGraph, block: Block, values: dict[str, Any]) -> set[str]:
+    """The batch normalisations that their statistics give again bit by bit."""
+    observer = _Repeating(graph)
+    _run(graph, block, values, observer)
+    return set(observer.given_again)
 
 
-class _Normalising(Observer):
-    """Repeats each batch normalisation from what it saved, and compares."""
+def _run(graph: DGraph, block: Block, values: dict[str, Any], observer: _Repeating) -> None:
+    if not observer.is_idle(block):
+        with torch.autograd.graph.saved_tensors_hooks(observer.pack, _never_unpacked):
+            run_block(graph, block, stand_ins(graph, block, values), observer, forward_only=True)
 
-    def __init__(self, graph: DGraph) -> None:
+
+def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile]) -> bool:
+    names = [name for op in node.ops for name in op.output_names]
+    if not node.recomputable or any(graph.values[name].device.type != "cpu" for name in names):
+        return False
+    is_long = sum(ops[op.name].time_ms for op in node.ops) > _LONG_MS
+    return not is_long or any(takes_statistics(graph, op) for op in node.ops)
+
+
+def _time_of_form(node: SNode, form: TwoValues, clock: _ColdClock) -> float:
+    values: dict[str, Any] = {}
+    with torch.no_grad():
+        run_nodes(node.ops, values, [node.ops[-1].output_names[0]])
+    (tensor,) = values.values()
+    packed, pack_ms = clock.time(partial(form.pack, tensor))
+    given_back, unpack_ms = clock.time(partial(form.unpack, packed))
+    if not torch.equal(given_back, tensor):
+        raise GraphError(f"the bits that stand for what {node.name} draws do not give it back.")
+    return pack_ms + unpack_ms
+
+
+class _Repeating(Observer):
+    """Repeats batch normalisations from their statistics as soon as they have run, and nodes at their end."""
+
+    def __init__(
+        self,
+        graph: DGraph,
+        nodes: Iterable[SNode] = (),
+        ops: Mapping[str, OpProfile] | None = None,
+        clock: _ColdClock | None = None,
+    ) -> None:
         self._graph = graph
-        self._saved: list[torch.Tensor] = []
-        self.times_ms: dict[str, float] = {}
+        self._ops = ops or {}
+        self._clock = clock
+        self._node_of = {op: node for node in nodes for op in node.ops}
+        self._read: dict[SNode, dict[str, Any]] = {node: {} for node in self._node_of.values()}
+        self._saved: list[torch.Tensor] | None = None  # by the normalisation that runs
+        self._quicker: dict[str, Again] = {}  # normalisations of nodes that are not yet at their end
+        self.given_again: set[str] = set()
+        self.repeat_ms: dict[str, float] = {}
+        self.normalise_ms: dict[str, float] = {}
+
+    def is_idle(self, block: Block) -> bool:
+        """Whether there is nothing in `block` to be repeated."""
+        return not self._node_of and not any(takes_statistics(self._graph, op) for op in block.ops)
 
     @_disable_dynamo  # it is no part of the compiled submodules that save
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._saved.append(tensor.detach())
-        return tensor
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Note what a normalisation saves."""
+        if self._saved is not None:
+            self._saved.append(tensor.detach())
 
     def before_op(self, op: DNode) -> None:
-        self._saved = []
+        self._saved = [] if takes_statistics(self._graph, op) else None
 
     def after_op(self, op: DNode, values: dict[str, Any]) -> None:
-        saved, self._saved = self._saved, []
-        if not takes_statistics(self._graph, op):
-            return
-        given = [values[arg.name] if isinstance(arg, Ref) else None for arg in op.call.args[:5]]
-        found = statistics_among(saved, [tensor for tensor in given if tensor is not None])
-        if len(found) != 2:
-            return
-        x, weight, bias = given[:3]
-        assert x is not None
-        output = values[op.output_names[0]]
-        with torch.no_grad():
-            again, time_ms = _timed(lambda: normalised(x, weight, bias, *found))
-            same = again.stride() == output.stride() and torch.equal(again, output)
-            del again
-            if same and _repeats_for_all(x, weight, bias):
-                self.times_ms[op.name] = time_ms
+        saved, self._saved = self._saved, None
+        again = None if saved is None else _again_from(op, values, saved)
+        if again is not None:
+            self.given_again.add(op.name)
+        if self._clock is not None and op in self._node_of:
+            self._time(op, values, again, self._clock)
+
+    def _time(self, op: DNode, values: dict[str, Any], again: Again | None, clock: _ColdClock) -> None:
+        node = self._node_of[op]
+        if again is not None:
+            self.normalise_ms[op.name] = clock.time(again)[1]
+            if self.normalise_ms[op.name] < self._ops[op.name].time_ms:
+                self._quicker[op.name] = again
+        made = {name for other in node.ops for name in other.output_names}
+        self._read[node].update((name, values[name]) for name in op.call.inputs if name not in made)
+        if op is node.ops[-1]:
+            self.repeat_ms[node.name] = clock.time(partial(self._repeat, node, self._read.pop(node)))[1]
+            self._quicker.clear()
+
+    def _repeat(self, node: SNode, values: dict[str, Any]) -> dict[str, Any]:
+        local = dict(values)
+        for op in node.ops:
+            if op.name in self._quicker:
+                bind(op.outputs, self._quicker[op.name](), local)
+            elif self._ops[op.name].phantoms:  # what autograd saves is wanted
+                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_detached, _never_unpacked):
+                    bind(op.outputs, op.call.evaluate(local), local)
+            else:
+                bind(op.outputs, op.call.evaluate(local), local)
+        return local
+
+
+def _again_from(op: DNode, values: dict[str, Any], saved: list[torch.Tensor]) -> Again | None:
+    """What gives the batch normalisation `op` again from what it `saved`, if that is the same bit by bit."""
+    given = [values[arg.name] if isinstance(arg, Ref) else None for arg in op.call.args[:5]]
+    found = statistics_among(saved, [tensor for tensor in given if tensor is not None])
+    if len(found) != 2:
+        return None
+    x, weight, bias = given[:3]
+    assert x is not None
+    again = partial(normalised, x, weight, bias, *found)
+    output = values[op.output_names[0]]
+    with torch.no_grad():
+        result = again()
+        same = result.stride() == output.stride() and torch.equal(result, output)
+        del result
+        return again if same and _repeats_for_all(x, weight, bias) else None
 
 
 def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
@@ -105,12 +208,10 @@ def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
     return torch.equal(normalised(x, weight, bias, mean, inverse), output)
 
 
-def _timed(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    times_ms = []
-    for _ in range(_TIMED_RUNS):
-        result = None  # its bytes are free again
-        started = time.perf_counter()
-        result = run()
-        times_ms.append((time.perf_counter() - started) * 1e3)
-    assert result is not None
-    return result, statistics.median(times_ms)
+@_disable_dynamo
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _never_unpacked(_: object) -> torch.Tensor:
+    raise AssertionError("no backward runs while operations are repeated")
