@@ -3,7 +3,9 @@
 A composite operation (dropout, a batched matmul, attention on CPU) computes inner tensors, some of
 which autograd saves. As one node it must be repeated whole to get one of them back; taken apart,
 each inner tensor can be kept or recomputed by itself: a dropout's mask kept and its product
-forgotten, a transposed copy made again without the product that reads it.
+forgotten, a transposed copy made again without the product that reads it. One that hides what a single
+other operation returns beside its result (the mean and the deviation of a layer normalisation, the
+indices of a pooling) becomes that operation: to have them again, no graph is recorded a second time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.bgraph import BGraph, BNode
 from rkgb.call import Call, Ref, bind, function_name, ref_names
-from rkgb.dgraph import last_uses, leaf_tensors
+from rkgb.dgraph import RUNNING_STATISTICS, last_uses, leaf_tensors
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.generators import is_own_generator
@@ -72,7 +74,10 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
     known |= {tensor.untyped_storage()._cdata for tensor in leaves(result)}
     hidden = sum({cdata: size for cdata, size in saved if cdata not in known}.values())
     size = sum(tensor.untyped_storage().nbytes() for tensor in leaves(result))
-    parts = _parts(node, recorder.calls, values, result) if composite and hidden > _WORTH * size else None
+    is_one_call = len(recorder.calls) == 1  # in its place there is no operation more
+    parts = None
+    if composite and hidden > (0 if is_one_call else _WORTH * size) and not _takes_running_statistics(node.call):
+        parts = _parts(node, recorder.calls, values, result)
     bind(node.outputs, result, values)
     made = leaves(result)
     call = without_shape_read(node.call, made[0]) if made else node.call
@@ -84,6 +89,11 @@ def _is_composite(call: Call) -> bool:
     return isinstance(function, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
         function.name(), "CompositeImplicitAutograd"
     )
+
+
+def _takes_running_statistics(call: Call) -> bool:
+    """Whether it is a normalisation that may write into its arguments without a word of it in its schema."""
+    return isinstance(call.function, torch._ops.OpOverload) and call.function._schema.name in RUNNING_STATISTICS
 
 
 def _never_unpacked(_: object) -> torch.Tensor:
@@ -114,8 +124,6 @@ class _Recorder(TorchDispatchMode):
 
 def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: Any) -> list[BNode] | None:
     """The recorded calls as nodes, or None where they do not tell the whole story."""
-    if len(calls) < 2:
-        return None
     names = {id(values[name]): name for name in node.call.inputs}
     outputs = {
         id(tensor): ref.name
@@ -130,7 +138,8 @@ def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: 
         arguments = map_leaves(lambda tensor: _named(tensor, names), (tuple(call.args), dict(call.kwargs)))
         if leaves(arguments) or not leaves(call.result):
             return None
-        stem = f"{node.name}_{function_name(call.function).strip('_')}_{index}"
+        is_alone = len(calls) == 1
+        stem = node.name if is_alone else f"{node.name}_{function_name(call.function).strip('_')}_{index}"
         produced = leaves(call.result)
         for place, tensor in enumerate(produced):
             final = id(tensor) in outputs and last[id(tensor)] == index

@@ -46,9 +46,19 @@ def test_a_mask_does_not_need_the_values_that_it_will_drop():
 
 
 def test_operations_that_hide_nothing_stay_whole():
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.GELU(), nn.Linear(4, 2))
     composite, fine, _ = expanded(module, torch.randn(3, 5, 4))
-    assert op_names(fine) == op_names(composite) == ["linear", "layer_norm", "gelu", "linear"]
+    assert op_names(fine) == op_names(composite) == ["linear", "tanh", "gelu", "linear"]
+
+
+def test_operations_that_hide_what_another_returns_become_that_one():
+    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.BatchNorm2d(4))
+    _, fine, sample = expanded(module, torch.randn(3, 2, 8, 8))
+    names = [name.removeprefix("native_") for name in op_names(fine)]
+    assert names[1:4] == ["layer_norm", "group_norm", "max_pool2d_with_indices"]
+    assert [len(node.output_names) for node in fine.nodes[1:4]] == [3, 3, 2]
+    assert names[-1] == "batch_norm"  # which writes statistics, and so stays as it is
+    replay_check(b_to_d(fine, module, sample), module, sample)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -89,11 +89,15 @@ def phantoms(module, sample):
     return {p.name: p.size_bytes for profile in graphs.K_graph.op_profiles.values() for p in profile.phantoms}
 
 
-def test_a_layer_norm_saves_mean_and_deviation_as_phantoms():
-    assert phantoms(nn.Sequential(linear(8, 64), nn.LayerNorm(64)), rows(16, 8)) == {
-        "layer_norm_0.saved0": 16 * 4,
-        "layer_norm_0.saved1": 16 * 4,
-    }
+def test_a_batch_norm_saves_mean_and_deviation_as_phantoms():
+    sizes = phantoms(nn.Sequential(linear(8, 64), nn.BatchNorm1d(64)), rows(16, 8))
+    assert sizes == {"batch_norm_0.saved0": 64 * 4, "batch_norm_0.saved1": 64 * 4}
+
+
+def test_a_layer_norm_returns_mean_and_deviation_as_values():
+    graph = graphs_of(nn.Sequential(linear(8, 64), nn.LayerNorm(64)), rows(16, 8)).K_graph
+    assert {data.kind for data in graph.data.values()} == {"data", "grad"}
+    assert [graph.data[name].size_bytes for name in ("layer_norm_0_1", "layer_norm_0_2")] == [16 * 4, 16 * 4]
 
 
 def test_a_max_pooling_saves_its_indices_as_a_phantom():
