@@ -25,7 +25,7 @@ from benchmarks.peers.bars import bars_of
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
 from benchmarks.peers.ours import FAMILY
-from benchmarks.peers.page import file_name
+from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told
 from benchmarks.peers.registry import KEYS, peers_for
 from benchmarks.reporting import (
     circumstances,
@@ -36,8 +36,9 @@ from benchmarks.reporting import (
     print_verdict,
     write_report,
 )
-from rockmate.units import format_bytes, format_ms
+from rockmate.units import format_bytes
 
+WATCHED = ("eager", FAMILY)  # families of which bars speak
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -54,26 +55,11 @@ def tell(contender: Contender) -> None:
 def table_of(results: list[dict[str, Any]], title: str) -> Table:
     """One line per contender."""
     table = new_table(title)
-    for heading in ("", "median\nstep", "time\n/ eager", "predicted", "gap", "peak", "of eager's", "ready in"):
+    for heading in ("", "", *(name.replace(" ", "\n", 1) for name in NUMBERS)):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(
-            result["label"],
-            result["status"],
-            *shown(result["median_ms"], format_ms),
-            *shown(result["time_ratio"], lambda ratio: f"{ratio:.3f}×"),
-            *shown(result["predicted_ratio"], lambda ratio: f"{ratio:.3f}×"),
-            *shown(result["gap"], lambda gap: f"{100 * gap:.1f} %"),
-            *shown(result["peak_bytes"], format_bytes),
-            *shown(result["peak_share"], lambda share: f"{share:.3f}"),
-            *shown(result["ready_s"], lambda seconds: f"{seconds:.1f} s"),
-        )
+        table.add_row(result["label"], result["status"], *numbers(result))
     return table
-
-
-def shown(number: Any, form: Any) -> tuple[str]:
-    """The number in that form, a dash for None."""
-    return ("–" if number is None else form(number),)
 
 
 def run(name: str, options: argparse.Namespace) -> None:
@@ -89,10 +75,10 @@ def run(name: str, options: argparse.Namespace) -> None:
     console.rule(f"{name} on {options.device}")
     contenders = line_up(case, peers, tell, options.limit)
     with console.status("timing") as status:
-        time_all(case, contenders, options.repeats, status.update)
+        time_all(case, contenders, options.repeats, status.update, WATCHED, options.often)
     results = [result_of(contender, contenders[0]) for contender in contenders]
     bars = bars_of(name, results, FAMILY)
-    console.print(table_of(results, f"{name}, medians of {options.repeats} steps"))
+    console.print(table_of(results, f"{name}, {steps_told(vars(options))}"))
     for bar in bars:
         reached = bar["reason"] if bar["reached"] is None else bar["reached"]
         print_verdict(bar["met"], f"{bar['label']}: {reached} ≤ {bar['limit']}")
@@ -115,6 +101,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "batch_factor": options.batch_factor,
         "repeats": options.repeats,
+        "often": options.often,
         "limit_s": options.limit,
         "skipped": options.skip_families,
         "tolerance": TOLERANCES[DTYPES[options.dtype]],
@@ -126,6 +113,7 @@ def parse_options() -> argparse.Namespace:
     parser = option_parser(__doc__, "tiny models, whose times mean nothing")
     parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each contender (default 7)")
+    parser.add_argument("--often", type=int, default=5, help="times as many of eager's and ours (default 5)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")

@@ -157,6 +157,15 @@ def test_compiled_code_is_compared_within_a_tolerance():
     assert all(len(contender.step_ms) == 2 for contender in contenders)
 
 
+def test_those_that_bars_speak_of_are_timed_more_often():
+    contenders = contenders_of(chain_case(), *checkpointing.PEERS[1:4])
+    time_all(chain_case(), contenders, 2, lambda text: None, watched=("eager",), often=3)
+    assert [len(contender.step_ms) for contender in contenders] == [6, 6, 2, 2]
+    found = result_of(contenders[2], contenders[0])
+    assert found["time_ratio"] > 0
+    assert found["time_error"] > 0
+
+
 def test_what_a_library_does_not_offer_is_told():
     _, hugging_face, offloaded, automatic = contenders_of(chain_case(), *library.PEERS, auto_sac.PEERS[0])
     assert (hugging_face.status, hugging_face.reason) == ("does not apply", "no model of the transformers library")
@@ -212,7 +221,15 @@ def report_of(case: Case) -> dict:
     greedy = named(ours.peers((0.7,)), "greedy")
     contenders = contenders_of(case, *checkpointing.PEERS[1:], greedy)
     time_all(case, contenders, 2, lambda text: None)
-    where = {"torch": "2.13.0", "threads": 2, "dtype": "float32", "repeats": 2, "code": "abc", "skipped": []}
+    where = {
+        "torch": "2.13.0",
+        "threads": 2,
+        "dtype": "float32",
+        "repeats": 2,
+        "often": 3,
+        "code": "abc",
+        "skipped": [],
+    }
     results = [result_of(contender, contenders[0]) for contender in contenders]
     for found in results:
         if found["family"] == ours.OTHER_SOLVERS:

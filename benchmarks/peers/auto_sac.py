@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
@@ -19,13 +23,31 @@ ESTIMATE = "operator-level-cost-model"
 SHARES = (0.5, 0.3)  # of what each block would save
 
 
-def tools() -> tuple[Any, Any]:
+PROBE = f"""
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.sac_estimator import SACEstimator
+with FakeTensorMode(), SACEstimator()(estimate_mode_type={ESTIMATE!r}):
+    torch.nn.Linear(4, 4, device=DEVICE)(torch.ones(2, 4, device=DEVICE))
+"""
+
+
+def tools(device: torch.device) -> tuple[Any, Any]:
     """The modules of the estimator and of the solver."""
     try:
         from torch.distributed._tools import sac_estimator, sac_ilp
     except ImportError as error:
         raise NotForThisModel(f"torch.distributed._tools.sac_ilp does not import: {error}") from error
+    if not estimator_runs(device.type):
+        raise NotForThisModel(f"its estimator ends the process on {device.type} with PyTorch {torch.__version__}")
     return sac_estimator, sac_ilp
+
+
+@functools.cache
+def estimator_runs(device: str) -> bool:
+    """Whether the estimator does one layer, in a process of its own: in some versions it ends with an abort."""
+    code = PROBE.replace("DEVICE", repr(device))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False).returncode == 0
 
 
 def estimated(case: Case, sac_estimator: Any) -> dict[str, Any]:
@@ -39,11 +61,11 @@ def estimated(case: Case, sac_estimator: Any) -> dict[str, Any]:
     }
     memo |= {id(value): fake.from_tensor(value) for value in case.model.buffers()}
     model = copy.deepcopy(case.model, memo)
-    sample = torch.utils._pytree.tree_map_only(torch.Tensor, fake.from_tensor, case.sample)
+    faked = replace(case, sample=tree_map_only(torch.Tensor, fake.from_tensor, case.sample))
     estimator = sac_estimator.SACEstimator()
     try:
         with fake, estimator(estimate_mode_type=ESTIMATE):
-            model(**sample) if isinstance(sample, dict) else model(*sample)
+            faked.forward(model)
     except Exception as error:
         raise NotForThisModel(f"its estimator does not run here: {str(error).splitlines()[0]}") from error
     prefix = f"{type(model).__name__}."
@@ -71,7 +93,7 @@ def following(decisions: Sequence[int], skipped: frozenset[Any]) -> Contexts:
 
 def automatic(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
     """Each block under a selective checkpoint, whose operations the solver has chosen for that share."""
-    sac_estimator, sac_ilp = tools()
+    sac_estimator, sac_ilp = tools(case.device)
     found = estimated(case, sac_estimator)
     model = case.fresh_model()
     skipped = frozenset(sac_estimator.OPS_TO_ALWAYS_SKIP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import signal
 import statistics
 import threading
@@ -285,13 +286,27 @@ def line_up(
     return contenders
 
 
-def time_all(case: Case, contenders: Sequence[Contender], repeats: int, tell: Callable[[str], None]) -> None:
-    """Times `repeats` steps of each; each round starts with another one. What fails in a round is out."""
-    for repeat in range(repeats):
-        running = [contender for contender in contenders if contender.runs]
-        shift = repeat % len(running)
+def time_all(
+    case: Case,
+    contenders: Sequence[Contender],
+    repeats: int,
+    tell: Callable[[str], None],
+    watched: Sequence[str] = (),
+    often: int = 1,
+) -> None:
+    """Times `repeats` steps of each, and `often` times as many of those of the `watched` families, which have bars.
+
+    Each round starts with another one. What fails in a round is out.
+    """
+    for turn in range(repeats * often):
+        running = [
+            contender
+            for place, contender in enumerate(contenders)
+            if contender.runs and (contender.family in watched or (place + turn) % often == 0)
+        ]
+        shift = turn % len(running)
         for contender in running[shift:] + running[:shift]:
-            tell(f"round {repeat + 1} of {repeats}: {contender.label}")
+            tell(f"round {turn + 1} of {repeats * often}: {contender.label}")
             assert contender.built is not None
             try:
                 synchronise(case.device)
@@ -305,6 +320,15 @@ def time_all(case: Case, contenders: Sequence[Contender], repeats: int, tell: Ca
                 contender.status, contender.reason = FAILED, f"in a later step: {one_line(error)}"
 
 
+def median_error(contender: Contender) -> float | None:
+    """Standard error of the median time, as a share of it: that of a normal distribution with these quartiles."""
+    times = contender.step_ms
+    if len(times) < 2:
+        return None
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return math.sqrt(math.pi / 2 / len(times)) * (third - first) / 1.349 / median
+
+
 def result_of(contender: Contender, eager: Contender) -> dict[str, Any]:
     """What the result file says of a contender."""
     numbers = {key: value for key, value in vars(contender).items() if key != "built"}
@@ -312,6 +336,8 @@ def result_of(contender: Contender, eager: Contender) -> dict[str, Any]:
     assert eager.peak_bytes is not None
     numbers["median_ms"] = median_ms
     numbers["time_ratio"] = None if median_ms is None or eager_ms is None else median_ms / eager_ms
+    error, eager_error = median_error(contender), median_error(eager)
+    numbers["time_error"] = None if error is None or eager_error is None else math.hypot(error, eager_error)
     numbers["peak_share"] = None if contender.peak_bytes is None else contender.peak_bytes / eager.peak_bytes
     ratio, bound = contender.predicted_ratio, contender.bound_ratio
     numbers["gap"] = None if ratio is None or bound is None else max(0.0, 1 - bound / ratio)

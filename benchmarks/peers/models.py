@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.peers.case import Case, Chains
 from rockmate import zoo
@@ -182,15 +183,6 @@ def case_named(
     model, sample, loss = recipe.make(factor, device, quick)
     if dtype != torch.float32:
         model = model.to(dtype)
-        sample = converted(sample, dtype)
+        sample = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, sample)
     shares = tuple(sorted({*SHARES, *ALSO_AT.get(name, ())}, reverse=True))
     return Case(name, model, sample, loss, recipe.find(model), (0.7, 0.5) if quick else shares)
-
-
-def converted(sample: Any, dtype: torch.dtype) -> Any:
-    """The sample with its floating-point tensors in that type."""
-    if isinstance(sample, Mapping):
-        return {key: converted(value, dtype) for key, value in sample.items()}
-    if isinstance(sample, tuple):
-        return tuple(converted(value, dtype) for value in sample)
-    return sample.to(dtype) if isinstance(sample, Tensor) and sample.is_floating_point() else sample

@@ -14,19 +14,8 @@ NO_RESULTS = (
     "No results are stored yet: `python benchmarks/against_peers.py` measures them, and `python docs/make_tables.py` "
     "writes them here."
 )
-HEADINGS = (
-    "",
-    "gradients",
-    "median step",
-    "time / eager",
-    "predicted",
-    "gap",
-    "peak",
-    "of eager's",
-    "ours / this",
-    "ready in",
-    "",
-)
+NUMBERS = ("median step", "time / eager", "predicted", "gap", "peak", "of eager's", "ready in")
+HEADINGS = ("", "gradients", *NUMBERS, "ours / this", "")
 OURS = "rockmate"
 RUNS, ABSENT = ("exact", "close"), "does not apply"
 
@@ -87,14 +76,19 @@ def title_of(report: Report) -> str:
     return f"{report['model']} on {where['gpu'] or where['device']}{coarse}"
 
 
+def steps_told(where: Report) -> str:
+    """Of how many steps the medians are."""
+    return f"medians of {where['repeats']} steps, of eager's and ours of {where['repeats'] * where['often']}"
+
+
 def section(report: Report, pictures: str) -> Iterator[str]:
     """Lines of one result file."""
     where = report["circumstances"]
     yield f"### {title_of(report)}"
     yield ""
     told = (
-        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['dtype']}, medians of {where['repeats']} "
-        f"steps, code at {where['code']}."
+        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['dtype']}, {steps_told(where)}, code at "
+        f"{where['code']}."
     )
     yield told + (f" Left out: {', '.join(where['skipped'])}." if where["skipped"] else "")
     yield ""
@@ -135,15 +129,23 @@ def cells(result: Report, beside: float | None) -> list[str]:
     return [
         result["label"],
         exactness(result),
+        *numbers(result),
+        shown(beside, lambda ratio: f"{ratio:.3f} ×"),
+        remarks(result),
+    ]
+
+
+def numbers(result: Report) -> list[str]:
+    """What was measured of a contender, under `NUMBERS`."""
+    error = "" if result["time_error"] is None else f" ± {result['time_error']:.3f}"
+    return [
         shown(result["median_ms"], format_ms),
-        shown(result["time_ratio"], lambda ratio: f"{ratio:.3f} ×"),
+        shown(result["time_ratio"], lambda ratio: f"{ratio:.3f} ×{error}"),
         shown(result["predicted_ratio"], lambda ratio: f"{ratio:.3f} ×"),
         shown(result["gap"], lambda gap: f"{100 * gap:.1f} %"),
         shown(result["peak_bytes"], format_bytes),
         shown(result["peak_share"], lambda share: f"{share:.3f}"),
-        shown(beside, lambda ratio: f"{ratio:.3f} ×"),
         shown(result["ready_s"], lambda seconds: f"{seconds:.1f} s"),
-        remarks(result),
     ]
 
 
