@@ -22,11 +22,11 @@ import torch
 from rich.table import Table
 
 from benchmarks.peers.bars import bars_of
+from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
-from benchmarks.peers.ours import FAMILY
 from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told
-from benchmarks.peers.registry import KEYS, peers_for
+from benchmarks.peers.registry import peers_for
 from benchmarks.reporting import (
     circumstances,
     code_version,
@@ -38,7 +38,7 @@ from benchmarks.reporting import (
 )
 from rockmate.units import format_bytes
 
-WATCHED = ("eager", FAMILY)  # families of which bars speak
+WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -68,7 +68,7 @@ def run(name: str, options: argparse.Namespace) -> None:
     torch._dynamo.reset()
     gc.collect()
     case = case_named(name, options.device, options.quick, DTYPES[options.dtype], options.batch_factor)
-    skipped = tuple(KEYS[key] for key in options.skip_families)
+    skipped = [family for family in Family if family.key in options.skip_families]
     peers = peers_for(options.shares or case.shares, skipped)
     if options.only:
         peers = (peers[0], *(peer for peer in peers[1:] if any(part in peer.label for part in options.only)))
@@ -77,7 +77,7 @@ def run(name: str, options: argparse.Namespace) -> None:
     with console.status("timing") as status:
         time_all(case, contenders, options.repeats, status.update, WATCHED, options.often)
     results = [result_of(contender, contenders[0]) for contender in contenders]
-    bars = bars_of(name, results, FAMILY)
+    bars = bars_of(name, results)
     console.print(table_of(results, f"{name}, {steps_told(vars(options))}"))
     for bar in bars:
         reached = bar["reason"] if bar["reached"] is None else bar["reached"]
@@ -117,12 +117,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")
-    parser.add_argument("--skip-families", nargs="+", choices=KEYS, default=[], metavar="FAMILY", help=", ".join(KEYS))
+    keys = [family.key for family in Family]
+    parser.add_argument("--skip-families", nargs="+", choices=keys, default=[], metavar="FAMILY", help=", ".join(keys))
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only those whose labels have this in them")
     parser.add_argument("--shares", nargs="+", type=float, help="of the eager peak, for which we plan")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds to get ready in (default %(default)s)")
     options = parser.parse_args()
-    if "eager" in options.skip_families:
+    if Family.EAGER.key in options.skip_families:
         parser.error("eager training is what all others are compared with: it cannot be skipped")
     return options
 

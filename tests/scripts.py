@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +25,15 @@ def run_script(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def written_between_marks(begin: str, end: str, write: Callable[[str], str]) -> str:
+    """What `write` makes of a page with an old part between marks: it is seen to replace that part, and no other."""
+    page = write(f"before\n{begin}\nold\n{end}\nafter\n")
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old" not in page
+    return page
 
 
 def load_script(path: str) -> ModuleType:

@@ -12,11 +12,12 @@ from torch import nn
 from benchmarks.peers import auto_sac, checkpointing, compiled, library, ours, page, pareto
 from benchmarks.peers.bars import ANY, ANY_THAT_EXISTS, bars_of, time_bar
 from benchmarks.peers.case import Built, Case, Peer
+from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import draws, first_trace, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
-from benchmarks.peers.registry import FAMILIES, KEYS, peers_for
+from benchmarks.peers.registry import peers_for
 from benchmarks.peers.slope import slope_by_norm
-from tests.scripts import load_script, run_script
+from tests.scripts import load_script, run_script, written_between_marks
 
 EAGER = checkpointing.PEERS[0]
 
@@ -73,7 +74,9 @@ def test_wrong_gradients_are_wrong_and_failures_have_a_reason():
     def broken(case: Case, eager_peak_bytes: int) -> Built:
         raise RuntimeError("no such thing\nat all")
 
-    _, wrong, failed = contenders_of(chain_case(), Peer("half", "x", half), Peer("broken", "x", broken))
+    _, wrong, failed = contenders_of(
+        chain_case(), Peer("half", Family.CHECKPOINT, half), Peer("broken", Family.CHECKPOINT, broken)
+    )
     assert (wrong.status, wrong.gradients_equal) == ("wrong", False)
     assert "gradients off by" in wrong.reason
     assert (failed.status, failed.reason, failed.runs) == ("failed", "RuntimeError: no such thing", False)
@@ -84,7 +87,7 @@ def test_who_is_not_ready_in_time_is_out():
         while True:
             time.sleep(0.01)
 
-    _, late = line_up(chain_case(), [EAGER, Peer("slow", "x", slow)], lambda contender: None, limit_s=0.3)
+    _, late = line_up(chain_case(), [EAGER, Peer("slow", Family.CHECKPOINT, slow)], lambda contender: None, limit_s=0.3)
     assert (late.status, late.reason) == ("failed", "TimeoutError: not ready within 0 s")
 
 
@@ -114,8 +117,8 @@ def test_other_random_numbers_are_judged_by_the_slope_of_the_loss():
 
         return Built(model, call, own_random=True)
 
-    right = Peer("right", "x", functools.partial(of_seed, seed=5))
-    wrong = Peer("wrong", "x", functools.partial(of_seed, seed=5, late=6))
+    right = Peer("right", Family.CHECKPOINT, functools.partial(of_seed, seed=5))
+    wrong = Peer("wrong", Family.CHECKPOINT, functools.partial(of_seed, seed=5, late=6))
     _, right, wrong = contenders_of(chain_case(dropout=0.3), right, wrong)
     assert right.status == "close"
     assert right.slope == pytest.approx(1, abs=0.005)
@@ -137,7 +140,7 @@ def test_the_slope_leaves_the_weights_as_they_were():
 
 def test_ours_keeps_its_budget_and_a_refusal_tells_bytes():
     shares = (0.7, 0.001)
-    peers = [peer for peer in ours.peers(shares) if peer.family == ours.FAMILY]
+    peers = [peer for peer in ours.peers(shares) if peer.family is Family.OURS]
     eager, good, refused = contenders_of(chain_case(blocks=8), *peers)
     assert good.status == "exact"
     assert good.peak_bytes <= good.budget_bytes == int(0.7 * eager.peak_bytes)
@@ -159,7 +162,7 @@ def test_compiled_code_is_compared_within_a_tolerance():
 
 def test_those_that_bars_speak_of_are_timed_more_often():
     contenders = contenders_of(chain_case(), *checkpointing.PEERS[1:4])
-    time_all(chain_case(), contenders, 2, lambda text: None, watched=("eager",), often=3)
+    time_all(chain_case(), contenders, 2, lambda text: None, watched=(Family.EAGER,), often=3)
     assert [len(contender.step_ms) for contender in contenders] == [6, 6, 2, 2]
     found = result_of(contenders[2], contenders[0])
     assert found["time_ratio"] > 0
@@ -176,7 +179,7 @@ def test_what_a_library_does_not_offer_is_told():
 
 def test_decisions_of_a_policy_are_followed_in_order():
     contexts = auto_sac.following([0, 1, 0], frozenset())
-    peer = Peer("x", "auto-sac", functools.partial(checkpointing.per_block, contexts_of=lambda model: contexts))
+    peer = Peer("x", Family.AUTO_SAC, functools.partial(checkpointing.per_block, contexts_of=lambda model: contexts))
     _, contender = contenders_of(chain_case(), peer)
     assert contender.status == "exact"
 
@@ -184,7 +187,7 @@ def test_decisions_of_a_policy_are_followed_in_order():
 def test_registry_and_recipes_are_whole():
     peers = peers_for((0.5,))
     assert peers[0] is EAGER
-    assert {peer.family for peer in peers} == set(FAMILIES) == set(KEYS.values())
+    assert {peer.family for peer in peers} == set(Family)
     assert len({peer.label for peer in peers}) == len(peers)
     assert not [peer for peer in peers_for((0.5,), ("compile",)) if peer.family == "compile"]
 
@@ -203,7 +206,7 @@ def result(share, ratio, **others):
 
 
 def test_bars_say_what_was_reached():
-    bars = {bar["label"]: bar for bar in bars_of("gpt2", [result(0.7, 1.02), result(0.5, 1.2)], "rockmate")}
+    bars = {bar["label"]: bar for bar in bars_of("gpt2", [result(0.7, 1.02), result(0.5, 1.2)])}
     assert bars["time at 0.70"]["met"]
     assert not bars["time at 0.50"]["met"]
     assert bars["time at 0.40"]["reason"] == "was not run"
@@ -232,14 +235,14 @@ def report_of(case: Case) -> dict:
     }
     results = [result_of(contender, contenders[0]) for contender in contenders]
     for found in results:
-        if found["family"] == ours.OTHER_SOLVERS:
-            found["family"] = ours.FAMILY
+        if found["family"] == Family.OTHER_SOLVERS:
+            found["family"] = Family.OURS
     circumstances = where | {"gpu": None, "device": "cpu"}
     return {
         "model": "gpt2",
         "circumstances": circumstances,
         "contenders": results,
-        "bars": bars_of("gpt2", results, ours.FAMILY),
+        "bars": bars_of("gpt2", results),
     }
 
 
@@ -248,10 +251,7 @@ def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
     path = tmp_path / "peers-gpt2-cpu.json"
     path.write_text(json.dumps(report), encoding="utf-8")
     tables = load_script("docs/make_tables.py")
-    text = tables.peers_page(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", [path])
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
+    text = written_between_marks(tables.BEGIN, tables.END, lambda page: tables.peers_page(page, [path]))
     for part in (
         "images/peers-gpt2-cpu.svg",
         "| checkpoint, per block | **wrong** |",

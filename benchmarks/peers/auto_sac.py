@@ -7,17 +7,16 @@ import functools
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
-from benchmarks.peers.checkpointing import Contexts, wrap
+from benchmarks.peers.checkpointing import Contexts, saving_by_number, wrap
+from benchmarks.peers.families import Family
 
 ESTIMATE = "operator-level-cost-model"
 SHARES = (0.5, 0.3)  # of what each block would save
@@ -74,21 +73,8 @@ def estimated(case: Case, sac_estimator: Any) -> dict[str, Any]:
 
 def following(decisions: Sequence[int], skipped: frozenset[Any]) -> Contexts:
     """What saves, of the operations of a block in their order, those whose decision is 1."""
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        seen = {False: 0, True: 0}  # by whether this is the recomputation
-
-        def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-            if operator in skipped:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            place = seen[context.is_recompute]
-            seen[context.is_recompute] += 1
-            is_saved = place < len(decisions) and decisions[place] == 1
-            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return contexts
+    saved = frozenset(number for number, decision in enumerate(decisions) if decision == 1)
+    return saving_by_number(lambda operator: operator not in skipped, lambda number: number in saved)
 
 
 def automatic(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
@@ -113,5 +99,5 @@ def automatic(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
 
 
 PEERS = tuple(
-    Peer(f"auto-SAC, share {share:.1f}", "auto-sac", functools.partial(automatic, share=share)) for share in SHARES
+    Peer(f"auto-SAC, share {share:.1f}", Family.AUTO_SAC, functools.partial(automatic, share=share)) for share in SHARES
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.peers.families import Family
+
 ANY = "any"  # a plan exists, fits and is exact, whatever it takes
 ANY_THAT_EXISTS = "any that exists"  # the same, or it is proven that no plan fits
 
@@ -22,9 +24,9 @@ MOST_GAP = 0.03  # of a plan's time, to the bound that is proven
 MOST_OFF = 0.05  # the measured ratio from the predicted one
 
 
-def bars_of(name: str, results: Sequence[Mapping[str, Any]], family: str) -> list[dict[str, Any]]:
-    """The bars of a model with what was reached; `results` are those of its file, `family` is ours."""
-    ours = {result["share"]: result for result in results if result["family"] == family}
+def bars_of(name: str, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The bars of a model with what was reached; `results` are those of its file."""
+    ours = {result["share"]: result for result in results if result["family"] == Family.OURS}
     bars = [time_bar(share, limit, ours.get(share)) for share, limit in BARS.get(name, {}).items()]
     for share, result in sorted(ours.items(), reverse=True):
         if result["gap"] is not None:

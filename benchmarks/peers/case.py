@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.families import Family
 from rockmate.plan import Plan
 
 Forward = Callable[..., Any]
@@ -86,6 +87,6 @@ class Peer:
     """A way to train, not yet of a model. `build` takes the case and the bytes of the eager step's peak."""
 
     label: str
-    family: str
+    family: Family
     build: Callable[[Case, int], Built]
     share: float | None = None  # of the eager peak, where a budget is given

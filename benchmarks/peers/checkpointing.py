@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.peers.case import Block, Built, Case, Chains, Forward, NotForThisModel, Peer
+from benchmarks.peers.families import Family
 
 aten = torch.ops.aten
 MATMULS = frozenset(
@@ -164,22 +165,27 @@ def mended(model: nn.Module, inner: Contexts | None = None) -> Contexts:
 # ---- selective: some operations' results are saved ----------------------------------------------------------
 
 
-def saving(operators: Collection[Any], every: int = 1) -> Contexts:
-    """What saves the results of these operators, or of every so manieth one of them, within each checkpoint."""
+def saving_by_number(counts: Callable[[Any], bool], is_saved: Callable[[int], bool]) -> Contexts:
+    """What numbers, within each checkpoint, the operations that count, and saves the results of those it is told."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         seen = {False: 0, True: 0}  # by whether this is the recomputation, which makes the same choices
 
         def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-            if operator not in operators:
+            if not counts(operator):
                 return CheckpointPolicy.PREFER_RECOMPUTE
+            number = seen[context.is_recompute]
             seen[context.is_recompute] += 1
-            is_saved = seen[context.is_recompute] % every == 0
-            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if is_saved(number) else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
     return contexts
+
+
+def saving(operators: Collection[Any], every: int = 1) -> Contexts:
+    """What saves the results of these operators, or of every so manieth one of them, within each checkpoint."""
+    return saving_by_number(lambda operator: operator in operators, lambda number: number % every == every - 1)
 
 
 def selective(
@@ -192,16 +198,22 @@ def selective(
 
 MENDED = "BatchNorm mended"
 PEERS = (
-    Peer("eager", "eager", plain),
-    Peer("eager, again", "eager", plain),  # how far the machine lets two equal steps differ
-    Peer("checkpoint, per block", "checkpoint", per_block),
-    Peer("checkpoint, per 2 blocks", "checkpoint", per_two_blocks),
-    Peer("checkpoint, √n segments", "checkpoint", root_of_blocks),
-    Peer("checkpoint, nested", "checkpoint", nested),
-    Peer(f"checkpoint, per block, {MENDED}", "checkpoint", functools.partial(per_block, contexts_of=mended)),
-    Peer(f"checkpoint, √n segments, {MENDED}", "checkpoint", functools.partial(root_of_blocks, contexts_of=mended)),
-    Peer("selective, matmuls", "selective", functools.partial(selective, operators=MATMULS)),
-    Peer("selective, matmuls and attention", "selective", functools.partial(selective, operators=MATMULS | ATTENTIONS)),
-    Peer("selective, every 2nd matmul", "selective", functools.partial(selective, operators=MATMULS, every=2)),
-    Peer(f"selective, matmuls, {MENDED}", "selective", functools.partial(selective, operators=MATMULS, mend=True)),
+    Peer("eager", Family.EAGER, plain),
+    Peer("eager, again", Family.EAGER, plain),  # how far the machine lets two equal steps differ
+    Peer("checkpoint, per block", Family.CHECKPOINT, per_block),
+    Peer("checkpoint, per 2 blocks", Family.CHECKPOINT, per_two_blocks),
+    Peer("checkpoint, √n segments", Family.CHECKPOINT, root_of_blocks),
+    Peer("checkpoint, nested", Family.CHECKPOINT, nested),
+    Peer(f"checkpoint, per block, {MENDED}", Family.CHECKPOINT, functools.partial(per_block, contexts_of=mended)),
+    Peer(
+        f"checkpoint, √n segments, {MENDED}", Family.CHECKPOINT, functools.partial(root_of_blocks, contexts_of=mended)
+    ),
+    Peer("selective, matmuls", Family.SELECTIVE, functools.partial(selective, operators=MATMULS)),
+    Peer(
+        "selective, matmuls and attention",
+        Family.SELECTIVE,
+        functools.partial(selective, operators=MATMULS | ATTENTIONS),
+    ),
+    Peer("selective, every 2nd matmul", Family.SELECTIVE, functools.partial(selective, operators=MATMULS, every=2)),
+    Peer(f"selective, matmuls, {MENDED}", Family.SELECTIVE, functools.partial(selective, operators=MATMULS, mend=True)),
 )

@@ -14,6 +14,7 @@ import torch._functorch.config
 import torch._inductor.config
 
 from benchmarks.peers.case import Built, Case, Peer
+from benchmarks.peers.families import Family
 
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.0)
 BACKENDS = ("aot_eager", "inductor")
@@ -51,7 +52,7 @@ def compiled(case: Case, eager_peak_bytes: int, *, backend: str, budget: float) 
 PEERS = tuple(
     Peer(
         f"compile {backend}, budget {budget:.1f}",
-        "compile",
+        Family.COMPILE,
         functools.partial(compiled, backend=backend, budget=budget),
     )
     for backend in BACKENDS

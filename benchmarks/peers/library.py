@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
+from benchmarks.peers.families import Family
 
 
 def hugging_face(case: Case, eager_peak_bytes: int) -> Built:
@@ -32,6 +33,6 @@ def on_cpu(case: Case, eager_peak_bytes: int) -> Built:
 
 
 PEERS = (
-    Peer("Hugging Face checkpointing", "hugging face", hugging_face),
-    Peer("save_on_cpu", "offload", on_cpu),
+    Peer("Hugging Face checkpointing", Family.HUGGING_FACE, hugging_face),
+    Peer("save_on_cpu", Family.OFFLOAD, on_cpu),
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.case import SEED, Built, Case, NotForThisModel, Peer
+from benchmarks.peers.families import Family
 from benchmarks.peers.slope import SLOPE_TOLERANCE, slope_by_norm
 from rockmate import PeakMemory
 from rockmate.errors import BudgetTooSmall
@@ -47,7 +48,7 @@ class Contender:
     """A way to train one model, and what was measured of it."""
 
     label: str
-    family: str
+    family: Family
     status: str = FAILED
     reason: str = ""
     note: str = ""
@@ -291,7 +292,7 @@ def time_all(
     contenders: Sequence[Contender],
     repeats: int,
     tell: Callable[[str], None],
-    watched: Sequence[str] = (),
+    watched: Sequence[Family] = (),
     often: int = 1,
 ) -> None:
     """Times `repeats` steps of each, and `often` times as many of those of the `watched` families, which have bars.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from benchmarks.peers.case import Built, Case, Peer
+from benchmarks.peers.families import Family
 from rockmate import Rockmate
 
-FAMILY, OTHER_SOLVERS = "rockmate", "rockmate's other solvers"
 SOLVERS = ("greedy", "chen", "knapsack")
 
 
@@ -22,11 +22,14 @@ def planned(case: Case, eager_peak_bytes: int, *, share: float, solver: str = "a
 def peers(shares: tuple[float, ...], others_at: float = 0.5) -> tuple[Peer, ...]:
     """Ours at each of these shares, and our other solvers at one."""
     return (
-        *(Peer(f"rockmate {share:.2f}", FAMILY, functools.partial(planned, share=share), share) for share in shares),
+        *(
+            Peer(f"rockmate {share:.2f}", Family.OURS, functools.partial(planned, share=share), share)
+            for share in shares
+        ),
         *(
             Peer(
                 f"rockmate {others_at:.2f}, {solver}",
-                OTHER_SOLVERS,
+                Family.OTHER_SOLVERS,
                 functools.partial(planned, share=others_at, solver=solver),
                 others_at,
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.families import Family
 from rockmate.units import format_bytes, format_ms
 
 Report = Mapping[str, Any]
@@ -16,7 +17,6 @@ NO_RESULTS = (
 )
 NUMBERS = ("median step", "time / eager", "predicted", "gap", "peak", "of eager's", "ready in")
 HEADINGS = ("", "gradients", *NUMBERS, "ours / this", "")
-OURS = "rockmate"
 RUNS, ABSENT = ("exact", "close"), "does not apply"
 
 
@@ -66,7 +66,7 @@ def share_cell(result: Report | None) -> str:
 
 def ours_of(report: Report) -> list[Report]:
     """The contenders that are ours, with the default solver."""
-    return [result for result in report["contenders"] if result["family"] == OURS]
+    return [result for result in report["contenders"] if result["family"] == Family.OURS]
 
 
 def title_of(report: Report) -> str:
@@ -151,7 +151,7 @@ def numbers(result: Report) -> list[str]:
 
 def ours_beside(result: Report, report: Report) -> float | None:
     """Time of our fastest plan whose peak is no higher, by that of this competitor; None where there is none."""
-    if result["family"] == OURS or result["status"] not in RUNS or result["time_ratio"] is None:
+    if result["family"] == Family.OURS or result["status"] not in RUNS or result["time_ratio"] is None:
         return None
     times = [
         ours["time_ratio"]

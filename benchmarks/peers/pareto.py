@@ -8,17 +8,18 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.peers.page import OURS, RUNS, title_of
+from benchmarks.peers.families import Family
+from benchmarks.peers.page import RUNS, title_of
 
 MARKERS = {
-    "eager": ("k", "*", 130),
-    "checkpoint": ("tab:orange", "s", 40),
-    "selective": ("tab:green", "^", 45),
-    "compile": ("tab:purple", "D", 34),
-    "auto-sac": ("tab:brown", "P", 45),
-    "hugging face": ("tab:red", "v", 45),
-    "offload": ("tab:gray", "X", 45),
-    "rockmate's other solvers": ("tab:cyan", "o", 30),
+    Family.EAGER: ("k", "*", 130),
+    Family.CHECKPOINT: ("tab:orange", "s", 40),
+    Family.SELECTIVE: ("tab:green", "^", 45),
+    Family.COMPILE: ("tab:purple", "D", 34),
+    Family.AUTO_SAC: ("tab:brown", "P", 45),
+    Family.HUGGING_FACE: ("tab:red", "v", 45),
+    Family.OFFLOAD: ("tab:gray", "X", 45),
+    Family.OTHER_SOLVERS: ("tab:cyan", "o", 30),
 }
 FIGURE_INCHES = (7.2, 4.4)
 
@@ -42,9 +43,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                         s=size,
                         facecolors=colour if is_right else "none",
                         edgecolors=colour,
-                        label=family if is_right else f"{family}, wrong",
+                        label=family.value if is_right else f"{family}, wrong",
                     )
-        draw_ours(axes, [result for result in timed if result["family"] == OURS])
+        draw_ours(axes, [result for result in timed if result["family"] == Family.OURS])
         axes.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
         axes.set(
             title=title_of(report), xlabel="peak memory / eager's", ylabel="time of a step / eager's", xlim=(0, None)
@@ -61,7 +62,7 @@ def draw_ours(axes: Any, results: list[Mapping[str, Any]]) -> None:
     if not ours:
         return
     shares = [result["peak_share"] for result in ours]
-    axes.plot(shares, [result["time_ratio"] for result in ours], "o-", color="tab:blue", label="rockmate", zorder=3)
+    axes.plot(shares, [result["time_ratio"] for result in ours], "o-", color="tab:blue", label=Family.OURS, zorder=3)
     bounds = [(result["peak_share"], result["bound_ratio"]) for result in ours if result["bound_ratio"] is not None]
     if bounds:
         axes.plot(*zip(*bounds, strict=True), ":", color="tab:blue", linewidth=1, label="no plan is faster")

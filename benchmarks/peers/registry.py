@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from benchmarks.peers import auto_sac, checkpointing, compiled, library, ours
 from benchmarks.peers.case import Peer
-
-FAMILIES = (
-    "eager",
-    "checkpoint",
-    "selective",
-    "compile",
-    "auto-sac",
-    "hugging face",
-    "offload",
-    ours.FAMILY,
-    ours.OTHER_SOLVERS,
-)
-KEYS = {family.replace(" ", "-").replace("'", ""): family for family in FAMILIES}  # as the command line has them
+from benchmarks.peers.families import Family
 
 
-def peers_for(shares: tuple[float, ...], skipped: tuple[str, ...] = ()) -> tuple[Peer, ...]:
+def peers_for(shares: tuple[float, ...], skipped: Collection[Family] = ()) -> tuple[Peer, ...]:
     """Every way to train but those of the skipped families; ours is planned for these shares of the eager peak."""
     everyone = (
         *checkpointing.PEERS,
