@@ -92,8 +92,7 @@ class KGraph:
 
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
     """Join the measured blocks into the K graph of the whole model."""
-    profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
-    builder = _Builder(graph, profile_of, _early_bytes(graph), _staged(graph, profiles), profiles)
+    builder = _Builder(graph, profiles, _early_bytes(graph), _staged(graph, profiles))
     for index, block in enumerate(blocks):
         for node in block.nodes:
             builder.add_forward(node, index)
@@ -106,7 +105,7 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
         builder.forward,
         builder.backward,
         builder.data,
-        profile_of,
+        builder.profile_of,
         sum(graph.dgraph.values[name].storage_bytes for name in _differentiable_outputs(graph)),
         compact_forms(graph.dgraph, graph.nodes),
         builder.normalised,
@@ -120,7 +119,7 @@ def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockPro
     early, staged = _early_bytes(graph), _staged(graph, profiles)
     result = []
     for block, profile in zip(blocks, profiles, strict=True):
-        builder = _Builder(graph, profile.ops, early, staged, [profile])
+        builder = _Builder(graph, [profile], early, staged)
         for node in block.nodes:
             builder.add_forward(node, 0)
         builder.add_backward(0, profile, 0)
@@ -179,15 +178,10 @@ def _bytes_outside(graph: SGraph, blocks: list[Block], profiles: list[BlockProfi
 
 class _Builder:
     def __init__(
-        self,
-        graph: SGraph,
-        profile_of: Mapping[str, OpProfile],
-        early_bytes: dict[SNode, int],
-        staged: set[SNode],
-        profiles: list[BlockProfile],
+        self, graph: SGraph, profiles: list[BlockProfile], early_bytes: dict[SNode, int], staged: set[SNode]
     ) -> None:
         self.graph = graph
-        self.profile_of: Mapping[str, OpProfile] = profile_of
+        self.profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
         self.forward: list[KComp] = []
         self.backward: list[KComp] = []
         self.data: dict[str, KData] = {}

@@ -150,8 +150,11 @@ class _Assigner:
                 segments[index].takes.append((kept, index == max(users)))
         for stage, index in self.segment_of_stage.items():
             self._fill_in(segments[index], self.groups[stage])
-        packs = self._read_packed(segments)
-        self._from_statistics(segments, slots)
+        packs: dict[str, SNode] = {}
+        met: set[str] = set()  # nodes and operations that a later segment has again
+        for segment in reversed(segments):
+            self._read_packed(segment, packs, met)
+            self._from_statistics(segment, slots, met)
         return Program(
             self.graph,
             segments,
@@ -161,42 +164,39 @@ class _Assigner:
             packs,
         )
 
-    def _from_statistics(self, segments: list[Segment], slots: dict[str, list[Slot]]) -> None:
+    def _from_statistics(self, segment: Segment, slots: dict[str, list[Slot]], met: set[str]) -> None:
         """Repeat batch normalisations from their statistics: those that pack handles, from which these are taken."""
-        met: set[str] = set()
-        for segment in reversed(segments):
-            for op in segment.ops:
-                if op.name not in self.graph.normalised or op.name not in slots:
-                    continue
-                (mean, inverse) = self.graph.normalised[op.name]
-                segment.normalises[op.name] = Normalised(
-                    (saved_key(op.name, mean[0]), saved_key(op.name, inverse[0])),
-                    (mean[1], inverse[1]),
-                    last=op.name not in met,
-                )
-                segment.captured.discard(op.name)
-                met.add(op.name)
+        for op in segment.ops:
+            if op.name not in self.graph.normalised or op.name not in slots:
+                continue
+            (mean, inverse) = self.graph.normalised[op.name]
+            segment.normalises[op.name] = Normalised(
+                (saved_key(op.name, mean[0]), saved_key(op.name, inverse[0])),
+                (mean[1], inverse[1]),
+                last=op.name not in met,
+            )
+            segment.captured.discard(op.name)
+            met.add(op.name)
 
-    def _read_packed(self, segments: list[Segment]) -> dict[str, SNode]:
-        """Put, in place of the operations that fill a storage with a smaller form, one that reads that form."""
-        packs: dict[str, SNode] = {}
-        met: set[str] = set()
-        for segment in reversed(segments):
-            for node in self.graph.forms:
-                again = [op for op in segment.ops if op in node.ops]
-                if not again:
-                    continue
-                names = [name for op in node.ops for name in op.output_names]
-                # Where the last of them stood, all of its values are there.
-                reading = DNode(
-                    f"{node.name}_again", Call(_read_form), [Ref(name) for name in names], False, node.ops[-1].source
-                )
-                segment.ops[segment.ops.index(again[-1])] = reading
-                segment.ops = [op for op in segment.ops if op not in node.ops]
-                segment.unpacks[reading.name] = Unpacked(node.name, last=node.name not in met)
-                packs[node.ops[-1].name] = node
-                met.add(node.name)
-        return packs
+    def _read_packed(self, segment: Segment, packs: dict[str, SNode], met: set[str]) -> None:
+        """Put, in place of the operations that fill a storage with a smaller form, one that reads that form.
+
+        What the forward is to pack is added to `packs`: by the operation after which, the node.
+        """
+        for node in self.graph.forms:
+            again = [op for op in segment.ops if op in node.ops]
+            if not again:
+                continue
+            names = [name for op in node.ops for name in op.output_names]
+            # Where the last of them stood, all of its values are there.
+            reading = DNode(
+                f"{node.name}_again", Call(_read_form), [Ref(name) for name in names], False, node.ops[-1].source
+            )
+            segment.ops[segment.ops.index(again[-1])] = reading
+            segment.ops = [op for op in segment.ops if op not in node.ops]
+            segment.unpacks[reading.name] = Unpacked(node.name, last=node.name not in met)
+            packs[node.ops[-1].name] = node
+            met.add(node.name)
 
     def _slots(self) -> dict[str, list[Slot]]:
         """Forgotten saved tensors, by the operation that saves them."""

@@ -189,6 +189,33 @@ def assert_trains_exactly(module: Rockmate, batches: list[Any], loss: Loss = squ
     assert_same_training(train(module, batches, loss), train(eager, batches, loss))
 
 
+def assert_same_walk(module: Rockmate, walk: Callable[[Callable[..., Any]], None]) -> None:
+    """`walk` calls what it is given and goes backward; gradients, buffers and random stream are then those of eager."""
+    eager = copy.deepcopy(module.original)
+    for forward in (module, eager):
+        torch.manual_seed(3)
+        walk(forward)
+    assert_same(seen(module.original, (), ()), seen(eager, (), ()))
+
+
+def walk_twice(batch: Tensor) -> Callable[[Callable[..., Any]], None]:
+    """One forward, whose graph is walked twice."""
+
+    def walk(forward: Callable[..., Any]) -> None:
+        loss = squares(forward(batch))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    return walk
+
+
+def assert_fits_and_trains_exactly(module: Rockmate, batch: Tensor) -> None:
+    """The measured peak is within the budget, and training on `batch` is eager's."""
+    assert peak_of_step(module, (batch,)) <= module.plan.budget_bytes
+    module.original.zero_grad()
+    assert_trains_exactly(module, [batch] * 2)
+
+
 def peak_of_step(forward: Callable[..., Any], arguments: tuple[Any, ...], loss: Loss = squares) -> int:
     """Most bytes alive at once in a step that holds its output to the end."""
     with AllocationLog(CPU) as log:

@@ -1,7 +1,5 @@
 """Batch normalisations that are repeated from the statistics of their forward: exact, counted, forgotten in time."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,8 @@ from rkgb.normalisation import normalised
 from rockmate import Rockmate
 from rockmate.planning.simulator import simulate
 from tests.module.steps import (
-    assert_same_training,
+    assert_fits_and_trains_exactly,
+    assert_same_walk,
     assert_trains_exactly,
     following,
     keep_every_other,
@@ -20,7 +19,7 @@ from tests.module.steps import (
     measured_for,
     peak_of_step,
     squares,
-    train,
+    walk_twice,
 )
 
 
@@ -151,14 +150,7 @@ def test_a_graph_is_walked_twice():
     torch.manual_seed(0)
     model = network()
     costs = measured_for(model, images())
-    eager, module = copy.deepcopy(model), following(costs, model, keep_nothing(costs))
-    x, found = images(), []
-    for forward, owner in ((module, model), (eager, eager)):
-        loss = squares(forward(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found.append([*(p.grad.clone() for p in owner.parameters()), *(b.clone() for b in owner.buffers())])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert_same_walk(following(costs, model, keep_nothing(costs)), walk_twice(images()))
 
 
 def test_what_does_not_give_the_same_bits_is_run_again(monkeypatch):
@@ -184,11 +176,5 @@ def test_evaluation_and_mixed_types_are_left_alone(tracer):
 
 def test_a_planned_module_stays_in_its_budget():
     torch.manual_seed(0)
-    model = network()
     x = images()
-    eager = copy.deepcopy(model)
-    module = Rockmate(model, x, 0.7, loss=squares)
-    assert peak_of_step(module, (x,)) <= module.plan.budget_bytes
-    model.zero_grad()
-    eager.load_state_dict(model.state_dict())
-    assert_same_training(train(model, [x] * 2, forward=module), train(eager, [x] * 2))
+    assert_fits_and_trains_exactly(Rockmate(network(), x, 0.7, loss=squares), x)

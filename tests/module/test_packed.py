@@ -1,7 +1,5 @@
 """What is kept as bits for a recomputation: exact, counted, and forgotten in time."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,8 @@ from rk_solvers import normalise, schedule_of
 from rockmate import Rockmate
 from rockmate.planning.simulator import simulate
 from tests.module.steps import (
-    assert_same_training,
+    assert_fits_and_trains_exactly,
+    assert_same_walk,
     assert_trains_exactly,
     following,
     keep_every_other,
@@ -19,7 +18,7 @@ from tests.module.steps import (
     peak_of_step,
     program_of,
     squares,
-    train,
+    walk_twice,
 )
 
 WIDTH = 256
@@ -102,63 +101,49 @@ def test_nothing_is_packed_where_nothing_is_recomputed(measured):
 
 def test_a_graph_is_walked_twice(measured):
     model, costs = measured
-    eager, module = copy.deepcopy(model), following(costs, model, keep_nothing(costs))
-    x = sample()
-    found = []
-    for forward, owner in ((module, model), (eager, eager)):
-        torch.manual_seed(3)
-        loss = squares(forward(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found.append([parameter.grad.clone() for parameter in owner.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert_same_walk(following(costs, model, keep_nothing(costs)), walk_twice(sample()))
 
 
 def test_two_calls_keep_their_own_bits(measured):
     model, costs = measured
-    eager, module = copy.deepcopy(model), following(costs, model, keep_nothing(costs))
-    one, other = sample(), sample()
-    found = []
-    for forward, owner in ((module, model), (eager, eager)):
-        torch.manual_seed(5)
-        losses = [squares(forward(x)) for x in (one, other)]
-        for loss in losses:
+    batches = sample(), sample()
+
+    def walk(forward):
+        for loss in [squares(forward(x)) for x in batches]:
             loss.backward()
-        found.append([parameter.grad.clone() for parameter in owner.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    assert_same_walk(following(costs, model, keep_nothing(costs)), walk)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_other_types_are_exact(dtype):
+def convolutions():
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Dropout(0.2), nn.Conv2d(16, 4, 3), nn.Dropout(0.2))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (lambda: Dropped().double(), lambda: sample().double()),
+        (lambda: Dropped().bfloat16(), lambda: sample().bfloat16()),
+        (
+            lambda: convolutions().to(memory_format=torch.channels_last),
+            lambda: torch.randn(4, 8, 36, 36).contiguous(memory_format=torch.channels_last),
+        ),
+    ],
+    ids=["float64", "bfloat16", "channels last"],
+)
+def test_other_types_and_layouts_are_exact(model, x):
     torch.manual_seed(0)
-    model = Dropped().to(dtype)
-    x = sample().to(dtype)
-    costs = measured_for(model, x)
-    module = following(costs, model, keep_nothing(costs))
-    assert "step.unpack(" in module.code
-    assert_trains_exactly(module, [x, -x])
-
-
-def test_other_layouts_are_exact():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Dropout(0.2), nn.Conv2d(16, 4, 3), nn.Dropout(0.2)).to(
-        memory_format=torch.channels_last
-    )
-    x = torch.randn(4, 8, 36, 36).contiguous(memory_format=torch.channels_last)
-    costs = measured_for(model, x)
-    module = following(costs, model, keep_nothing(costs))
-    assert "step.unpack(" in module.code
-    assert_trains_exactly(module, [x, -x])
+    module, batch = model(), x()
+    costs = measured_for(module, batch)
+    planned = following(costs, module, keep_nothing(costs))
+    assert "step.unpack(" in planned.code
+    assert_trains_exactly(planned, [batch, -batch])
 
 
 def test_a_planned_module_reads_bits_and_stays_in_its_budget():
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Dropout(0.1), nn.GELU())))
     x = torch.randn(512, 512)
-    eager = copy.deepcopy(model)
     module = Rockmate(model, x, 0.6, loss=squares)
     assert "step.unpack(" in module.code
-    assert peak_of_step(module, (x,)) <= module.plan.budget_bytes
-    model.zero_grad()
-    eager.load_state_dict(model.state_dict())
-    assert_same_training(train(model, [x] * 2, forward=module), train(eager, [x] * 2))
+    assert_fits_and_trains_exactly(module, x)
