@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from rkgb.tracing.generators import OwnGenerator, generators_for
 from rkgb.tracing.side_effects import attributes_kept, attributes_of, other_random_states_kept
+from rkgb.uncompiled import never_compiled
 
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
@@ -37,7 +37,7 @@ def autocast_in_force(devices: set[torch.device]) -> tuple[tuple[str, torch.dtyp
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
-@_disable_dynamo  # compiled submodules call it as they run: it is no part of them
+@never_compiled  # compiled submodules call it as they run: it is no part of them
 def _dropped(_: object) -> None:
     """In the place of a saved tensor."""
 

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from rkgb.call import Ref, bind
 from rkgb.compact import TwoValues, compact_forms
@@ -26,6 +25,7 @@ from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import OpProfile
 from rkgb.normalisation import normalised, statistics_among, takes_statistics
 from rkgb.sgraph import SNode
+from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
 _TIMED_RUNS = 3
@@ -135,7 +135,7 @@ class _Repeating(Observer):
         """Whether there is nothing in `block` to be repeated."""
         return not self._node_of and not any(takes_statistics(self._graph, op) for op in block.ops)
 
-    @_disable_dynamo  # it is no part of the compiled submodules that save
+    @never_compiled  # it is no part of the compiled submodules that save
     def pack(self, tensor: torch.Tensor) -> None:
         """Note what a normalisation saves."""
         if self._saved is not None:
@@ -208,7 +208,7 @@ def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
     return torch.equal(normalised(x, weight, bias, mean, inverse), output)
 
 
-@_disable_dynamo
+@never_compiled
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 

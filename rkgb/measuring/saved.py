@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.cut import Block
@@ -13,6 +12,7 @@ from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
 from rkgb.measuring.block_run import Observer
 from rkgb.measuring.profile import Phantom, SavedKind, SavedTensor
+from rkgb.uncompiled import never_compiled
 
 
 class Packed:
@@ -36,7 +36,7 @@ class SavedObserver(Observer):
         self._packed: list[Packed] = []
         self._sources: dict[int, tuple[StorageWeakRef, str, SavedKind]] = {}
 
-    @_disable_dynamo  # it is no part of the compiled submodules that save
+    @never_compiled  # it is no part of the compiled submodules that save
     def pack(self, tensor: torch.Tensor) -> Packed:
         packed = Packed(tensor.detach(), "")
         self._packed.append(packed)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.bgraph import BGraph
@@ -26,6 +25,7 @@ from rkgb.tracing.opaque import Traits, as_written, held_by, is_compiled, outlin
 from rkgb.tracing.record import Recorder, recording
 from rkgb.tracing.side_effects import attributes_of, differ, has_hooks_of_its_own
 from rkgb.tree import leaves, map_leaves
+from rkgb.uncompiled import never_compiled
 
 
 def examine(submodule: torch.nn.Module, path: str, arguments: Sample, generators: GeneratorsMet) -> Traits:
@@ -160,7 +160,7 @@ def _run(submodule: torch.nn.Module, arguments: Sample, states: list[tuple[torch
     others = random.getstate(), np.random.get_state()
     packed: list[tuple[torch.Tensor, StorageWeakRef]] = []
 
-    @_disable_dynamo  # it is no part of what is compiled inside
+    @never_compiled  # it is no part of what is compiled inside
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append((tensor.detach(), StorageWeakRef(tensor.untyped_storage())))
         return tensor

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch._compile import _disable_dynamo
+
+from rkgb.uncompiled import never_compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Spool:
 def saved_on(spool: Spool, kept: set[int]) -> Iterator[None]:
     """Autograd's saved tensors go to `spool` meanwhile, but those whose storages are in `kept`."""
 
-    @_disable_dynamo  # it is no part of the compiled submodules that save
+    @never_compiled  # it is no part of the compiled submodules that save
     def pack(tensor: torch.Tensor) -> torch.Tensor | Spooled:
         if tensor.untyped_storage()._cdata in kept or tensor.layout is not torch.strided:
             return tensor.detach()

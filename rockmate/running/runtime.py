@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from rkgb.normalisation import normalised
 from rkgb.state import autocast_is_on, without_autocast
+from rkgb.uncompiled import never_compiled
 from rockmate.errors import PlanMismatch
 from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
 
@@ -42,7 +42,7 @@ class Handle:
 
 
 # Hooks run where compiled submodules run, and in the backward of a compiled training step: they are not to be compiled.
-@_disable_dynamo
+@never_compiled
 def _unpack(handle: Handle) -> torch.Tensor:
     if handle.value is None:
         assert handle.step is not None
@@ -86,7 +86,7 @@ class Step:
         # another address: so does FSDP between the forward and the backward.
         self._places = {name: _place_of(leaf) for name, leaf in self._leaves.items()}
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
-        self._handles: dict[str, list[weakref.ref[Handle]]] = {}
+        self._handles: dict[str, dict[int, weakref.ref[Handle]]] = {}
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -132,6 +132,7 @@ class Step:
             value = handles[place].value
             assert value is not None
             self._values[saved_key(op, place)] = value
+        references = self._handles[op] = {}
         for index, forgotten in self._tables.forgotten[op].items():
             handle = handles[index]
             if op in self._tables.whole and not _is_at(handle.value, forgotten):
@@ -143,7 +144,7 @@ class Step:
             handle.value = None
             handle.step = self
             handle.segment = forgotten.segment
-        self._handles[op] = [weakref.ref(handle) for handle in handles]
+            references[index] = weakref.ref(handle)
 
     # ---- recomputation --------------------------------------------------------------------------
 
@@ -151,23 +152,14 @@ class Step:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
         code = self._tables.segments[segment]
         self._ran.add(segment)
-        for name in code.reads:
-            self._refuse_changed(name)
-        with torch.no_grad():
-            # There may be autocast around the backward. Contexts are entered where they have something to do: between
-            # the operations of a backward none of their code is in a cache.
-            replaced = self._replaced(code)
-            if not (code.is_random or replaced or autocast_is_on()):
+        replaced = [name for name in code.reads if self._is_replaced(name)]
+        # There may be autocast around the backward, and a graph of it may be wanted. Contexts are entered where they
+        # have something to do: between the operations of a backward none of their code is in a cache.
+        if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on():
+            with torch.no_grad(), without_autocast(), self._streams_kept(code), self._leaves_of_the_forward(replaced):
                 code.run(self)
-                return
-            with without_autocast(), self._streams_kept(code), self._leaves_of_the_forward(replaced):
-                code.run(self)
-
-    def _replaced(self, code: SegmentCode) -> list[str]:
-        """What `code` reads in whose place there is another tensor now than in the forward: as after a functional
-        call."""
-        places, leaves = self._tables.places, self._leaves
-        return [name for name in code.reads if name in places and places[name][0][places[name][1]] is not leaves[name]]
+        else:
+            code.run(self)
 
     @contextlib.contextmanager
     def _leaves_of_the_forward(self, names: list[str]) -> Iterator[None]:
@@ -206,22 +198,32 @@ class Step:
             )
         return generator
 
-    def _refuse_changed(self, name: str) -> None:
-        """Recomputation reads parameters and inputs again, also those that eager autograd would not save."""
-        leaf = self._leaves[name] if name in self._leaves else self._values[name]
-        place, key = self._tables.places.get(name, (self._leaves, name))
-        moved = name in self._places and _place_of(leaf) != self._places[name]
-        if moved or (name in self._leaves and key not in place) or leaf._version != self._versions[name]:
+    def _is_replaced(self, name: str) -> bool:
+        """Whether there is another tensor now where the forward found the leaf `name`: as after a functional call.
+
+        Recomputation reads parameters and inputs again, also those that eager autograd would not save: they must be as
+        they were.
+        """
+        if name not in self._leaves:
+            leaf = self._values[name]
+            changed, replaced = leaf._version != self._versions[name], False
+        else:
+            leaf = self._leaves[name]
+            place, key = self._tables.places[name]
+            replaced = place.get(key) is not leaf
+            changed = leaf._version != self._versions[name] or _place_of(leaf) != self._places[name] or key not in place
+        if changed:
             raise RuntimeError(
                 f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation, or taken "
                 "out, since the forward, but the backward recomputes from it. Change it after the backward."
             )
+        return replaced
 
     def take(self, key: str, last: bool) -> torch.Tensor:
         """A kept value; forgotten after its last use, unless the graph will be walked again."""
         if key not in self._values:
             self._make(key)
-        if last and self._is_over(index for index, code in enumerate(self._tables.segments) if key in code.takes):
+        if last and self._is_over(self._tables.takers[key]):
             return self._values.pop(key)
         return self._values[key]
 
@@ -236,19 +238,17 @@ class Step:
         mean, inverse = (self.take(saved_key(op, place), last) for place in self._tables.statistics[op])
         return normalised(x, weight, bias, mean, inverse), mean, inverse
 
-    def _is_over(self, segments: Iterable[int]) -> bool:
+    def _is_over(self, segments: frozenset[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""
         return not torch._C._autograd._get_current_graph_task_keep_graph() and self._ran.issuperset(segments)
 
     def _make(self, key: str) -> None:
         """A partial backward may skip the stage whose segment makes `key`: run that segment first."""
-        for index, code in enumerate(self._tables.segments):
-            if key in code.makes:
-                self.run(index)
-                return
-        raise PlanMismatch(
-            f"the kept value {key} is gone: the backward ran a second time. Pass retain_graph=True to the first."
-        )
+        if key not in self._tables.makers:
+            raise PlanMismatch(
+                f"the kept value {key} is gone: the backward ran a second time. Pass retain_graph=True to the first."
+            )
+        self.run(self._tables.makers[key])
 
     def rewind(self, op: str, stream: str | torch.Generator, last: bool) -> None:
         """Put the random stream where it was when `op` first ran: that of the generator which is in place now."""
@@ -256,7 +256,7 @@ class Step:
         if not any(known is generator for known, _ in self._rewound):
             self._rewound.append((generator, generator.get_state()))
         generator.set_state(self._random[op])
-        if last and self._is_over(index for index, code in enumerate(self._tables.segments) if op in code.repeats):
+        if last and self._is_over(self._tables.repeaters[op]):
             del self._random[op]
 
     def fill(self, op: str, index: int, value: torch.Tensor) -> None:
@@ -310,7 +310,7 @@ class _Forgetting:
         self._handles.clear()
 
 
-@_disable_dynamo
+@never_compiled
 def _pack(handles: list[Handle], unread: frozenset[int], tensor: torch.Tensor) -> Handle:
     # Detached, or an output would own the graph node that owns the handle that owns it.
     handle = Handle(None if len(handles) in unread else tensor.detach(), tensor._version)
@@ -318,7 +318,7 @@ def _pack(handles: list[Handle], unread: frozenset[int], tensor: torch.Tensor) -
     return handle
 
 
-@_disable_dynamo
+@never_compiled
 def _note(saved: list[torch.Tensor], tensor: torch.Tensor) -> None:
     saved.append(tensor.detach())
 

@@ -47,12 +47,27 @@ class StepTables:
     statistics: dict[str, tuple[int, int]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
     unread: dict[str, frozenset[int]] = field(init=False)  # by operation: forgotten tensors that no step looks at
+    makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
+    takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
+    repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it
 
     def __post_init__(self) -> None:
+        self.makers = {key: index for index, code in reversed(list(enumerate(self.segments))) for key in code.makes}
+        self.takers = _by_name([code.takes for code in self.segments])
+        self.repeaters = _by_name([code.repeats for code in self.segments])
         self.unread = {
             op: frozenset() if op in self.whole else frozenset(places).difference(self.statistics.get(op, ()))
             for op, places in self.forgotten.items()
         }
+
+
+def _by_name(names_of: list[frozenset[str]]) -> dict[str, frozenset[int]]:
+    """For each name the places of those that have it."""
+    found: dict[str, set[int]] = {}
+    for index, names in enumerate(names_of):
+        for name in names:
+            found.setdefault(name, set()).add(index)
+    return {name: frozenset(places) for name, places in found.items()}
 
 
 def saved_key(op: str, place: int) -> str:
