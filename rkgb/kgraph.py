@@ -185,7 +185,7 @@ class _Builder:
         self.forward: list[KComp] = []
         self.backward: list[KComp] = []
         self.data: dict[str, KData] = {}
-        self._producer = graph.producer_of()
+        self._with_gradient = _owners_with_gradient(graph)
         self._node_of_op = {op.name: node for node in graph.nodes for op in node.ops}
         self._stages: Counter[str] = Counter()
         self._early = early_bytes
@@ -248,10 +248,11 @@ class _Builder:
 
     def _connect_gradients(self, comp: KComp) -> None:
         for owner in comp.node.data:
-            self._read(comp, self._gradient(owner))
+            if owner in self._with_gradient:
+                self._read(comp, self._gradient(owner))
         for dep in self._receivers(comp.node):
             for owner in dep.data:
-                if owner not in self.data:  # filled beside what this block reads
+                if owner not in self.data or owner not in self._with_gradient:  # filled beside what this block reads
                     continue
                 gradient = self._gradient(owner)
                 gradient.producers[comp] = None
@@ -288,6 +289,13 @@ class _Builder:
     def _read(self, comp: KComp, data: KData) -> None:
         comp.deps[data] = None
         data.users[comp] = None
+
+
+def _owners_with_gradient(graph: SGraph) -> set[str]:
+    """Storages to whose values gradients come: they require one, and something reads them or they are outputs."""
+    values = graph.dgraph.values
+    read = (name for op in graph.dgraph for name in op.call.inputs)
+    return {values[name].owner for name in (*read, *graph.dgraph.output_names) if values[name].requires_grad}
 
 
 def _early_bytes(graph: SGraph) -> dict[SNode, int]:

@@ -98,6 +98,8 @@ def test_a_layer_norm_returns_mean_and_deviation_as_values():
     graph = graphs_of(nn.Sequential(linear(8, 64), nn.LayerNorm(64)), rows(16, 8)).K_graph
     assert {data.kind for data in graph.data.values()} == {"data", "grad"}
     assert [graph.data[name].size_bytes for name in ("layer_norm_0_1", "layer_norm_0_2")] == [16 * 4, 16 * 4]
+    gradients = {name for name, data in graph.data.items() if data.kind == "grad"}
+    assert gradients == {"linear_0.grad", "layer_norm_0.grad"}  # none comes to the statistics
 
 
 def test_a_max_pooling_saves_its_indices_as_a_phantom():
