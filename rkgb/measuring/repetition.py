@@ -29,27 +29,30 @@ from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
 _TIMED_RUNS = 3
-_CACHES_BYTES = 32 << 20  # so much is written to empty them
+_CACHES_BYTES = 32 << 20  # at most so much is written to empty them
 _LONG_MS = 10.0  # what takes so long in the forward hardly takes longer in the backward
 
 Again = Callable[[], torch.Tensor]
 
 
 class _ColdClock:
-    """Times with empty caches."""
+    """Times with the caches as a step on `graph` leaves them: empty, unless all its values have room there."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: DGraph) -> None:
+        storages = {value.owner: value.storage_bytes for value in graph.values.values()}
+        self._others_bytes = min(_CACHES_BYTES, sum(storages.values()))
         self._others: torch.Tensor | None = None
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         """What `run` gives, without gradients, and its median time in ms."""
         if self._others is None:
-            self._others = torch.empty(_CACHES_BYTES, dtype=torch.uint8)
+            self._others = torch.empty(self._others_bytes, dtype=torch.uint8)
         times_ms = []
         result = None
         with torch.no_grad():
-            for _ in range(_FIRST_RUNS + _TIMED_RUNS):
-                self._others.fill_(0)
+            for number in range(_FIRST_RUNS + _TIMED_RUNS):
+                if number >= _FIRST_RUNS:
+                    self._others.fill_(0)
                 started = time.perf_counter()
                 again = run()  # what the run before made is still there, or its memory would go back to the system
                 times_ms.append((time.perf_counter() - started) * 1e3)
@@ -68,7 +71,7 @@ def repetition_times(
     Raises:
         GraphError: a smaller form does not give back what it was made of.
     """
-    clock = _ColdClock()
+    clock = _ColdClock(graph)
     forms = compact_forms(graph, block.nodes)
     repeat_ms = {node.name: _time_of_form(node, form, clock) for node, form in forms.items()}
     nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
