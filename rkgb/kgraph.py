@@ -92,7 +92,7 @@ class KGraph:
 
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
     """Join the measured blocks into the K graph of the whole model."""
-    builder = _Builder(graph, profiles, _early_bytes(graph), _staged(graph, profiles))
+    builder = _Builder(graph, profiles, _early_bytes(graph), _staged(graph, profiles), _owners_with_gradient(graph))
     for index, block in enumerate(blocks):
         for node in block.nodes:
             builder.add_forward(node, index)
@@ -116,10 +116,10 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
 
 def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> list[KGraph]:
     """The K graph of each block by itself; what it reads of earlier blocks is given, as data without a producer."""
-    early, staged = _early_bytes(graph), _staged(graph, profiles)
+    early, staged, with_gradient = _early_bytes(graph), _staged(graph, profiles), _owners_with_gradient(graph)
     result = []
     for block, profile in zip(blocks, profiles, strict=True):
-        builder = _Builder(graph, [profile], early, staged)
+        builder = _Builder(graph, [profile], early, staged, with_gradient)
         for node in block.nodes:
             builder.add_forward(node, 0)
         builder.add_backward(0, profile, 0)
@@ -178,14 +178,19 @@ def _bytes_outside(graph: SGraph, blocks: list[Block], profiles: list[BlockProfi
 
 class _Builder:
     def __init__(
-        self, graph: SGraph, profiles: list[BlockProfile], early_bytes: dict[SNode, int], staged: set[SNode]
+        self,
+        graph: SGraph,
+        profiles: list[BlockProfile],
+        early_bytes: dict[SNode, int],
+        staged: set[SNode],
+        with_gradient: set[str],
     ) -> None:
         self.graph = graph
         self.profile_of = {name: op for profile in profiles for name, op in profile.ops.items()}
         self.forward: list[KComp] = []
         self.backward: list[KComp] = []
         self.data: dict[str, KData] = {}
-        self._with_gradient = _owners_with_gradient(graph)
+        self._with_gradient = with_gradient
         self._node_of_op = {op.name: node for node in graph.nodes for op in node.ops}
         self._stages: Counter[str] = Counter()
         self._early = early_bytes
@@ -252,11 +257,11 @@ class _Builder:
                 self._read(comp, self._gradient(owner))
         for dep in self._receivers(comp.node):
             for owner in dep.data:
-                if owner not in self.data or owner not in self._with_gradient:  # filled beside what this block reads
-                    continue
-                gradient = self._gradient(owner)
-                gradient.producers[comp] = None
-                comp.outputs[gradient] = None
+                # What is filled beside what this block reads has no place here.
+                if owner in self.data and owner in self._with_gradient:
+                    gradient = self._gradient(owner)
+                    gradient.producers[comp] = None
+                    comp.outputs[gradient] = None
 
     def _receivers(self, node: SNode) -> dict[SNode, None]:
         """Nodes to which the backward of `node` hands gradients.
