@@ -76,7 +76,8 @@ def run(name: str, options: argparse.Namespace) -> None:
     contenders = line_up(case, peers, tell, options.limit)
     with console.status("timing") as status:
         time_all(case, contenders, options.repeats, status.update, WATCHED, options.often)
-    results = [result_of(contender, contenders[0]) for contender in contenders]
+    eagers = [contender for contender in contenders if contender.family is Family.EAGER]
+    results = [result_of(contender, eagers) for contender in contenders]
     bars = bars_of(name, results)
     console.print(table_of(results, f"{name}, {steps_told(vars(options))}"))
     for bar in bars:

@@ -83,7 +83,7 @@ class TwoValues:
 
     def _in_order(self, tensor: torch.Tensor) -> NDArray[Any]:
         """The elements as they lie in memory, as unsigned integers."""
-        # Few calls of PyTorch: between other operations, none of whose code is in a cache, each takes 0.03 ms.
+        # Few calls of PyTorch: between other operations none of its code is in a cache (benchmarks/calls.py).
         signed, unsigned = self._integer
         if self.dtype is torch.bfloat16:  # which numpy has not
             tensor = tensor.view(signed)

@@ -289,8 +289,9 @@ class _CheckedStep(Step):
         return frozenset()
 
     def accept(self, op: str, handles: list[Handle]) -> None:
-        if len(handles) == self._tables.saved_counts[op]:
-            for index in self._tables.forgotten[op]:
+        saving = self._tables.saving[op]
+        if len(handles) == saving.saved_count:
+            for index in saving.forgotten:
                 value = handles[index].value
                 assert value is not None  # it is forgotten below
                 self._digests[op, index] = digest(value)

@@ -40,6 +40,14 @@ def test_graph_benchmark_writes_its_results(tmp_path):
     assert json.loads(path.read_text(encoding="utf-8"))
 
 
+def test_calls_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/calls.py", "--quick", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "calls-cpu.json").read_text(encoding="utf-8"))
+    calls = {result["call"]: result for result in report["calls"]}
+    assert {"mul.Tensor, schema", "mul.Tensor, binding", "product", "product, forgetting"} <= calls.keys()
+    assert all(result["cold_us"] > 0 and result["hot_us"] > 0 for result in calls.values())
+
+
 @pytest.mark.slow
 def test_bytes_benchmark_writes_results_that_the_page_can_show(tmp_path):
     run_script("benchmarks/bytes.py", "--quick", "--models", "unet-tiny", "--output", str(tmp_path))

@@ -321,23 +321,29 @@ def time_all(
                 contender.status, contender.reason = FAILED, f"in a later step: {one_line(error)}"
 
 
-def median_error(contender: Contender) -> float | None:
-    """Standard error of the median time, as a share of it: that of a normal distribution with these quartiles."""
-    times = contender.step_ms
+def median_error(times: Sequence[float]) -> float | None:
+    """Standard error of the median, as a share of it: that of a normal distribution with these quartiles."""
     if len(times) < 2:
         return None
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return math.sqrt(math.pi / 2 / len(times)) * (third - first) / 1.349 / median
 
 
-def result_of(contender: Contender, eager: Contender) -> dict[str, Any]:
-    """What the result file says of a contender."""
+def result_of(contender: Contender, eagers: Sequence[Contender]) -> dict[str, Any]:
+    """What the result file says of a contender, beside eager training.
+
+    That ran as several contenders, whose times are taken together: where tensors come to lie in memory makes equal
+    steps differ by a percent or two, however many of them are timed.
+    """
     numbers = {key: value for key, value in vars(contender).items() if key != "built"}
-    median_ms, eager_ms = contender.median_ms, eager.median_ms
+    eager, eager_times = eagers[0], [time_ms for one in eagers for time_ms in one.step_ms]
+    median_ms = contender.median_ms
     assert eager.peak_bytes is not None
     numbers["median_ms"] = median_ms
-    numbers["time_ratio"] = None if median_ms is None or eager_ms is None else median_ms / eager_ms
-    error, eager_error = median_error(contender), median_error(eager)
+    numbers["time_ratio"] = None
+    if median_ms is not None and eager_times:
+        numbers["time_ratio"] = median_ms / statistics.median(eager_times)
+    error, eager_error = median_error(contender.step_ms), median_error(eager_times)
     numbers["time_error"] = None if error is None or eager_error is None else math.hypot(error, eager_error)
     numbers["peak_share"] = None if contender.peak_bytes is None else contender.peak_bytes / eager.peak_bytes
     ratio, bound = contender.predicted_ratio, contender.bound_ratio

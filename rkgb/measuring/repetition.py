@@ -3,7 +3,8 @@
 An operation of the forward reads what the one before it has just written. When it is repeated, its inputs were written
 long ago, and other data and other code have gone through the caches since: on a CPU small operations take several
 times as long then. They are therefore timed with empty caches, and in the way in which they will be repeated: from a
-smaller form, or from statistics, where these give the same bits.
+smaller form, or from statistics, where these give the same bits. Views of leaves are made again with what reads them,
+and handling takes its time, too: what stands for a forgotten tensor is made in the forward and asked in the backward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,17 +37,16 @@ Again = Callable[[], torch.Tensor]
 
 
 class _ColdClock:
-    """Times with the caches as a step on `graph` leaves them: empty, unless all its values have room there."""
+    """Times after so many other bytes have been written, which empties the caches of what they hold."""
 
-    def __init__(self, graph: DGraph) -> None:
-        storages = {value.owner: value.storage_bytes for value in graph.values.values()}
-        self._others_bytes = min(_CACHES_BYTES, sum(storages.values()))
+    def __init__(self, others_bytes: int) -> None:
+        self.others_bytes = others_bytes
         self._others: torch.Tensor | None = None
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         """What `run` gives, without gradients, and its median time in ms."""
         if self._others is None:
-            self._others = torch.empty(self._others_bytes, dtype=torch.uint8)
+            self._others = torch.empty(self.others_bytes, dtype=torch.uint8)
         times_ms = []
         result = None
         with torch.no_grad():
@@ -71,13 +71,39 @@ def repetition_times(
     Raises:
         GraphError: a smaller form does not give back what it was made of.
     """
-    clock = _ColdClock(graph)
+    storages = {value.owner: value.storage_bytes for value in graph.values.values()}
+    clock = _ColdClock(min(_CACHES_BYTES, sum(storages.values())))
     forms = compact_forms(graph, block.nodes)
     repeat_ms = {node.name: _time_of_form(node, form, clock) for node, form in forms.items()}
     nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
     observer = _Repeating(graph, nodes, ops, clock)
     _run(graph, block, values, observer)
-    return repeat_ms | observer.repeat_ms, observer.normalise_ms
+    repeat_ms |= observer.repeat_ms
+    return {
+        name: time_ms + _handling_ms(clock.others_bytes) for name, time_ms in repeat_ms.items()
+    }, observer.normalise_ms
+
+
+@cache
+def _handling_ms(others_bytes: int) -> float:
+    """What it takes to pack something else for a saved tensor, and to be asked for the tensor: Python's part of it."""
+    clock = _ColdClock(others_bytes)
+    factor = torch.zeros(1)
+    given = torch.zeros(1, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        with torch.enable_grad():
+            return given * factor
+
+    def forward_with_hooks() -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(_handle, _tensor_of):
+            return forward()
+
+    times_ms = []
+    for run in (forward_with_hooks, forward):
+        result, forward_ms = clock.time(run)
+        times_ms.append(forward_ms + clock.time(partial(result.grad_fn, factor))[1])
+    return max(0.0, times_ms[0] - times_ms[1])
 
 
 def given_by_statistics(graph: DGraph, block: Block, values: dict[str, Any]) -> set[str]:
@@ -128,6 +154,8 @@ class _Repeating(Observer):
         self._clock = clock
         self._node_of = {op: node for node in nodes for op in node.ops}
         self._read: dict[SNode, dict[str, Any]] = {node: {} for node in self._node_of.values()}
+        self._leaf_views: dict[str, DNode] = {}  # by output
+        self._viewed: dict[str, Any] = {}  # leaves that these read
         self._saved: list[torch.Tensor] | None = None  # by the normalisation that runs
         self._quicker: dict[str, Again] = {}  # normalisations of nodes that are not yet at their end
         self.given_again: set[str] = set()
@@ -154,6 +182,9 @@ class _Repeating(Observer):
             self.given_again.add(op.name)
         if self._clock is not None and op in self._node_of:
             self._time(op, values, again, self._clock)
+        elif not op.written and all(self._graph.owner(name) in self._graph.leaves for name in op.output_names):
+            self._leaf_views.update(dict.fromkeys(op.output_names, op))
+            self._viewed.update((name, values[name]) for name in op.call.inputs if name in self._graph.leaves)
 
     def _time(self, op: DNode, values: dict[str, Any], again: Again | None, clock: _ColdClock) -> None:
         node = self._node_of[op]
@@ -161,18 +192,32 @@ class _Repeating(Observer):
             self.normalise_ms[op.name] = clock.time(again)[1]
             if self.normalise_ms[op.name] < self._ops[op.name].time_ms:
                 self._quicker[op.name] = again
-        made = {name for other in node.ops for name in other.output_names}
+        views = self._views_read(node)
+        ops = [*views, *node.ops]
+        made = {name for other in ops for name in other.output_names}
         self._read[node].update((name, values[name]) for name in op.call.inputs if name not in made)
+        self._read[node].update((n, self._viewed[n]) for view in views for n in view.call.inputs if n not in made)
         if op is node.ops[-1]:
-            self.repeat_ms[node.name] = clock.time(partial(self._repeat, node, self._read.pop(node)))[1]
+            self.repeat_ms[node.name] = clock.time(partial(self._repeat, ops, self._read.pop(node)))[1]
             self._quicker.clear()
 
-    def _repeat(self, node: SNode, values: dict[str, Any]) -> dict[str, Any]:
+    def _views_read(self, node: SNode) -> list[DNode]:
+        """The views of leaves, and views of these, that `node` reads, in order."""
+        found: dict[DNode, None] = {}
+        waiting = [name for op in node.ops for name in op.call.inputs]
+        while waiting:
+            view = self._leaf_views.get(waiting.pop())
+            if view is not None and view not in found:
+                found[view] = None
+                waiting += view.call.inputs
+        return [view for view in dict.fromkeys(self._leaf_views.values()) if view in found]
+
+    def _repeat(self, ops: list[DNode], values: dict[str, Any]) -> dict[str, Any]:
         local = dict(values)
-        for op in node.ops:
+        for op in ops:
             if op.name in self._quicker:
                 bind(op.outputs, self._quicker[op.name](), local)
-            elif self._ops[op.name].phantoms:  # what autograd saves is wanted
+            elif op.name in self._ops and self._ops[op.name].phantoms:  # what autograd saves is wanted
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_detached, _never_unpacked):
                     bind(op.outputs, op.call.evaluate(local), local)
             else:
@@ -209,6 +254,25 @@ def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
     )
     output, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, 1e-5)
     return torch.equal(normalised(x, weight, bias, mean, inverse), output)
+
+
+class _Handle:
+    """Stands for a saved tensor, as what generated code packs does."""
+
+    __slots__ = ("tensor",)
+    tensor: torch.Tensor
+
+
+@never_compiled
+def _handle(tensor: torch.Tensor) -> _Handle:
+    handle = _Handle()
+    handle.tensor = tensor.detach()
+    return handle
+
+
+@never_compiled
+def _tensor_of(handle: _Handle) -> torch.Tensor:
+    return handle.tensor
 
 
 @never_compiled

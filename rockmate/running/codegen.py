@@ -13,13 +13,14 @@ import torch
 
 from rkgb import DNode, Leaf, LeafKind
 from rkgb.call import Ref, is_ref
-from rkgb.measuring.profile import SavedKind
+from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
+from rkgb.values import ValueInfo
 from rockmate.running.expressions import Expressions, statistics_of
 from rockmate.running.program import Program, Segment, Slot, dropped_after
-from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, packed_key
+from rockmate.running.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables, packed_key
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
 
@@ -50,13 +51,9 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
     repeated = [op for op in dgraph if op.name in program.random_marks and _own_generator(op) is None]
     devices = {str(_device_of(program, op)) for op in repeated}
     profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
-    whole = frozenset(op.name for op in profiled if isinstance(op.call.function, OpaqueCall))
+    whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
     tables = StepTables(
-        saved_counts={op: len(program.graph.op_profiles[op].saved) for op in {*program.slots, *whole}},
-        forgotten={
-            op: {s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots}
-            for op, slots in program.slots.items()
-        },
+        saving={op: _saving(program, op, op in whole) for op in sorted({*program.slots, *whole})},
         segments=[
             SegmentCode(
                 functions[_function_name(segment)],
@@ -79,15 +76,20 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
             for name in _leaves_read(program, segment)
             if dgraph.leaves[name].kind is not LeafKind.INPUT
         },
-        whole=whole,
-        statistics={
-            op: (program.graph.normalised[op][0][0], program.graph.normalised[op][1][0])
-            for segment in program.segments
-            for op in segment.normalises
-        },
         forms={packed_key(node.name): program.graph.forms[node] for node in program.packs.values()},
     )
     return CompiledProgram(code, functions["forward"], tables)
+
+
+def _saving(program: Program, op: str, is_whole: bool) -> SavingOp:
+    graph, slots = program.graph, program.slots.get(op, ())
+    normalised = any(op in segment.normalises for segment in program.segments)
+    return SavingOp(
+        saved_count=len(graph.op_profiles[op].saved),
+        forgotten={s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots},
+        statistics=(graph.normalised[op][0][0], graph.normalised[op][1][0]) if normalised else None,
+        is_whole=is_whole,
+    )
 
 
 def execute(code: GeneratedCode) -> dict[str, Any]:
@@ -143,6 +145,7 @@ class _Fill:
 
     position: int
     slot: Slot
+    name: str  # of the variable
     value: str
 
 
@@ -170,7 +173,7 @@ class _Writer:
         self._lines += ["", "", f"def forward({', '.join(['step: Step', *inputs])}):"]
         for name in inputs:
             if name in self.program.forward_keeps:
-                self._line(1, f"step.keep({name!r}, {name})")
+                self._line(1, f"step.keep_input({name!r}, {name})")
         outputs = self.graph.output_names
         dropped = dropped_after(self.graph.nodes, outputs, self.graph.leaves)
         reasons = {node.ops[0]: node.keep_reason for node in self.program.graph.sgraph if node.keep_reason}
@@ -268,15 +271,22 @@ class _Writer:
         for slot in segment.fills:
             source = slot.tensor.source
             maker = source.partition(".saved")[0]
-            if slot.tensor.kind is SavedKind.PHANTOM and maker in segment.normalises:
-                index = segment.normalises[maker].phantoms.index(source)
-                fills.append(_Fill(place[maker], slot, f"saved[{index}]"))
-            elif slot.tensor.kind is SavedKind.PHANTOM:
-                index = self._phantom_index(source, segment.ops[place[maker]])
-                fills.append(_Fill(place[maker], slot, f"saved[{index}]"))
+            if slot.tensor.kind is SavedKind.PHANTOM:
+                at, name = place[maker], "saved"
+                if maker in segment.normalises:
+                    index = segment.normalises[maker].phantoms.index(source)
+                else:
+                    index = self._phantom_index(source, segment.ops[at])
+                made: SavedTensor | ValueInfo = self._phantom(source)
+                value = f"saved[{index}]"
             else:
-                fills.append(_Fill(complete[source], slot, source))
+                at, name, made, value = complete[source], source, self.graph.values[source], source
+            fills.append(_Fill(at, slot, name, value + _looked_at(made, slot.tensor)))
         return fills
+
+    def _phantom(self, name: str) -> SavedTensor:
+        """The tensor that autograd saves as the phantom `name`."""
+        return next(t for t in self.program.graph.op_profiles[name.partition(".saved")[0]].saved if t.source == name)
 
     def _phantom_index(self, phantom: str, op: DNode) -> int:
         """Place of a phantom among what the repeated operation packs: running statistics are not there."""
@@ -295,8 +305,8 @@ class _Writer:
             for name in names
         }
         for fill in fills:
-            if fill.value in last:
-                last[fill.value] = max(last[fill.value], fill.position)
+            if fill.name in last:
+                last[fill.name] = max(last[fill.name], fill.position)
         positions: dict[int, list[str]] = {}
         for name, position in last.items():
             positions.setdefault(position, []).append(name)
@@ -317,6 +327,14 @@ class _Writer:
 
     def _line(self, indent: int, text: str) -> None:
         self._lines.append("    " * indent + text)
+
+
+def _looked_at(made: SavedTensor | ValueInfo, saved: SavedTensor) -> str:
+    """What makes `saved` of the tensor `made`, in whose storage it is: nothing where it is that tensor."""
+    shape = made.size if isinstance(made, SavedTensor) else made.shape
+    if (tuple(shape), tuple(made.stride), made.offset) == (saved.size, saved.stride, saved.offset):
+        return ""
+    return f".as_strided({saved.size}, {saved.stride}, {saved.offset})"
 
 
 def _pattern(outputs: Any) -> str:

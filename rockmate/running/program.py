@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.call import Call, Ref
@@ -18,6 +20,22 @@ from rkgb.kgraph import held_storages
 from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.opaque import OpaqueCall
 from rockmate.running.tables import packed_key, saved_key
+
+_aten = torch.ops.aten
+# Operations whose kernels are the same with and without gradients, and return all that their backwards read.
+_SAME_WITHOUT_GRADIENTS = frozenset(
+    {
+        _aten.native_layer_norm.default,
+        _aten.native_group_norm.default,
+        _aten.max_pool2d_with_indices.default,
+        _aten.max_pool3d_with_indices.default,
+        _aten.max.dim,
+        _aten.min.dim,
+        _aten.sort.default,
+        _aten.sort.stable,
+        _aten.topk.default,
+    }
+)
 
 FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
 
@@ -263,6 +281,8 @@ class _Assigner:
 
     def _fills_several(self, op: DNode) -> bool:
         """Such operations may leave out, without gradients, what only their backward reads (LSTM's workspace)."""
+        if op.call.function in _SAME_WITHOUT_GRADIENTS:
+            return False
         fresh = [name for name in op.output_names if self.dgraph.owner(name) == name]
         return len(fresh) > 1 and any(self.dgraph.values[name].requires_grad for name in op.output_names)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -28,34 +29,40 @@ from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, sa
 # the numbers of its forward, or notes where a stream is before it draws, no other may draw or put the stream elsewhere.
 _streams = threading.RLock()
 
+# Between other operations none of what is called here is in a cache, and each call and attribute takes its time, which
+# benchmarks/calls.py measures: these are bound once.
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+
 
 class Handle:
     """Stands for one saved tensor. Empty until its segment has run, if it is a forgotten one."""
 
     __slots__ = ("__weakref__", "segment", "step", "value", "version")
 
-    def __init__(self, value: torch.Tensor | None, version: int) -> None:
-        self.value = value
-        self.version = version
-        self.step: Step | None = None
-        self.segment = -1
+    value: torch.Tensor | None
+    version: int
+    step: Step  # this and the segment: of forgotten tensors alone
+    segment: int
 
 
 # Hooks run where compiled submodules run, and in the backward of a compiled training step: they are not to be compiled.
 @never_compiled
 def _unpack(handle: Handle) -> torch.Tensor:
-    if handle.value is None:
-        assert handle.step is not None
+    value = handle.value
+    if value is None:
         handle.step.run(handle.segment)
-        if handle.value is None:
+        value = handle.value
+        if value is None:
             raise PlanMismatch("a recomputation did not give back the tensor asked for: plan the module again.")
-    elif handle.value._version != handle.version:
+    elif value._version != handle.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an in-place operation: "
-            f"a tensor of shape {list(handle.value.shape)} is at version {handle.value._version}; expected version "
+            f"a tensor of shape {list(value.shape)} is at version {value._version}; expected version "
             f"{handle.version} instead. Do not change what the forward used before the backward has run."
         )
-    return handle.value
+    return value
 
 
 class Step:
@@ -65,7 +72,6 @@ class Step:
         "__weakref__",
         "_handles",
         "_leaves",
-        "_places",
         "_ran",
         "_random",
         "_rewound",
@@ -80,62 +86,66 @@ class Step:
         self._random: dict[str, torch.Tensor] = {}
         self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back
         self._ran: set[int] = set()  # segments that have run, or run now
-        self._leaves = {name: place[key] for name, (place, key) in tables.places.items()}
-        self._versions = {name: leaf._version for name, leaf in self._leaves.items()}
-        # `.data =` moves no version, but another storage in. The storage itself may be freed, and filled again at
-        # another address: so does FSDP between the forward and the backward.
-        self._places = {name: _place_of(leaf) for name, leaf in self._leaves.items()}
+        self._leaves = {name: _Leaf(place[key], place, key) for name, (place, key) in tables.places.items()}
+        self._versions: dict[str, int] = {}  # of inputs that are kept
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
-        self._handles: dict[str, dict[int, weakref.ref[Handle]]] = {}
+        self._handles: dict[str, dict[int, ref[Handle]]] = {}
 
     # ---- forward -------------------------------------------------------------------------------
 
     def forgets(self, op: str) -> _Forgetting:
         """Context of an operation some of whose saved tensors are forgotten."""
-        return _Forgetting(self, op, self.unread(op))
+        return _Forgetting(self, op)
 
     def unread(self, op: str) -> frozenset[int]:
         """The places of those forgotten tensors of `op` at which `accept` does not look."""
-        return self._tables.unread[op]
+        return self._tables.saving[op].unread
 
     def keep(self, key: str, value: torch.Tensor) -> None:
         """Keep `value` for a later segment."""
         self._values[key] = value.detach()
-        self._versions[key] = value._version
+
+    def keep_input(self, name: str, value: torch.Tensor) -> None:
+        """Keep an input, which the user may change, for a later segment."""
+        self._values[name] = value.detach()
+        self._versions[name] = value._version
 
     def pack(self, key: str, value: torch.Tensor) -> None:
         """Keep the smaller form of `value` for segments that need it again."""
         self._values[key] = self._tables.forms[key].pack(value)
 
-    @contextlib.contextmanager
-    def draws(self, op: str, stream: str | torch.Generator = "") -> Iterator[None]:
+    def draws(self, op: str, stream: str | torch.Generator = "") -> AbstractContextManager[object]:
         """Context of a random operation; with a `stream`, it will be repeated from the state of now.
 
         The stream is PyTorch's own of a device, given by that, or a generator of the user's.
         """
+        return _streams if stream == "" else self._noting(op, stream)
+
+    @contextlib.contextmanager
+    def _noting(self, op: str, stream: str | torch.Generator) -> Iterator[None]:
         with _streams:
-            if stream != "":
-                self._random[op] = self._generator(op, stream).get_state()
+            self._random[op] = self._generator(op, stream).get_state()
             yield
 
     def accept(self, op: str, handles: list[Handle]) -> None:
         """Take over what `op` packed: forget what the plan forgets."""
         if not handles:
             return  # nothing was saved: gradients are off for this operation
-        expected = self._tables.saved_counts[op]
-        if len(handles) != expected:
+        saving = self._tables.saving[op]
+        if len(handles) != saving.saved_count:
             raise PlanMismatch(
-                f"%{op} saved {len(handles)} tensors for its backward, but {expected} when it was planned: "
+                f"%{op} saved {len(handles)} tensors for its backward, but {saving.saved_count} when it was planned: "
                 "requires_grad flags have changed since. Plan the module again."
             )
-        for place in self._tables.statistics.get(op, ()):
-            value = handles[place].value
-            assert value is not None
-            self._values[saved_key(op, place)] = value
+        if saving.statistics is not None:
+            for place in saving.statistics:
+                value = handles[place].value
+                assert value is not None
+                self._values[saved_key(op, place)] = value
         references = self._handles[op] = {}
-        for index, forgotten in self._tables.forgotten[op].items():
+        for index, forgotten in saving.forgotten.items():
             handle = handles[index]
-            if op in self._tables.whole and not _is_at(handle.value, forgotten):
+            if saving.is_whole and not _is_at(handle.value, forgotten):
                 raise PlanMismatch(
                     f"%{op} saved another tensor for its backward than when it was planned: the submodule runs other "
                     "code now, such as what torch.compile made for other shapes. Plan the module again, or compile it "
@@ -144,7 +154,7 @@ class Step:
             handle.value = None
             handle.step = self
             handle.segment = forgotten.segment
-            references[index] = weakref.ref(handle)
+            references[index] = ref(handle)
 
     # ---- recomputation --------------------------------------------------------------------------
 
@@ -152,7 +162,7 @@ class Step:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
         code = self._tables.segments[segment]
         self._ran.add(segment)
-        replaced = [name for name in code.reads if self._is_replaced(name)]
+        replaced = [name for name in code.reads if self._is_replaced(name)] if code.reads else []
         # There may be autocast around the backward, and a graph of it may be wanted. Contexts are entered where they
         # have something to do: between the operations of a backward none of their code is in a cache.
         if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on():
@@ -167,7 +177,7 @@ class Step:
         places = [self._tables.places[name] for name in names]
         others = [place[key] for place, key in places]
         for name, (place, key) in zip(names, places, strict=True):
-            place[key] = self._leaves[name]
+            place[key] = self._leaves[name].tensor
         try:
             yield
         finally:
@@ -204,28 +214,31 @@ class Step:
         Recomputation reads parameters and inputs again, also those that eager autograd would not save: they must be as
         they were.
         """
-        if name not in self._leaves:
-            leaf = self._values[name]
-            changed, replaced = leaf._version != self._versions[name], False
+        found = self._leaves.get(name)
+        if found is None:
+            tensor, replaced = self._values[name], False
+            changed = tensor._version != self._versions[name]
         else:
-            leaf = self._leaves[name]
-            place, key = self._tables.places[name]
-            replaced = place.get(key) is not leaf
-            changed = leaf._version != self._versions[name] or _place_of(leaf) != self._places[name] or key not in place
+            tensor = found.tensor
+            replaced = found.place.get(found.key) is not tensor
+            gone = replaced and found.key not in found.place
+            changed = gone or tensor._version != found.version or found.is_elsewhere()
         if changed:
             raise RuntimeError(
-                f"{name}, a tensor of shape {list(leaf.shape)}, has been modified by an in-place operation, or taken "
+                f"{name}, a tensor of shape {list(tensor.shape)}, has been modified by an in-place operation, or taken "
                 "out, since the forward, but the backward recomputes from it. Change it after the backward."
             )
         return replaced
 
     def take(self, key: str, last: bool) -> torch.Tensor:
         """A kept value; forgotten after its last use, unless the graph will be walked again."""
-        if key not in self._values:
+        value = self._values.get(key)
+        if value is None:
             self._make(key)
+            value = self._values[key]
         if last and self._is_over(self._tables.takers[key]):
-            return self._values.pop(key)
-        return self._values[key]
+            del self._values[key]
+        return value
 
     def unpack(self, key: str, last: bool) -> torch.Tensor:
         """What was packed under `key`, made anew; its form is forgotten after the last use."""
@@ -235,12 +248,14 @@ class Step:
         self, op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, last: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The batch normalisation `op` again, and the mean and the inverse deviation that it saves."""
-        mean, inverse = (self.take(saved_key(op, place), last) for place in self._tables.statistics[op])
+        places = self._tables.saving[op].statistics
+        assert places is not None
+        mean, inverse = (self.take(saved_key(op, place), last) for place in places)
         return normalised(x, weight, bias, mean, inverse), mean, inverse
 
     def _is_over(self, segments: frozenset[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""
-        return not torch._C._autograd._get_current_graph_task_keep_graph() and self._ran.issuperset(segments)
+        return not _graph_is_kept() and self._ran.issuperset(segments)
 
     def _make(self, key: str) -> None:
         """A partial backward may skip the stage whose segment makes `key`: run that segment first."""
@@ -260,23 +275,36 @@ class Step:
             del self._random[op]
 
     def fill(self, op: str, index: int, value: torch.Tensor) -> None:
-        """Give a forgotten tensor back: `value` shares its storage."""
-        reference = self._handles[op][index]
-        handle = reference()
-        if handle is None:
-            return  # its node has run already, or was never reached
-        place = self._tables.forgotten[op][index]
-        handle.value = value if _is_at(value, place) else value.as_strided(place.size, place.stride, place.offset)
-        handle.version = handle.value._version
+        """Give a forgotten tensor back."""
+        handle = self._handles[op][index]()
+        if handle is not None:  # else its node has run already, or was never reached
+            handle.value = value
+            handle.version = value._version
 
     def captures(self, op: str) -> _Capturing:
         """Context in which `op` is repeated for the sake of what autograd saves for it."""
-        return _Capturing(op, self._tables.saved_counts[op] if op in self._tables.whole else None)
+        saving = self._tables.saving.get(op)
+        return _Capturing(op, saving.saved_count if saving is not None and saving.is_whole else None)
 
 
-def _place_of(leaf: torch.Tensor) -> tuple[torch.UntypedStorage, int | torch.SymInt]:
-    # A storage equals itself alone, and is held: no other one can come by its address meanwhile.
-    return leaf.untyped_storage(), leaf.storage_offset()
+class _Leaf:
+    """A parameter or buffer as the forward found it."""
+
+    __slots__ = ("key", "offset", "place", "storage", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, place: dict[str, Any], key: str) -> None:
+        self.tensor = tensor
+        self.place = place
+        self.key = key
+        self.version = tensor._version
+        # `.data =` moves no version, but another storage in. The storage itself may be freed, and filled again at
+        # another address: so does FSDP between the forward and the backward.
+        self.storage = tensor.untyped_storage()
+        self.offset = tensor.storage_offset()
+
+    def is_elsewhere(self) -> bool:
+        """Whether the tensor has another storage now. A storage is held, so that no other comes by its address."""
+        return self.tensor.untyped_storage() != self.storage or self.tensor.storage_offset() != self.offset
 
 
 def _is_at(value: torch.Tensor | None, place: ForgottenTensor) -> bool:
@@ -288,23 +316,21 @@ def _is_at(value: torch.Tensor | None, place: ForgottenTensor) -> bool:
 class _Forgetting:
     """Packs handles instead of tensors while one operation runs."""
 
-    __slots__ = ("_handles", "_hooks", "_op", "_step")
+    __slots__ = ("_handles", "_op", "_step")
 
-    def __init__(self, step: Step, op: str, unread: frozenset[int]) -> None:
+    def __init__(self, step: Step, op: str) -> None:
         self._step = step
         self._op = op
         self._handles: list[Handle] = []
-        # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
-        pack = partial(_pack, self._handles, unread)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def __enter__(self) -> None:
-        self._hooks.__enter__()
+        # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
+        _push_hooks(partial(_pack, self._handles, self._step.unread(self._op)), _unpack)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, traceback)
+        _pop_hooks()
         if error is None:
             self._step.accept(self._op, self._handles)
         self._handles.clear()
@@ -312,8 +338,10 @@ class _Forgetting:
 
 @never_compiled
 def _pack(handles: list[Handle], unread: frozenset[int], tensor: torch.Tensor) -> Handle:
+    handle = Handle()
     # Detached, or an output would own the graph node that owns the handle that owns it.
-    handle = Handle(None if len(handles) in unread else tensor.detach(), tensor._version)
+    handle.value = None if len(handles) in unread else tensor.detach()
+    handle.version = tensor._version
     handles.append(handle)
     return handle
 

@@ -33,20 +33,30 @@ class SegmentCode:
     reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
 
 
+@dataclass(frozen=True, slots=True)
+class SavingOp:
+    """An operation some of whose saved tensors are forgotten, or which may come to save others."""
+
+    saved_count: int
+    forgotten: dict[int, ForgottenTensor]  # by packing order
+    statistics: tuple[int, int] | None = None  # places of a batch normalisation's, where it is repeated from them
+    is_whole: bool = False  # the call of a submodule, which may come to run other code: compiled once more
+    unread: frozenset[int] = field(init=False)  # places of forgotten tensors at which no step looks
+
+    def __post_init__(self) -> None:
+        unread = frozenset() if self.is_whole else frozenset(self.forgotten).difference(self.statistics or ())
+        object.__setattr__(self, "unread", unread)
+
+
 @dataclass(slots=True)
 class StepTables:
     """What all calls of one generated module share."""
 
-    saved_counts: dict[str, int]  # by operation: how many tensors it saves
-    forgotten: dict[str, dict[int, ForgottenTensor]]  # by operation and packing order
+    saving: dict[str, SavingOp]  # by name
     segments: list[SegmentCode]
     generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
     forms: dict[str, TwoValues] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
-    # By operation, the places of two of the tensors that it saves: the statistics of a batch normalisation.
-    statistics: dict[str, tuple[int, int]] = field(default_factory=dict)
-    whole: frozenset[str] = frozenset()  # calls of submodules, which may come to run other code: compiled once more
-    unread: dict[str, frozenset[int]] = field(init=False)  # by operation: forgotten tensors that no step looks at
     makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
     takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
     repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it
@@ -55,10 +65,6 @@ class StepTables:
         self.makers = {key: index for index, code in reversed(list(enumerate(self.segments))) for key in code.makes}
         self.takers = _by_name([code.takes for code in self.segments])
         self.repeaters = _by_name([code.repeats for code in self.segments])
-        self.unread = {
-            op: frozenset() if op in self.whole else frozenset(places).difference(self.statistics.get(op, ()))
-            for op, places in self.forgotten.items()
-        }
 
 
 def _by_name(names_of: list[frozenset[str]]) -> dict[str, frozenset[int]]:
