@@ -46,6 +46,7 @@ def main() -> None:
     """Plan each model once it is measured, and write what was found."""
     options = _options()
     torch.set_num_threads(options.threads)
+    code = code_version()  # plans that are written make a clone dirty
     options.output.mkdir(parents=True, exist_ok=True)
     index = options.output / "index.json"
     known: list[Any] = json.loads(index.read_text(encoding="utf-8"))["plans"] if index.exists() else []
@@ -54,7 +55,7 @@ def main() -> None:
     for name in options.models:
         found[name] = [msgspec.to_builtins(entry) for entry in plans_of(name, options)]
         rows = [entry for entries in found.values() for entry in entries]
-        content = {"code": code_version(), "plans": rows}
+        content = {"code": code, "plans": rows}
         index.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -42,7 +42,14 @@ def _dropped(_: object) -> None:
     """In the place of a saved tensor."""
 
 
-def nothing_packed(unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+def never_unpacked(_: object) -> torch.Tensor:
+    """In the place of what gives a saved tensor back, in a graph that nobody walks."""
+    raise AssertionError("no backward runs through what was run to be looked at")
+
+
+def nothing_packed(
+    unpack: Callable[[Any], torch.Tensor] = never_unpacked,
+) -> torch.autograd.graph.saved_tensors_hooks:
     """Context in which autograd saves nothing; `unpack` is to raise where a backward runs all the same."""
     return torch.autograd.graph.saved_tensors_hooks(_dropped, unpack)
 

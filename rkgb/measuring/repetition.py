@@ -26,6 +26,7 @@ from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import OpProfile
 from rkgb.normalisation import normalised, statistics_among, takes_statistics
 from rkgb.sgraph import SNode
+from rkgb.state import never_unpacked
 from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
@@ -115,7 +116,7 @@ def given_by_statistics(graph: DGraph, block: Block, values: dict[str, Any]) -> 
 
 def _run(graph: DGraph, block: Block, values: dict[str, Any], observer: _Repeating) -> None:
     if not observer.is_idle(block):
-        with torch.autograd.graph.saved_tensors_hooks(observer.pack, _never_unpacked):
+        with torch.autograd.graph.saved_tensors_hooks(observer.pack, never_unpacked):
             run_block(graph, block, stand_ins(graph, block, values), observer, forward_only=True)
 
 
@@ -218,7 +219,7 @@ class _Repeating(Observer):
             if op.name in self._quicker:
                 bind(op.outputs, self._quicker[op.name](), local)
             elif op.name in self._ops and self._ops[op.name].phantoms:  # what autograd saves is wanted
-                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_detached, _never_unpacked):
+                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_detached, never_unpacked):
                     bind(op.outputs, op.call.evaluate(local), local)
             else:
                 bind(op.outputs, op.call.evaluate(local), local)
@@ -278,7 +279,3 @@ def _tensor_of(handle: _Handle) -> torch.Tensor:
 @never_compiled
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
-
-
-def _never_unpacked(_: object) -> torch.Tensor:
-    raise AssertionError("no backward runs while operations are repeated")

@@ -21,7 +21,7 @@ from rkgb.bgraph import BGraph, BNode
 from rkgb.call import Call, Ref, bind, function_name, ref_names
 from rkgb.dgraph import RUNNING_STATISTICS, last_uses, leaf_tensors
 from rkgb.sample import Sample
-from rkgb.state import borrowed
+from rkgb.state import borrowed, never_unpacked
 from rkgb.tracing.generators import is_own_generator
 from rkgb.tracing.shape_reads import without_shape_read
 from rkgb.tree import leaves, map_leaves
@@ -63,7 +63,7 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
 
     composite = _is_composite(node.call) and not leaves((node.call.args, node.call.kwargs), is_own_generator)
     recorder = _Recorder()
-    hooks = torch.autograd.graph.saved_tensors_hooks(drop, _never_unpacked)
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, never_unpacked)
     with torch.set_grad_enabled(node.grad_enabled), hooks:
         if composite:
             with recorder:
@@ -94,10 +94,6 @@ def _is_composite(call: Call) -> bool:
 def _takes_running_statistics(call: Call) -> bool:
     """Whether it is a normalisation that may write into its arguments without a word of it in its schema."""
     return isinstance(call.function, torch._ops.OpOverload) and call.function._schema.name in RUNNING_STATISTICS
-
-
-def _never_unpacked(_: object) -> torch.Tensor:
-    raise AssertionError("no backward runs while operations are taken apart")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 
 from rkgb.normalisation import normalised
-from rkgb.state import autocast_is_on, without_autocast
+from rkgb.state import autocast_is_on, never_unpacked, without_autocast
 from rkgb.uncompiled import never_compiled
 from rockmate.errors import PlanMismatch
 from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
@@ -361,7 +361,7 @@ class _Capturing:
         self._expected = expected  # how many tensors it is to save, where that may change
         saved: list[torch.Tensor] = []
         self._saved = saved
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), _discarded)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), never_unpacked)
         self._grad = torch.enable_grad()
 
     def __enter__(self) -> list[torch.Tensor]:
@@ -380,10 +380,6 @@ class _Capturing:
                 f"%{self._op} saved {saved} tensors for its backward when it was recomputed, but {self._expected} when "
                 "it was planned: the submodule runs other code now. Plan the module again."
             )
-
-
-def _discarded(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a repeated operation is never walked")
 
 
 def differentiable(value: torch.Tensor) -> torch.Tensor:
