@@ -97,7 +97,7 @@ def _handling_ms(others_bytes: int) -> float:
             return given * factor
 
     def forward_with_hooks() -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(_handle, _tensor_of):
+        with torch.autograd.graph.saved_tensors_hooks(_detached, _unchanged):
             return forward()
 
     times_ms = []
@@ -193,13 +193,11 @@ class _Repeating(Observer):
             self.normalise_ms[op.name] = clock.time(again)[1]
             if self.normalise_ms[op.name] < self._ops[op.name].time_ms:
                 self._quicker[op.name] = again
-        views = self._views_read(node)
-        ops = [*views, *node.ops]
-        made = {name for other in ops for name in other.output_names}
+        made = {name for other in node.ops for name in other.output_names}
         self._read[node].update((name, values[name]) for name in op.call.inputs if name not in made)
-        self._read[node].update((n, self._viewed[n]) for view in views for n in view.call.inputs if n not in made)
         if op is node.ops[-1]:
-            self.repeat_ms[node.name] = clock.time(partial(self._repeat, ops, self._read.pop(node)))[1]
+            ops = [*self._views_read(node), *node.ops]
+            self.repeat_ms[node.name] = clock.time(partial(self._repeat, ops, self._viewed | self._read.pop(node)))[1]
             self._quicker.clear()
 
     def _views_read(self, node: SNode) -> list[DNode]:
@@ -257,23 +255,9 @@ def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
     return torch.equal(normalised(x, weight, bias, mean, inverse), output)
 
 
-class _Handle:
-    """Stands for a saved tensor, as what generated code packs does."""
-
-    __slots__ = ("tensor",)
-    tensor: torch.Tensor
-
-
 @never_compiled
-def _handle(tensor: torch.Tensor) -> _Handle:
-    handle = _Handle()
-    handle.tensor = tensor.detach()
-    return handle
-
-
-@never_compiled
-def _tensor_of(handle: _Handle) -> torch.Tensor:
-    return handle.tensor
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @never_compiled

@@ -2,8 +2,8 @@
 
 `torch.ops.aten.mul.Tensor` finds its arguments by a schema, at each call, and hands them on boxed; `torch.mul` has C++
 of its own for that. Where other data and code go through the caches between two calls, that is up to two thirds of
-what a small operation takes (benchmarks/calls.py). A name such as `torch.mul` has several overloads: those stand here that
-the arguments of the overload lead to, tests/module/test_bindings.py shows of each one.
+what a small operation takes (benchmarks/calls.py). A name such as `torch.mul` has several overloads: those stand here
+that the arguments of the overload lead to, tests/module/test_bindings.py shows of each one.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
     devices = {str(_device_of(program, op)) for op in repeated}
     profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
     whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
+    normalised = {op for segment in program.segments for op in segment.normalises}
     tables = StepTables(
-        saving={op: _saving(program, op, op in whole) for op in sorted({*program.slots, *whole})},
+        saving={op: _saving(program, op, op in normalised, op in whole) for op in sorted({*program.slots, *whole})},
         segments=[
             SegmentCode(
                 functions[_function_name(segment)],
@@ -81,13 +82,12 @@ def compile_program(program: Program, module: torch.nn.Module, header: str) -> C
     return CompiledProgram(code, functions["forward"], tables)
 
 
-def _saving(program: Program, op: str, is_whole: bool) -> SavingOp:
+def _saving(program: Program, op: str, is_normalised: bool, is_whole: bool) -> SavingOp:
     graph, slots = program.graph, program.slots.get(op, ())
-    normalised = any(op in segment.normalises for segment in program.segments)
     return SavingOp(
         saved_count=len(graph.op_profiles[op].saved),
         forgotten={s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots},
-        statistics=(graph.normalised[op][0][0], graph.normalised[op][1][0]) if normalised else None,
+        statistics=(graph.normalised[op][0][0], graph.normalised[op][1][0]) if is_normalised else None,
         is_whole=is_whole,
     )
 

@@ -174,15 +174,15 @@ class Step:
     @contextlib.contextmanager
     def _leaves_of_the_forward(self, names: list[str]) -> Iterator[None]:
         """Put the tensors of the forward in their places, where others are now."""
-        places = [self._tables.places[name] for name in names]
-        others = [place[key] for place, key in places]
-        for name, (place, key) in zip(names, places, strict=True):
-            place[key] = self._leaves[name].tensor
+        leaves = [self._leaves[name] for name in names]
+        others = [leaf.place[leaf.key] for leaf in leaves]
+        for leaf in leaves:
+            leaf.place[leaf.key] = leaf.tensor
         try:
             yield
         finally:
-            for (place, key), other in zip(places, others, strict=True):
-                place[key] = other
+            for leaf, other in zip(leaves, others, strict=True):
+                leaf.place[leaf.key] = other
 
     @contextlib.contextmanager
     def _streams_kept(self, code: SegmentCode) -> Iterator[None]:
