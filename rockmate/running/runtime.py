@@ -162,7 +162,7 @@ class Step:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
         code = self._tables.segments[segment]
         self._ran.add(segment)
-        replaced = [name for name in code.reads if self._is_replaced(name)] if code.reads else []
+        replaced = [leaf for name in code.reads if (leaf := self._replaced(name)) is not None] if code.reads else []
         # There may be autocast around the backward, and a graph of it may be wanted. Contexts are entered where they
         # have something to do: between the operations of a backward none of their code is in a cache.
         if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on():
@@ -172,9 +172,8 @@ class Step:
             code.run(self)
 
     @contextlib.contextmanager
-    def _leaves_of_the_forward(self, names: list[str]) -> Iterator[None]:
+    def _leaves_of_the_forward(self, leaves: list[_Leaf]) -> Iterator[None]:
         """Put the tensors of the forward in their places, where others are now."""
-        leaves = [self._leaves[name] for name in names]
         others = [leaf.place[leaf.key] for leaf in leaves]
         for leaf in leaves:
             leaf.place[leaf.key] = leaf.tensor
@@ -208,27 +207,27 @@ class Step:
             )
         return generator
 
-    def _is_replaced(self, name: str) -> bool:
-        """Whether there is another tensor now where the forward found the leaf `name`: as after a functional call.
+    def _replaced(self, name: str) -> _Leaf | None:
+        """The leaf `name`, if there is another tensor now where the forward found it: as after a functional call.
 
-        Recomputation reads parameters and inputs again, also those that eager autograd would not save: they must be as
-        they were.
+        Recomputation reads parameters and inputs again, also those that eager autograd would not save: `RuntimeError`
+        if this one is not as it was.
         """
-        found = self._leaves.get(name)
-        if found is None:
+        leaf = self._leaves.get(name)
+        if leaf is None:
             tensor, replaced = self._values[name], False
             changed = tensor._version != self._versions[name]
         else:
-            tensor = found.tensor
-            replaced = found.place.get(found.key) is not tensor
-            gone = replaced and found.key not in found.place
-            changed = gone or tensor._version != found.version or found.is_elsewhere()
+            tensor = leaf.tensor
+            replaced = leaf.place.get(leaf.key) is not tensor
+            gone = replaced and leaf.key not in leaf.place
+            changed = gone or tensor._version != leaf.version or leaf.is_elsewhere()
         if changed:
             raise RuntimeError(
                 f"{name}, a tensor of shape {list(tensor.shape)}, has been modified by an in-place operation, or taken "
                 "out, since the forward, but the backward recomputes from it. Change it after the backward."
             )
-        return replaced
+        return leaf if replaced else None
 
     def take(self, key: str, last: bool) -> torch.Tensor:
         """A kept value; forgotten after its last use, unless the graph will be walked again."""
