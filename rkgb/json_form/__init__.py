@@ -21,6 +21,7 @@ from rkgb.json_form.containers import LeftOut, MissingFunction, NamedDict, Named
 from rkgb.json_form.errors import FunctionNotGiven, GraphFormatError, shortly
 from rkgb.json_form.reader import Reader
 from rkgb.json_form.writer import Writer
+from rkgb.strict_json import parsed
 
 __all__ = [
     "FunctionNotGiven",
@@ -93,9 +94,7 @@ def from_json(value: Any, functions: Functions | None = None) -> Graph:
 def loads(text: str, functions: Functions | None = None) -> Graph:
     """The graph of which `dumps` made `text`; else as `from_json`."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
-    except RecursionError:
-        raise GraphFormatError("this is no graph: it is nested too deeply to be read") from None
+        value = parsed(text)
     except ValueError as error:
         raise GraphFormatError(f"this is no JSON: {error}") from error
     return from_json(value, functions)
@@ -142,14 +141,3 @@ def _read_header(value: Any) -> type[Any]:
     if type(value["torch"]) is not str:
         raise GraphFormatError(f"at $.torch: a text is expected, not {shortly(value['torch'])}")
     return KINDS[value["kind"]]
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice in one object")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
 import os
 import tempfile
 import zlib
@@ -17,6 +16,7 @@ import msgspec
 
 from rk_solvers import check
 from rk_solvers.problem import MOST
+from rkgb.strict_json import parsed
 from rockmate.errors import PlanFileError
 from rockmate.plan_files.content import FORMAT, VERSION, PlanFile
 from rockmate.planning.simulator import simulate
@@ -72,9 +72,7 @@ def loads(content: bytes) -> PlanFile:
     if len(content) > MOST_BYTES:
         _refuse(f"it is larger than {MOST_BYTES} bytes, which no plan takes")
     try:
-        raw = json.loads(content, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
-    except RecursionError:
-        _refuse("it is nested too deeply to be read")
+        raw = parsed(content)
     except ValueError as error:  # no UTF-8 either
         _refuse(f"it is no JSON: {error}")
     _check_header(raw)
@@ -117,17 +115,6 @@ def unpacked(content: bytes) -> bytes:
             return packed.read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         _refuse(f"it is packed by gzip, and damaged: {error}")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice in one object")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _check_header(raw: Any) -> None:
