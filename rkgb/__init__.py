@@ -3,7 +3,7 @@
 from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
 from rkgb.check import summary, test_rkgb
 from rkgb.cut import Block, Chain, chain, cut
-from rkgb.dgraph import DGraph, DNode, b_to_d
+from rkgb.dgraph import DGraph, DNode
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import (
     GraphError,
@@ -16,6 +16,7 @@ from rkgb.errors import (
     TraceError,
     TraceWarning,
 )
+from rkgb.inspection import b_to_d
 from rkgb.json_form import GraphFormatError
 from rkgb.kgraph import KComp, KData, KGraph, s_to_k
 from rkgb.networkx_form import to_networkx

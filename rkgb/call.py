@@ -66,7 +66,7 @@ class Call:
             return list(dict.fromkeys(given[place].name for place in self.function.traits.written))
         return [
             ref.name
-            for argument, value in self._schema_pairs()
+            for argument, value in self.schema_pairs()
             if argument.alias_info is not None and argument.alias_info.is_write
             for ref in leaves(value, is_ref)
         ]
@@ -86,7 +86,8 @@ class Call:
             function = function.on(values.get(function.name, function.submodule))
         return function(*args, **kwargs)
 
-    def _schema_pairs(self) -> list[tuple[Any, Any]]:
+    def schema_pairs(self) -> list[tuple[Any, Any]]:
+        """Each argument of the operation's schema with what is given for it; None where nothing is."""
         if not isinstance(self.function, torch._ops.OpOverload):
             return []
         arguments = self.function._schema.arguments

@@ -1,8 +1,8 @@
 """Smaller forms, without loss, of what operations leave behind: they stand for it until it is made again.
 
-A dropout mask is a tensor of two values, 0 and ``1 / (1 - p)``. One bit an element tells it, and to read these bits
-takes a small part of the time of drawing the numbers again. On an accelerator drawing is as quick as reading, so that
-only the CPU's masks have a form.
+Indices of max pooling have one (`rkgb.pooling`), and so have dropout masks. A mask is a tensor of two values, 0 and
+``1 / (1 - p)``. One bit an element tells it, and to read these bits takes a small part of the time of drawing the
+numbers again. On an accelerator drawing is as quick as reading, so that only the CPU's masks have a form.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import DGraph, DNode
+from rkgb.pooling import WindowIndices, window_indices
 from rkgb.sgraph import SNode
 from rkgb.tree import leaves
 
@@ -93,19 +94,27 @@ class TwoValues:
         return elements.reshape(-1)
 
 
-def compact_forms(graph: DGraph, nodes: Iterable[SNode]) -> dict[SNode, TwoValues]:
+SmallerForm = TwoValues | WindowIndices
+
+
+def compact_forms(graph: DGraph, nodes: Iterable[SNode]) -> dict[SNode, SmallerForm]:
     """Those of `nodes` whose data have a smaller form, with it."""
     forms = ((node, compact_form(graph, node)) for node in nodes)
     return {node: form for node, form in forms if form is not None}
 
 
-def compact_form(graph: DGraph, node: SNode) -> TwoValues | None:
-    """The smaller form of what `node` leaves behind; None where it has none.
+def compact_form(graph: DGraph, node: SNode) -> SmallerForm | None:
+    """The smaller form of what `node` leaves behind; None where it has none."""
+    return _two_values(graph, node) if len(node.ops) > 1 else window_indices(graph, node.ops[0])
 
-    It has one if all that it does is to allocate a tensor on the CPU, draw zeros and ones into it, and multiply them
-    by numbers.
+
+def _two_values(graph: DGraph, node: SNode) -> TwoValues | None:
+    """The form of a dropout mask.
+
+    A node makes one if all that it does is to allocate a tensor on the CPU, draw zeros and ones into it, and multiply
+    them by numbers.
     """
-    if len(node.ops) < 2 or node.ops[0].call.function not in _ALLOCATIONS or node.ops[1].call.function is not _DRAW:
+    if node.ops[0].call.function not in _ALLOCATIONS or node.ops[1].call.function is not _DRAW:
         return None
     owner = node.ops[0].output_names[0]
     value = graph.values[owner]

@@ -68,7 +68,7 @@ def cut(graph: SGraph, pins: Collection[SNode] = ()) -> list[Block]:
     prevent a cut. Neither do `pins` (see `Chain`). The blocks are ranges of the graph's nodes, in order.
     """
     on_chain = _chain_nodes(graph)
-    parts = Line.of(graph.nodes, on_chain).split(set(pins))
+    parts = Line.of(graph.nodes, on_chain, _taken_over(graph)).split(set(pins))
     make = BlockMaker(graph)
     return [make.block(nodes) for nodes in _join_trivial([part.nodes for part in parts], on_chain)]
 
@@ -81,7 +81,7 @@ def chain(graph: SGraph, max_nodes: int = MAX_NODES) -> Chain:
     """
     on_chain = _chain_nodes(graph)
     movable = _movable(graph, on_chain)
-    line = Line.of([node for node in graph if node not in movable], on_chain)
+    line = Line.of([node for node in graph if node not in movable], on_chain, _taken_over(graph))
     pins = choose_pins(line, max_nodes)
     groups = _join_trivial([part.nodes for part in line.split(set(pins))], on_chain)
     prologue = _bring_home(graph, groups, movable)
@@ -103,6 +103,15 @@ def _chain_nodes(graph: SGraph) -> set[SNode]:
         if graph.requires_grad(node) or any(dep in found for dep in node.deps):
             found.add(node)
     return found
+
+
+def _taken_over(graph: SGraph) -> dict[SNode, SNode]:
+    """The nodes that take a storage over, each with the node that hands it: both belong to one block."""
+    handed = graph.dgraph.handed
+    if not handed:
+        return {}
+    producer = graph.producer_of()
+    return {node: producer[name] for node in graph for name in node.ops[0].inputs if name in handed}
 
 
 def _join_trivial(ranges: Sequence[Sequence[SNode]], on_chain: set[SNode]) -> list[list[SNode]]:

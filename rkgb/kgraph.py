@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rkgb.compact import TwoValues, compact_forms
+from rkgb.compact import SmallerForm, compact_forms
 from rkgb.cut import Block
 from rkgb.dgraph import DNode
 from rkgb.errors import GraphError
@@ -60,7 +60,7 @@ class KGraph:
     data: dict[str, KData]
     op_profiles: Mapping[str, OpProfile]  # by operation name
     gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
-    forms: Mapping[SNode, TwoValues] = field(default_factory=dict)  # of data that are had again from a smaller form
+    forms: Mapping[SNode, SmallerForm] = field(default_factory=dict)  # of data that are had again from a smaller form
     # By operation: the batch normalisations that are had again from their statistics.
     normalised: Mapping[str, Statistics] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rkgb.sgraph import SNode
@@ -23,17 +23,24 @@ class Line:
 
     nodes: list[SNode]
     jumps: dict[SNode, tuple[int, int]]  # by producer, from which of these places to which
+    unbroken: frozenset[SNode] = frozenset()  # after these the line is not split
 
     @staticmethod
-    def of(nodes: Sequence[SNode], on_chain: Collection[SNode]) -> Line:
-        """The line of `nodes`, of which those `on_chain` make differentiable values or depend on them."""
+    def of(
+        nodes: Sequence[SNode], on_chain: Collection[SNode], taken_over: Mapping[SNode, SNode] | None = None
+    ) -> Line:
+        """The line of `nodes`, of which those `on_chain` make differentiable values or depend on them.
+
+        It is not split between a node and the one from which it has `taken_over` a storage.
+        """
         place = {node: index for index, node in enumerate(nodes)}
         jumps: dict[SNode, tuple[int, int]] = {}
         for node, start in place.items():
             end = max((place[user] for user in node.users), default=start)
             if node in on_chain and end > start:
                 jumps[node] = (start, end)
-        return Line(list(nodes), jumps)
+        ties = [(place[giver], place[taker]) for taker, giver in (taken_over or {}).items()]
+        return Line(list(nodes), jumps, frozenset(node for start, end in ties for node in nodes[start:end]))
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -49,7 +56,8 @@ class Line:
         begun = passing = 0
         for place in range(len(self.nodes)):
             passing += change[place]
-            if passing <= 1 or place + 1 == len(self.nodes):
+            may_end = passing <= 1 and self.nodes[place] not in self.unbroken
+            if may_end or place + 1 == len(self.nodes):
                 sizes.append(place + 1 - begun)
                 begun = place + 1
         return sizes
@@ -60,7 +68,7 @@ class Line:
         starts: list[int] = []
         begun = 0
         for size in self.sizes(pins):
-            parts.append(Line(self.nodes[begun : begun + size], {}))
+            parts.append(Line(self.nodes[begun : begun + size], {}, self.unbroken))
             starts.append(begun)
             begun += size
         for node, (start, end) in self.jumps.items():

@@ -15,9 +15,10 @@ import torch
 
 from rkgb.bgraph import BGraph, LeafKind
 from rkgb.cut import Block, chain, cut
-from rkgb.dgraph import DGraph, b_to_d
+from rkgb.dgraph import DGraph
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
+from rkgb.inspection import b_to_d
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.context import measure_in_context

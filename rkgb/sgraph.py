@@ -286,8 +286,8 @@ class _Groups:
 
 
 def _storages(graph: DGraph, op: DNode) -> list[str]:
-    """Owners of the storages that `op` fills, views or writes, leaves' left out."""
-    owners = dict.fromkeys(graph.owner(name) for name in (*op.output_names, *op.written))
+    """Owners of the storages that `op` fills, views or writes, without leaves and what it hands to another node."""
+    owners = dict.fromkeys(graph.owner(name) for name in (*op.output_names, *op.written) if name not in graph.handed)
     return [owner for owner in owners if owner not in graph.leaves]
 
 

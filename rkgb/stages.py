@@ -9,8 +9,9 @@ import torch
 
 from rkgb.bgraph import BGraph
 from rkgb.cut import Block, chain, cut
-from rkgb.dgraph import DGraph, b_to_d
+from rkgb.dgraph import DGraph
 from rkgb.equivalence import equivalent_classes
+from rkgb.inspection import b_to_d
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measuring.measure import measure_blocks
 from rkgb.pipeline import exact_trace

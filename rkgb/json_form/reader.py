@@ -8,7 +8,7 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,8 @@ class Reader:
             return self._leaf_readers[hint](form)
         origin = typing.get_origin(hint) or hint
         if origin in OPTIONAL:
-            given = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-            return None if form is None else self.read(form, given[0])
-        if origin in (list, tuple):
+            return self._one_of(form, typing.get_args(hint))
+        if origin in (list, tuple, frozenset):
             return origin(self._items(form, typing.get_args(hint)))
         if origin in (dict, collections.abc.Mapping):
             return self._mapping(form, *typing.get_args(hint))
@@ -94,6 +93,17 @@ class Reader:
             self.place.leave()
         return found
 
+    def _one_of(self, form: Any, kinds: Sequence[Any]) -> Any:
+        others = {kind.__name__: kind for kind in kinds if kind is not types.NoneType}
+        if form is None and len(others) < len(kinds):
+            return None
+        if len(others) == 1:
+            return self.read(form, *others.values())
+        name = form[0] if type(form) is list and len(form) == 2 else None
+        if type(name) is not str or name not in others:
+            raise self.place.error(f"one of {', '.join(others)} and its fields are expected, not {shortly(form)}")
+        return self.read(form[1], others[name])
+
     def _mapping(self, form: Any, key: Any, item: Any) -> dict[Any, Any]:
         if item in (None, types.NoneType):
             return dict.fromkeys(self._items(form, (key,)))
@@ -109,10 +119,7 @@ class Reader:
         return found
 
     def _pairs(self, form: Any, key: Any, item: Any) -> dict[Any, Any]:
-        pairs = self._items(form, (list[Any],))
-        if any(len(pair) != 2 for pair in pairs):
-            raise self.place.error("a list of pairs is expected")
-        return {self.read(name, key): self.read(thing, item) for name, thing in pairs}
+        return dict(self._items(form, (tuple[key, item],)))
 
     def _named(self, key: str, kind: type[Any]) -> Any:
         thing = self.things.get(kind, key)

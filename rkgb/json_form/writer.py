@@ -49,9 +49,11 @@ class Writer:
             return self._plain(value, hint)
         origin = typing.get_origin(hint) or hint
         if origin in OPTIONAL:
-            return None if value is None else self.write(value, self.given(hint))
+            return self._one_of(value, typing.get_args(hint))
         if origin in (list, tuple):
             return self._items(list(value), typing.get_args(hint))
+        if origin is frozenset:
+            return self._items(sorted(value), typing.get_args(hint))
         if origin in (dict, collections.abc.Mapping):
             return self._mapping(value, *typing.get_args(hint))
         if origin is collections.abc.Callable:
@@ -72,12 +74,15 @@ class Writer:
             return self._fields(value, origin)
         raise self.place.error(f"{hint} has no form in JSON")
 
-    def given(self, hint: Any) -> Any:
-        """The type of what may be None."""
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        if len(kinds) != 1:
-            raise self.place.error(f"{hint} has no form in JSON: it is one of several types")
-        return kinds[0]
+    def _one_of(self, value: Any, kinds: Sequence[Any]) -> Any:
+        """None as it is; of several classes, beside the name of the one that it is."""
+        others = [kind for kind in kinds if kind is not types.NoneType]
+        if value is None or len(others) == 1:
+            return None if value is None else self.write(value, others[0])
+        if type(value) not in others or not dataclasses.is_dataclass(value):
+            told = " | ".join(map(str, kinds))
+            raise self.place.error(f"{type(value).__name__} where {told} is expected has no form in JSON")
+        return [type(value).__name__, self.write(value, type(value))]
 
     def _plain(self, value: Any, hint: Any) -> Any:
         if hint is float and isinstance(value, int):
@@ -98,7 +103,7 @@ class Writer:
         if item in (None, types.NoneType):  # an ordered set
             return self._items(list(value), (key,))
         if key is not str:
-            return self._items(list(value.items()), (tuple[Any, ...],))
+            return self._items(list(value.items()), (tuple[key, item],))
         written = {}
         for name, thing in value.items():
             self.place.enter(name)

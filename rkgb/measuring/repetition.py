@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from rkgb.call import Ref, bind
-from rkgb.compact import TwoValues, compact_forms
+from rkgb.compact import SmallerForm, compact_forms
 from rkgb.cut import Block
-from rkgb.dgraph import DGraph, DNode, run_nodes
+from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import OpProfile
@@ -75,13 +75,11 @@ def repetition_times(
     storages = {value.owner: value.storage_bytes for value in graph.values.values()}
     clock = _ColdClock(min(_CACHES_BYTES, sum(storages.values())))
     forms = compact_forms(graph, block.nodes)
-    repeat_ms = {node.name: _time_of_form(node, form, clock) for node, form in forms.items()}
     nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
-    observer = _Repeating(graph, nodes, ops, clock)
+    observer = _Repeating(graph, nodes, ops, clock, forms)
     _run(graph, block, values, observer)
-    repeat_ms |= observer.repeat_ms
     return {
-        name: time_ms + _handling_ms(clock.others_bytes) for name, time_ms in repeat_ms.items()
+        name: time_ms + _handling_ms(clock.others_bytes) for name, time_ms in observer.repeat_ms.items()
     }, observer.normalise_ms
 
 
@@ -128,15 +126,11 @@ def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile]) -
     return not is_long or any(takes_statistics(graph, op) for op in node.ops)
 
 
-def _time_of_form(node: SNode, form: TwoValues, clock: _ColdClock) -> float:
-    values: dict[str, Any] = {}
-    with torch.no_grad():
-        run_nodes(node.ops, values, [node.ops[-1].output_names[0]])
-    (tensor,) = values.values()
+def _time_of_form(name: str, form: SmallerForm, tensor: torch.Tensor, clock: _ColdClock) -> float:
     packed, pack_ms = clock.time(partial(form.pack, tensor))
     given_back, unpack_ms = clock.time(partial(form.unpack, packed))
     if not torch.equal(given_back, tensor):
-        raise GraphError(f"the bits that stand for what {node.name} draws do not give it back.")
+        raise GraphError(f"the smaller form that stands for what {name} makes does not give it back.")
     return pack_ms + unpack_ms
 
 
@@ -149,11 +143,13 @@ class _Repeating(Observer):
         nodes: Iterable[SNode] = (),
         ops: Mapping[str, OpProfile] | None = None,
         clock: _ColdClock | None = None,
+        forms: Mapping[SNode, SmallerForm] | None = None,
     ) -> None:
         self._graph = graph
         self._ops = ops or {}
         self._clock = clock
         self._node_of = {op: node for node in nodes for op in node.ops}
+        self._forms = {node.ops[-1]: (node.name, form) for node, form in (forms or {}).items()}
         self._read: dict[SNode, dict[str, Any]] = {node: {} for node in self._node_of.values()}
         self._leaf_views: dict[str, DNode] = {}  # by output
         self._viewed: dict[str, Any] = {}  # leaves that these read
@@ -165,7 +161,7 @@ class _Repeating(Observer):
 
     def is_idle(self, block: Block) -> bool:
         """Whether there is nothing in `block` to be repeated."""
-        return not self._node_of and not any(takes_statistics(self._graph, op) for op in block.ops)
+        return not (self._node_of or self._forms) and not any(takes_statistics(self._graph, op) for op in block.ops)
 
     @never_compiled  # it is no part of the compiled submodules that save
     def pack(self, tensor: torch.Tensor) -> None:
@@ -183,6 +179,9 @@ class _Repeating(Observer):
             self.given_again.add(op.name)
         if self._clock is not None and op in self._node_of:
             self._time(op, values, again, self._clock)
+        elif self._clock is not None and op in self._forms:
+            name, form = self._forms[op]
+            self.repeat_ms[name] = _time_of_form(name, form, values[op.output_names[0]].detach(), self._clock)
         elif not op.written and all(self._graph.owner(name) in self._graph.leaves for name in op.output_names):
             self._leaf_views.update(dict.fromkeys(op.output_names, op))
             self._viewed.update((name, values[name]) for name in op.call.inputs if name in self._graph.leaves)

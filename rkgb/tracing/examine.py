@@ -12,8 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.bgraph import BGraph
-from rkgb.dgraph import b_to_d
 from rkgb.errors import TraceError
+from rkgb.inspection import b_to_d
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.sgraph import d_to_s

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.bgraph import BGraph, BNode
 from rkgb.call import Call, Ref, bind, function_name, ref_names
-from rkgb.dgraph import RUNNING_STATISTICS, last_uses, leaf_tensors
+from rkgb.dgraph import last_uses, leaf_tensors
+from rkgb.inspection import RUNNING_STATISTICS
 from rkgb.sample import Sample
 from rkgb.state import borrowed, never_unpacked
 from rkgb.tracing.generators import is_own_generator

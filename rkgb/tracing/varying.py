@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from rkgb.bgraph import BGraph
-from rkgb.dgraph import DGraph, b_to_d, leaf_tensors, run_nodes
+from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError
+from rkgb.inspection import b_to_d
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.guard import Guard

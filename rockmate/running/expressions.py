@@ -14,7 +14,7 @@ import torch
 
 from rkgb import DGraph, DNode, LeafKind
 from rkgb.call import Call, Ref, is_ref, ref_names
-from rkgb.dgraph import RUNNING_STATISTICS
+from rkgb.inspection import RUNNING_STATISTICS
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves, map_leaves

@@ -134,6 +134,7 @@ class _Assigner:
         self.dgraph = graph.sgraph.dgraph
         self.segment_of_stage = {stage: index for index, stage in enumerate(sorted(groups))}
         self.node_of_data = {name: node for node in graph.sgraph for name in node.data}
+        self.read_packed = {op for node in graph.forms for op in node.ops}  # where a form is read in their place
         held = held_storages(graph)
         self.instances: dict[str, list[int]] = {}  # by storage: stages at which it is made anew
         for stage in sorted(groups):
@@ -240,11 +241,15 @@ class _Assigner:
         found: dict[Kept, None] = {}
         for node in self.groups[stage]:
             for op in node.ops:
-                for name in op.call.inputs:
+                for name in self._inputs(op):
                     owner = self.dgraph.owner(name)
                     if name not in own and owner not in self.dgraph.leaves:
                         found[Kept(name, self.served_by(owner, stage))] = None
         return found
+
+    def _inputs(self, op: DNode) -> list[str]:
+        """What `op` reads when it is repeated."""
+        return [] if op in self.read_packed else op.call.inputs
 
     def _fill_in(self, segment: Segment, nodes: list[SNode]) -> None:
         phantom_op = {
@@ -269,8 +274,8 @@ class _Assigner:
                 or any(self.dgraph.owner(name) in storages for name in op.written)
             ):
                 live.append(op)
-                needed.update(op.call.inputs)
-                storages.update(self.dgraph.owner(name) for name in op.call.inputs)
+                needed.update(self._inputs(op))
+                storages.update(self.dgraph.owner(name) for name in self._inputs(op))
         segment.ops = live[::-1]
         # With gradients, as they first ran: without them, compiled code is other code.
         segment.captured |= {op.name for op in segment.ops if self._fills_several(op) or _is_tracked_whole(op)}

@@ -35,7 +35,8 @@ def saved_in_one_graph(graphs: AllGraphs, module: nn.Module, sample: Sample) -> 
             with torch.set_grad_enabled(op.grad_enabled):
                 bind(op.outputs, op.call.evaluate(values), values)
             for name in op.output_names:
-                owners.setdefault(values[name].untyped_storage()._cdata, name)
+                taker = graph.owner(name) if name in graph.handed else name
+                owners.setdefault(values[name].untyped_storage()._cdata, taker)
             hidden = 0
             for tensor in packed:
                 cdata = tensor.untyped_storage()._cdata

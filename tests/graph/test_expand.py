@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb.dgraph import b_to_d
+from rkgb.inspection import b_to_d
 from rkgb.sample import make_sample
 from rkgb.tracing.expand import expand_composites
 from rkgb.tracing.replay import replay_check

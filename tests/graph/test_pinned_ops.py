@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from rkgb import SGraph, d_to_s, make_B, make_sample, to_networkx
 from rkgb.call import Call, Ref
-from rkgb.dgraph import DGraph, DNode, b_to_d
+from rkgb.dgraph import DGraph, DNode
+from rkgb.inspection import b_to_d
 from rkgb.sgraph import run_once
 from rkgb.tracing.repetition import reason_against_repetition
 from tests.graph.cases import program

@@ -19,7 +19,7 @@ from rkgb import (
     pipeline,
     trace,
 )
-from rkgb.dgraph import b_to_d
+from rkgb.inspection import b_to_d
 from rkgb.tracing.replay import replay_check, run_graph
 from tests.graph.cases import program
 from tests.graph.programs import bytes_of, linear, rows, state_of, with_gradients
