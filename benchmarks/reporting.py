@@ -16,6 +16,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+ROOT = Path(__file__).parents[1]  # of the repository
+WRITTEN = ("benchmarks/results", "docs", "rockmate/zoo/plans")
+
 console = Console(width=None if sys.stdout.isatty() else 180)  # a file has room for wide tables
 
 
@@ -40,13 +43,21 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def code_version() -> str:
-    """The commit of this code, with "-dirty" where files were changed since; "unknown" outside a clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+def code_version(clone: Path = ROOT) -> str:
+    """The commit of the code in `clone`, with "-dirty" where it was changed since; "unknown" outside a clone.
+
+    What benchmarks themselves write, and pages and pictures made from that, is no code.
+    """
+    git = ["git", "-C", str(clone)]
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{folder}" for folder in WRITTEN)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["describe", "--always"], changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-dirty" if changed else commit
 
 
 def bar(label: str, reached: float, limit: float) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """The scripts that people run first do run."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.reporting import code_version
 from tests.scripts import load_script, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,3 +70,19 @@ def test_solver_benchmark_writes_results_that_the_page_can_show(tmp_path):
         assert not result["fits"] or result["peak_bytes"] <= result["budget_bytes"]
     page = "\n".join(load_script("docs/make_tables.py").solver_sections(report))
     assert page.count("| auto |") == 3
+
+
+def test_a_result_is_no_change_of_the_code(tmp_path):
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "found.json"
+    result.parent.mkdir(parents=True)
+    for path in (code, result):
+        path.write_text("1")
+    assert code_version(tmp_path) == "unknown"
+    person = ("-c", "user.name=someone", "-c", "user.email=someone@example.org", "-c", "commit.gpgsign=false")
+    for command in (["init", "-q"], ["add", "."], [*person, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    commit = code_version(tmp_path)
+    result.write_text("2")
+    assert code_version(tmp_path) == commit
+    code.write_text("2")
+    assert code_version(tmp_path) == f"{commit}-dirty"
