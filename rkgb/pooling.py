@@ -12,17 +12,15 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rkgb.call import Call, Ref, ref_names
-
-if TYPE_CHECKING:
-    from rkgb.dgraph import DGraph, DNode
-    from rkgb.values import ValueInfo
+from rkgb.dgraph import DGraph, DNode
+from rkgb.values import ValueInfo
 
 LEAST_ELEMENTS = 16384  # of indices worth a form
 

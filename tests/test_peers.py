@@ -115,7 +115,7 @@ def test_other_random_numbers_are_judged_by_the_slope_of_the_loss():
             other = model(batch)
             return other + (output - other).detach()
 
-        return Built(model, call, own_random=True)
+        return Built(model, call, own_numbers=True)
 
     right = Peer("right", Family.CHECKPOINT, functools.partial(of_seed, seed=5))
     wrong = Peer("wrong", Family.CHECKPOINT, functools.partial(of_seed, seed=5, late=6))
@@ -124,6 +124,43 @@ def test_other_random_numbers_are_judged_by_the_slope_of_the_loss():
     assert right.slope == pytest.approx(1, abs=0.005)
     assert wrong.status == "wrong"
     assert "slope" in wrong.reason
+
+
+def test_sums_in_another_order_are_judged_by_the_loss_and_statistics_by_eagers():
+    def built(
+        case: Case, eager_peak_bytes: int, *, factor: float = 1.0, noise: float = 0.0, twice: bool = False
+    ) -> Built:
+        """Gradients are those of a loss `factor` times as large, with `noise`; with `twice`, batches count twice."""
+        model = case.fresh_model()
+        generator = torch.Generator().manual_seed(0)
+
+        def noisy(gradient: torch.Tensor) -> torch.Tensor:
+            other = torch.randn(gradient.shape, generator=generator)
+            return gradient + noise * gradient.norm() / other.norm() * other
+
+        for parameter in model.parameters() if noise else ():
+            parameter.register_hook(noisy)
+
+        def call(batch: torch.Tensor) -> torch.Tensor:
+            output = model(batch)
+            if twice:
+                model(batch)
+            return output + (factor - 1) * (output - output.detach())
+
+        return Built(model, call, own_numbers=True)
+
+    rounded, near, far, counted = (
+        Peer("other", Family.CHECKPOINT, functools.partial(built, **options))
+        for options in ({"noise": 0.03}, {"factor": 1.02}, {"factor": 1.2}, {"factor": 1.2, "twice": True})
+    )
+    _, rounded, near, far, counted = contenders_of(chain_case(norm=True, dropout=0.0), rounded, near, far, counted)
+    assert (rounded.status, near.status, far.status, counted.status) == ("close", "wrong", "wrong", "wrong")
+    assert "another order" in rounded.reason
+    assert "off by" in rounded.reason
+    assert far.slope == pytest.approx(1 / 1.2, abs=0.01)
+    assert "slope" in near.reason
+    assert counted.slope is None
+    assert "BatchNorm" in counted.reason
 
 
 def test_the_slope_leaves_the_weights_as_they_were():

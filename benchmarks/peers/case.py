@@ -79,7 +79,7 @@ class Built:
     plan: Plan | None = None
     first_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around the first step alone
     note: str = ""
-    own_random: bool = False  # whether it draws other random numbers than eager does
+    own_numbers: bool = False  # whether it draws other random numbers than eager does, or adds in another order
 
 
 @dataclass(frozen=True)

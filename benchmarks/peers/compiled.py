@@ -46,7 +46,7 @@ def compiled(case: Case, eager_peak_bytes: int, *, backend: str, budget: float) 
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # PyTorch 2.14 and later
         options["isolate_recompiles"] = True
     call = torch.compile(model, backend=backend, **options)
-    return Built(model, call, first_step=functools.partial(compiling, budget), own_random=True)
+    return Built(model, call, first_step=functools.partial(compiling, budget), own_numbers=True)
 
 
 PEERS = tuple(

@@ -169,20 +169,34 @@ def draws(trace: Trace, device: torch.device) -> bool:
     return not torch.equal(trace.random[-1], torch.Generator(device).manual_seed(SEED).get_state())
 
 
-def judge_slope(contender: Contender, slope: float) -> None:
-    """Judge gradients by the loss: its slope along a right gradient is the gradient's norm."""
+def judge_by_loss(contender: Contender, case: Case, built: Built, found: Trace, expected: Trace) -> None:
+    """Judge gradients that are not eager's by the loss: its slope along a right gradient is the gradient's norm.
+
+    Buffers that random numbers or the order of sums do not explain stay wrong.
+    """
+    if found.gradients.keys() != expected.gradients.keys() or found.buffers.keys() != expected.buffers.keys():
+        return
+    random = draws(expected, case.device)  # then statistics are others, too
+    if not buffers_close(found.buffers, expected.buffers, None if random else TOLERANCES[case.dtype]):
+        return
+    why = "draws other random numbers" if random else f"{contender.reason}, as sums in another order may be"
+    if case.dtype not in (torch.float32, torch.float64):
+        contender.status, contender.reason = UNKNOWN, f"{why}; {case.dtype} is too coarse to judge by the loss"
+        return
+    again = first_trace(case, replace(built, first_step=contextlib.nullcontext))  # nothing is compiled in it
+    slope = slope_by_norm(case, built, again.gradients)
     contender.slope = round(slope, 4)
     told = f"the loss's slope along its gradient is {slope:.3f} of the gradient's norm"
     if abs(slope - 1) <= SLOPE_TOLERANCE:
-        contender.status, contender.reason = CLOSE, f"draws other random numbers; {told}"
+        contender.status, contender.reason = CLOSE, f"{why}; {told}"
     else:
         contender.reason = f"gradients are none of the loss: {told}"
 
 
-def buffers_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> bool:
-    """Whether counts are equal, and statistics within the tolerance."""
+def buffers_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None) -> bool:
+    """Whether counts are equal, and statistics within the tolerance, if there is one."""
     return all(
-        (found[name] - value).double().norm() <= tolerance * value.double().norm()
+        tolerance is None or bool((found[name] - value).double().norm() <= tolerance * value.double().norm())
         if value.is_floating_point()
         else torch.equal(found[name], value)
         for name, value in expected.items()
@@ -232,15 +246,8 @@ def measure(
             trace = first_trace(case, built)
         contender.ready_s = round(time.perf_counter() - started, 2)
         judge(contender, trace, expected or trace, TOLERANCES[case.dtype])
-        if expected is not None and contender.status == WRONG and built.own_random and draws(expected, case.device):
-            if case.dtype in (torch.float32, torch.float64):
-                again = first_trace(
-                    case, replace(built, first_step=contextlib.nullcontext)
-                )  # nothing is compiled in it
-                judge_slope(contender, slope_by_norm(case, built, again.gradients))
-            else:
-                contender.status = UNKNOWN
-                contender.reason = f"draws other random numbers; {case.dtype} is too coarse to judge by the loss"
+        if expected is not None and contender.status == WRONG and built.own_numbers:
+            judge_by_loss(contender, case, built, trace, expected)
         contender.peak_bytes = peak_of(case, built)
         contender.built, contender.note = built, built.note
         fill_in_plan(contender, built)

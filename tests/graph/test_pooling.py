@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rkgb import cut, make_all_graphs, make_sample
+from rkgb import chain, cut, make_all_graphs, make_sample
 from rkgb.compact import compact_forms
 from rkgb.json_form import from_json, to_json
 from rkgb.pipeline import exact_trace
@@ -131,12 +131,36 @@ def pooling_between():
     return nn.Sequential(*ends, nn.Conv2d(4, 4, 1))
 
 
-def test_a_block_holds_both_the_maxima_and_their_indices():
-    _, simple, forms = traced(pooling_between(), torch.randn(4, 3, 160, 160))
-    assert len(forms) == 2
-    blocks = cut(simple)
-    assert len(blocks) > 2
-    for block in blocks:
+class Skipped(nn.Module):
+    """Pooling whose maxima are read at once and far on: worth a pin."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.pool, self.last = nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1)
+        self.between = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 1), nn.Tanh())))
+
+    def forward(self, x):
+        y = self.pool(self.first(x))
+        return self.last(self.between(y) * y)
+
+
+@pytest.mark.parametrize(
+    ("model", "cut_up"),
+    [
+        (pooling_between, cut),
+        (pooling_between, lambda graph: chain(graph, 2)),
+        (Skipped, lambda graph: chain(graph, 3)),
+    ],
+    ids=["cut", "chain", "pinned"],
+)
+def test_a_block_holds_both_the_maxima_and_their_indices(model, cut_up):
+    _, simple, forms = traced(model(), torch.randn(4, 3, 160, 160))
+    assert forms
+    found = cut_up(simple)
+    assert len(list(found)) > 2
+    if model is Skipped:
+        assert found.pins
+    for block in found:
         for node in block.nodes:
             if node in forms:
                 assert set(node.deps) <= set(block.nodes)
