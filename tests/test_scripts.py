@@ -72,6 +72,14 @@ def test_solver_benchmark_writes_results_that_the_page_can_show(tmp_path):
     assert page.count("| auto |") == 3
 
 
+@pytest.mark.slow
+def test_relu_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/relu_signs.py", "--quick", "--models", "transformer", "--output", str(tmp_path))
+    result = json.loads((tmp_path / "relu-signs-cpu.json").read_text(encoding="utf-8"))
+    assert [row["share"] for row in result["rows"]] == [0.7, 0.5, 0.4, 0.3]
+    assert all(row["outputs"] > 0 for row in result["rows"])
+
+
 def test_a_result_is_no_change_of_the_code(tmp_path):
     code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "found.json"
     result.parent.mkdir(parents=True)

@@ -1,0 +1,154 @@
+"""Whether it would pay to keep ReLU's output for its own backward as one bit an element.
+
+    python benchmarks/relu_signs.py                          # some three minutes; writes into benchmarks/results/
+    python benchmarks/relu_signs.py --quick --output folder  # tiny models, whose times mean nothing
+
+The backward of ReLU asks of its output no more than where it is above zero. The problem of each model is measured, and
+solved as it is and with numbers as if such outputs were read from bits where nothing else reads them in the backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from benchmarks.peers.models import case_named
+from benchmarks.reporting import (
+    bar,
+    circumstances,
+    code_version,
+    console,
+    new_table,
+    option_parser,
+    print_bars,
+    write_report,
+)
+from rk_solvers import Chain, Data, ForwardOp, Problem
+from rk_solvers.registry import Effort, solver_named
+from rkgb.compact import TwoValues
+from rockmate import PeakMemory
+from rockmate.planning.measured import measure
+from rockmate.planning.request import PlanRequest
+
+MODELS = ("transformer", "hf-t5")  # those with ReLU between the layers of their feed-forward parts
+SHARES = (0.7, 0.5, 0.4, 0.3)
+GAIN = 0.001  # of the step's time: less is no gain, as plans are proven within about as much
+OTHERS_BYTES = 48 << 20  # written before a call, so that caches are as in the midst of a backward
+
+
+def ms_per_byte(elements: int) -> float:
+    """Time of packing a float32 tensor of so many elements into bits and of reading them, by its bytes."""
+    form = TwoValues((elements,), (1,), torch.float32, 0, torch.ones(()).view(torch.int32).item())
+    tensor = (torch.rand(elements) < 0.5).float()
+    others = torch.empty(OTHERS_BYTES, dtype=torch.uint8)
+    times_ms = []
+    for _ in range(9):
+        others.fill_(0)
+        started = time.perf_counter()
+        packed = form.pack(tensor)
+        half_ms = time.perf_counter() - started
+        others.fill_(0)
+        started = time.perf_counter()
+        form.unpack(packed)
+        times_ms.append((half_ms + time.perf_counter() - started) * 1e3)
+    return statistics.median(times_ms) / (4 * elements)
+
+
+def outputs_of_relu(problem: Problem) -> list[int]:
+    """Outputs of ReLU, among the data, that the backward of ReLU alone reads."""
+    readers = problem.backward_users()
+    return [
+        item
+        for op in problem.forward
+        for item in op.outputs
+        if op.name.startswith("relu")
+        and [problem.backward[user].name for user in readers[item]] == [f"{op.name}.backward"]
+    ]
+
+
+def with_bits(problem: Problem, items: Sequence[int], rate: float) -> Problem:
+    """Each of these outputs apart for the backward: what has it again reads bits, at `rate` milliseconds a byte."""
+    for item in items:
+        data, maker = problem.data[item], problem.data[item].producer
+        moved = [replace(one, producer=one.producer + (one.producer > maker)) for one in problem.data]
+        apart = Data(f"{data.name}.bits", data.size_bytes, maker + 1, "phantom")
+        bits_bytes = data.size_bytes // 32
+        reading = ForwardOp(apart.name, 0.0, (), (len(moved),), 0, True, bits_bytes, rate * data.size_bytes)
+        backward = tuple(
+            replace(op, needs=tuple(sorted(len(moved) if need == item else need for need in op.needs)))
+            for op in problem.backward
+        )
+        forward = (*problem.forward[: maker + 1], reading, *problem.forward[maker + 1 :])
+        problem = Problem((*moved, apart), forward, backward, problem.held, problem.base_bytes)
+    return problem
+
+
+def solved(problem: Problem, chain: Chain | None, budget_bytes: int, seconds: float) -> float:
+    """Time of the best plan found by that of keeping everything; infinite where none fits."""
+    solver = solver_named("auto", Effort(chain, time_limit_s=seconds, gap=GAIN / 2))
+    solution = solver.solve(problem, budget_bytes)
+    return solution.time_ms / problem.keep_all_time_ms if solution.status.fits else float("inf")
+
+
+def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each budget of a model."""
+    case = case_named(name, "cpu", options.quick)
+    model = case.fresh_model()
+    with PeakMemory() as memory:
+        case.step(model)
+    model.zero_grad(set_to_none=True)
+    problem = measure(model, case.sample, PlanRequest(1.0, case.loss)).problem
+    items = outputs_of_relu(problem)
+    rate = ms_per_byte(max(problem.data[item].size_bytes for item in items) // 4)
+    rows = []
+    for share in SHARES:
+        budget_bytes = int(share * memory.peak_bytes)
+        variants = [with_bits(problem, chosen, rate) for chosen in (items, *([item] for item in items))]
+        now, of_all, *of_one = (solved(each, None, budget_bytes, options.seconds) for each in (problem, *variants))
+        rows.append(
+            {
+                "model": name,
+                "share": share,
+                "outputs": len(items),
+                "outputs_share": sum(problem.data[item].size_bytes for item in items) / memory.peak_bytes,
+                "now": now,
+                "all": of_all,
+                "best_of_one": min(of_one),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = option_parser(__doc__, "tiny models, whose times mean nothing")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="that a plan may take (default %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = [row for name in options.models for row in compare(name, options)]
+    table = new_table("time of the best plan / keeping everything")
+    for heading in ("", "budget", "of the peak", "as it is", "bits of all", "bits of the best one"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        numbers = [f"{row[key]:.4f}" for key in ("now", "all", "best_of_one")]
+        table.add_row(row["model"], f"{row['share']:.2f}", f"{row['outputs_share']:.3f}", *numbers)
+    console.print(table)
+    gains = {f"{row['model']} at {row['share']:.2f}": row["now"] - min(row["all"], row["best_of_one"]) for row in rows}
+    bars = [bar(f"gained by bits, {where}", gain, GAIN) for where, gain in gains.items()]
+    print_bars(bars)
+    report = {"circumstances": circumstances(options) | {"code": code_version()}, "rows": rows, "bars": bars}
+    write_report(options.output, "relu-signs-cpu.json", report)
+
+
+if __name__ == "__main__":
+    main()
