@@ -47,7 +47,7 @@ OTHERS_BYTES = 48 << 20  # written before a call, so that caches are as in the m
 
 def ms_per_byte(elements: int) -> float:
     """Time of packing a float32 tensor of so many elements into bits and of reading them, by its bytes."""
-    form = TwoValues((elements,), (1,), torch.float32, 0, torch.ones(()).view(torch.int32).item())
+    form = TwoValues((elements,), (1,), torch.float32, 0, int(torch.ones(()).view(torch.int32)))
     tensor = (torch.rand(elements) < 0.5).float()
     others = torch.empty(OTHERS_BYTES, dtype=torch.uint8)
     times_ms = []
