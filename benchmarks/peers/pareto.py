@@ -21,7 +21,7 @@ MARKERS = {
     Family.OFFLOAD: ("tab:gray", "X", 45),
     Family.OTHER_SOLVERS: ("tab:cyan", "o", 30),
 }
-FIGURE_INCHES = (7.2, 4.4)
+FIGURE_INCHES = (8.6, 4.2)
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -50,7 +50,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         axes.set(
             title=title_of(report), xlabel="peak memory / eager's", ylabel="time of a step / eager's", xlim=(0, None)
         )
-        axes.legend(fontsize=8)
+        figure.legend(fontsize=8, loc="outside right upper")  # within the axes it would cover points
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
