@@ -1,6 +1,6 @@
 """Whether it would pay to keep ReLU's output for its own backward as one bit an element.
 
-    python benchmarks/relu_signs.py                          # some three minutes; writes into benchmarks/results/
+    python benchmarks/relu_signs.py                          # up to ten minutes; writes into benchmarks/results/
     python benchmarks/relu_signs.py --quick --output folder  # tiny models, whose times mean nothing
 
 The backward of ReLU asks of its output no more than where it is above zero. The problem of each model is measured, and
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +33,7 @@ from benchmarks.reporting import (
 from rk_solvers import Chain, Data, ForwardOp, Problem
 from rk_solvers.registry import Effort, solver_named
 from rkgb.compact import TwoValues
+from rkgb.measuring.repetition import ColdClock, time_of_form
 from rockmate import PeakMemory
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
@@ -49,18 +48,7 @@ def ms_per_byte(elements: int) -> float:
     """Time of packing a float32 tensor of so many elements into bits and of reading them, by its bytes."""
     form = TwoValues((elements,), (1,), torch.float32, 0, int(torch.ones(()).view(torch.int32)))
     tensor = (torch.rand(elements) < 0.5).float()
-    others = torch.empty(OTHERS_BYTES, dtype=torch.uint8)
-    times_ms = []
-    for _ in range(9):
-        others.fill_(0)
-        started = time.perf_counter()
-        packed = form.pack(tensor)
-        half_ms = time.perf_counter() - started
-        others.fill_(0)
-        started = time.perf_counter()
-        form.unpack(packed)
-        times_ms.append((half_ms + time.perf_counter() - started) * 1e3)
-    return statistics.median(times_ms) / (4 * elements)
+    return time_of_form("ReLU", form, tensor, ColdClock(OTHERS_BYTES)) / tensor.nbytes
 
 
 def outputs_of_relu(problem: Problem) -> list[int]:

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import DGraph, DNode
-from rkgb.pooling import WindowIndices, window_indices
+from rkgb.pooling import LEAST_ELEMENTS, WindowIndices, window_indices
 from rkgb.sgraph import SNode
 from rkgb.tree import leaves
 
-LEAST_ELEMENTS = 16384  # of a tensor worth a form: fewer are drawn in less than 0.1 ms
 _CHUNK = 1 << 16  # elements that are packed at a time; numpy allocates for them where nobody counts
 
 _aten = torch.ops.aten

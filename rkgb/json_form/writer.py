@@ -77,8 +77,10 @@ class Writer:
     def _one_of(self, value: Any, kinds: Sequence[Any]) -> Any:
         """None as it is; of several classes, beside the name of the one that it is."""
         others = [kind for kind in kinds if kind is not types.NoneType]
-        if value is None or len(others) == 1:
-            return None if value is None else self.write(value, others[0])
+        if value is None:
+            return None
+        if len(others) == 1:
+            return self.write(value, others[0])
         if type(value) not in others or not dataclasses.is_dataclass(value):
             told = " | ".join(map(str, kinds))
             raise self.place.error(f"{type(value).__name__} where {told} is expected has no form in JSON")

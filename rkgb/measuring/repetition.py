@@ -37,7 +37,7 @@ _LONG_MS = 10.0  # what takes so long in the forward hardly takes longer in the 
 Again = Callable[[], torch.Tensor]
 
 
-class _ColdClock:
+class ColdClock:
     """Times after so many other bytes have been written, which empties the caches of what they hold."""
 
     def __init__(self, others_bytes: int) -> None:
@@ -73,7 +73,7 @@ def repetition_times(
         GraphError: a smaller form does not give back what it was made of.
     """
     storages = {value.owner: value.storage_bytes for value in graph.values.values()}
-    clock = _ColdClock(min(_CACHES_BYTES, sum(storages.values())))
+    clock = ColdClock(min(_CACHES_BYTES, sum(storages.values())))
     forms = compact_forms(graph, block.nodes)
     nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
     observer = _Repeating(graph, nodes, ops, clock, forms)
@@ -86,7 +86,7 @@ def repetition_times(
 @cache
 def _handling_ms(others_bytes: int) -> float:
     """What it takes to pack something else for a saved tensor, and to be asked for the tensor: Python's part of it."""
-    clock = _ColdClock(others_bytes)
+    clock = ColdClock(others_bytes)
     factor = torch.zeros(1)
     given = torch.zeros(1, requires_grad=True)
 
@@ -126,7 +126,8 @@ def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile]) -
     return not is_long or any(takes_statistics(graph, op) for op in node.ops)
 
 
-def _time_of_form(name: str, form: SmallerForm, tensor: torch.Tensor, clock: _ColdClock) -> float:
+def time_of_form(name: str, form: SmallerForm, tensor: torch.Tensor, clock: ColdClock) -> float:
+    """Time in ms of making and of reading the form of `tensor`; `GraphError`, with `name`, if that gives another."""
     packed, pack_ms = clock.time(partial(form.pack, tensor))
     given_back, unpack_ms = clock.time(partial(form.unpack, packed))
     if not torch.equal(given_back, tensor):
@@ -142,7 +143,7 @@ class _Repeating(Observer):
         graph: DGraph,
         nodes: Iterable[SNode] = (),
         ops: Mapping[str, OpProfile] | None = None,
-        clock: _ColdClock | None = None,
+        clock: ColdClock | None = None,
         forms: Mapping[SNode, SmallerForm] | None = None,
     ) -> None:
         self._graph = graph
@@ -181,12 +182,12 @@ class _Repeating(Observer):
             self._time(op, values, again, self._clock)
         elif self._clock is not None and op in self._forms:
             name, form = self._forms[op]
-            self.repeat_ms[name] = _time_of_form(name, form, values[op.output_names[0]].detach(), self._clock)
+            self.repeat_ms[name] = time_of_form(name, form, values[op.output_names[0]].detach(), self._clock)
         elif not op.written and all(self._graph.owner(name) in self._graph.leaves for name in op.output_names):
             self._leaf_views.update(dict.fromkeys(op.output_names, op))
             self._viewed.update((name, values[name]) for name in op.call.inputs if name in self._graph.leaves)
 
-    def _time(self, op: DNode, values: dict[str, Any], again: Again | None, clock: _ColdClock) -> None:
+    def _time(self, op: DNode, values: dict[str, Any], again: Again | None, clock: ColdClock) -> None:
         node = self._node_of[op]
         if again is not None:
             self.normalise_ms[op.name] = clock.time(again)[1]

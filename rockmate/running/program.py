@@ -133,7 +133,6 @@ class _Assigner:
         self.groups = groups
         self.dgraph = graph.sgraph.dgraph
         self.segment_of_stage = {stage: index for index, stage in enumerate(sorted(groups))}
-        self.node_of_data = {name: node for node in graph.sgraph for name in node.data}
         self.read_packed = {op for node in graph.forms for op in node.ops}  # where a form is read in their place
         held = held_storages(graph)
         self.instances: dict[str, list[int]] = {}  # by storage: stages at which it is made anew

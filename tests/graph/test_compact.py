@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from rkgb import TraceWarning, make_all_graphs
-from rkgb.compact import LEAST_ELEMENTS, TwoValues, compact_form, compact_forms
+from rkgb.compact import TwoValues, compact_form, compact_forms
+from rkgb.pooling import LEAST_ELEMENTS
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -13,19 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rkgb import (
-    AllGraphs,
-    BGraph,
-    BNode,
-    DGraph,
-    GuardError,
-    Leaf,
-    LeafKind,
-    b_to_d,
-    d_to_s,
-    make_sample,
-    trace,
-)
+from rkgb import AllGraphs, BGraph, BNode, DGraph, GuardError, Leaf, LeafKind, b_to_d, d_to_s, make_sample, trace
 from rkgb.call import Call, Ref
 from rkgb.json_form import (
     FunctionNotGiven,
