@@ -3,7 +3,7 @@
     python benchmarks/against_peers.py --models gpt2 resnet50 --repeats 7   # writes into benchmarks/results/
     python benchmarks/against_peers.py --quick --models gpt2 --skip-families compile --output folder
 
-Contenders take turns, each round starting with another one; ratios are those of medians. README.md says more.
+Contenders take turns, each round in another order; ratios are those of medians. README.md says more.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import random
 import signal
 import statistics
 import threading
@@ -304,16 +305,17 @@ def time_all(
 ) -> None:
     """Times `repeats` steps of each, and `often` times as many of those of the `watched` families, which have bars.
 
-    Each round starts with another one. What fails in a round is out.
+    Each round has another order. What fails in a round is out.
     """
+    order = random.Random(SEED)
     for turn in range(repeats * often):
         running = [
             contender
             for place, contender in enumerate(contenders)
             if contender.runs and (contender.family in watched or (place + turn) % often == 0)
         ]
-        shift = turn % len(running)
-        for contender in running[shift:] + running[:shift]:
+        order.shuffle(running)  # what ran before leaves the caches and the heap as no other does
+        for contender in running:
             tell(f"round {turn + 1} of {repeats * often}: {contender.label}")
             assert contender.built is not None
             try:

@@ -31,6 +31,7 @@ from rkgb.tracing.opaque_calls import recorded_call, refuse_uncalled, told_of_ca
 from rkgb.tracing.opaque_jit import JitCalls
 from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
 from rkgb.tracing.side_effects import SideEffects
+from rkgb.tracing.statistics import with_statistics_hidden
 from rkgb.tree import leaves, map_leaves
 
 FrontEnd = Literal["jit", "record"]
@@ -74,6 +75,7 @@ def trace(
     if not leaves(output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
     graph.tracer = tracer
+    graph = with_statistics_hidden(graph)
     graph.verify()
     return graph
 

@@ -41,6 +41,17 @@ def network(**options):
     )
 
 
+class ReadsItsData(nn.Module):
+    """What reads a number of its data is recorded, below autograd, where normalisations return their statistics."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x if x.max() > -100.0 else -x)
+
+
 def images():
     return torch.randn(8, 3, 24, 24) * 3 + 1
 
@@ -73,6 +84,41 @@ def test_training_is_exact(options, plan_of):
     module = following(costs, model, plan_of(costs))
     assert "step.normalised(" in module.code
     assert_trains_exactly(module, [images() for _ in range(3)])
+
+
+def test_recorded_normalisations_are_repeated_from_statistics_too():
+    torch.manual_seed(0)
+    model = ReadsItsData(network())
+    costs = measured_for(model, images())
+    assert costs.graphs.B_graph.tracer == "record"
+    module = following(costs, model, keep_nothing(costs))
+    assert module.code.count("step.normalised(") >= 3
+    assert_trains_exactly(module, [images() for _ in range(3)])
+
+
+class ReturnsStatistics(nn.Module):
+    """Hands on what the operation returns beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+
+    def forward(self, x):
+        found = []
+        for layer in self.layers:
+            x, mean, inverse = torch.native_batch_norm(layer(x), None, None, None, None, True, 0.1, 1e-5)
+            found.append(mean / inverse)
+        assert x.max() > -100.0
+        return x.relu() + torch.stack(found).sum().detach()
+
+
+def test_statistics_that_are_read_stay_values():
+    torch.manual_seed(0)
+    model = ReturnsStatistics()
+    costs = measured_for(model, images())
+    assert costs.graphs.B_graph.tracer == "record"
+    assert not costs.graphs.K_graph.normalised
+    assert_trains_exactly(following(costs, model, keep_nothing(costs)), [images() for _ in range(2)])
 
 
 def test_channels_last_are_exact():
