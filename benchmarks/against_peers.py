@@ -27,6 +27,7 @@ from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, 
 from benchmarks.peers.models import RECIPES, case_named
 from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told
 from benchmarks.peers.registry import peers_for
+from benchmarks.peers.sittings import DTYPES, sit
 from benchmarks.reporting import (
     circumstances,
     code_version,
@@ -37,9 +38,6 @@ from benchmarks.reporting import (
     write_report,
 )
 from rockmate.units import format_bytes
-
-WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def tell(contender: Contender) -> None:
@@ -75,17 +73,19 @@ def run(name: str, options: argparse.Namespace) -> None:
     console.rule(f"{name} on {options.device}")
     contenders = line_up(case, peers, tell, options.limit)
     with console.status("timing") as status:
-        time_all(case, contenders, options.repeats, status.update, WATCHED, options.often)
+        time_all(case, contenders, options.repeats, status.update)
+        sittings = sit(name, contenders, options, status.update)
     eagers = [contender for contender in contenders if contender.family is Family.EAGER]
     results = [result_of(contender, eagers) for contender in contenders]
     bars = bars_of(name, results)
-    console.print(table_of(results, f"{name}, {steps_told(vars(options))}"))
+    console.print(table_of(results, f"{name}, {steps_told(vars(options) | {'sittings': sittings})}"))
     for bar in bars:
         reached = bar["reason"] if bar["reached"] is None else bar["reached"]
         print_verdict(bar["met"], f"{bar['label']}: {reached} ≤ {bar['limit']}")
+    minutes = round((time.perf_counter() - started) / 60, 1)
     report = {
         "model": name,
-        "circumstances": circumstances_of(options) | {"minutes": round((time.perf_counter() - started) / 60, 1)},
+        "circumstances": circumstances_of(options) | {"sittings": sittings, "minutes": minutes},
         "contenders": results,
         "bars": bars,
     }
@@ -102,7 +102,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "batch_factor": options.batch_factor,
         "repeats": options.repeats,
-        "often": options.often,
+        "rounds": options.rounds,
         "limit_s": options.limit,
         "skipped": options.skip_families,
         "tolerance": TOLERANCES[DTYPES[options.dtype]],
@@ -114,7 +114,8 @@ def parse_options() -> argparse.Namespace:
     parser = option_parser(__doc__, "tiny models, whose times mean nothing")
     parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each contender (default 7)")
-    parser.add_argument("--often", type=int, default=5, help="times as many of eager's and ours (default 5)")
+    parser.add_argument("--sittings", type=int, default=5, help="further processes for eager and ours (default 5)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each in a sitting (default 20)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")

@@ -1,5 +1,6 @@
 """Ways to train beside ours: each is told right from wrong, and the page shows what was measured."""
 
+import argparse
 import functools
 import json
 import time
@@ -13,9 +14,10 @@ from benchmarks.peers import auto_sac, checkpointing, compiled, library, ours, p
 from benchmarks.peers.bars import ANY, ANY_THAT_EXISTS, bars_of, time_bar
 from benchmarks.peers.case import Built, Case, Peer
 from benchmarks.peers.families import Family
-from benchmarks.peers.measuring import draws, first_trace, line_up, result_of, time_all
+from benchmarks.peers.measuring import Contender, draws, first_trace, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
 from benchmarks.peers.registry import peers_for
+from benchmarks.peers.sittings import sit
 from benchmarks.peers.slope import slope_by_norm
 from tests.scripts import load_script, run_script, written_between_marks
 
@@ -197,13 +199,39 @@ def test_compiled_code_is_compared_within_a_tolerance():
     assert all(len(contender.step_ms) == 2 for contender in contenders)
 
 
-def test_those_that_bars_speak_of_are_timed_more_often():
+def test_every_round_times_all_that_run():
     contenders = contenders_of(chain_case(), *checkpointing.PEERS[1:4])
-    time_all(chain_case(), contenders, 2, lambda text: None, watched=(Family.EAGER,), often=3)
-    assert [len(contender.step_ms) for contender in contenders] == [6, 6, 2, 2]
+    time_all(chain_case(), contenders, 2, lambda text: None)
+    assert [len(contender.step_ms) for contender in contenders] == [2, 2, 2, 2]
     found = result_of(contenders[2], contenders[:1])
     assert found["time_ratio"] > 0
     assert found["time_error"] > 0
+
+
+def test_ratios_of_sittings_are_taken_in_each_and_then_together():
+    eagers = [
+        Contender("eager", Family.EAGER, sitting_ms=times, peak_bytes=10) for times in ([90.0, 190.0], [110.0, 210.0])
+    ]
+    plan = Contender("rockmate 0.50", Family.OURS, step_ms=[1.0], sitting_ms=[110.0, 240.0], peak_bytes=5)
+    found = result_of(plan, eagers)
+    assert found["time_ratio"] == pytest.approx((1.1 + 1.2) / 2)
+    assert found["time_error"] == pytest.approx(0.05)
+    assert found["median_ms"] == 175.0
+
+
+@pytest.mark.slow
+def test_a_sitting_is_a_fresh_process_that_follows_the_plans(tmp_path):
+    options = argparse.Namespace(threads=1, device="cpu", dtype="float32", rounds=2, batch_factor=None, quick=True)
+    options.sittings = 2
+    case = case_named("mixer", quick=True)
+    peers = [peer for peer in peers_for((0.7,)) if peer.family in (Family.EAGER, Family.OURS)]
+    contenders = line_up(case, peers, lambda contender: None)
+    assert sit("mixer", contenders, options, lambda text: None) == 2
+    assert [len(contender.sitting_ms) for contender in contenders] == [2, 2, 2]
+    assert all(time_ms > 0 for contender in contenders for time_ms in contender.sitting_ms)
+    options.device = "no such device"
+    assert sit("mixer", contenders, options, lambda text: None) == 0
+    assert [len(contender.sitting_ms) for contender in contenders] == [2, 2, 2]
 
 
 def test_what_a_library_does_not_offer_is_told():
@@ -266,7 +294,7 @@ def report_of(case: Case) -> dict:
         "threads": 2,
         "dtype": "float32",
         "repeats": 2,
-        "often": 3,
+        "sittings": 0,
         "code": "abc",
         "skipped": [],
     }
@@ -305,7 +333,20 @@ def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
 
 @pytest.mark.slow
 def test_script_writes_its_results(tmp_path):
-    options = ["--quick", "--models", "gpt2", "--repeats", "2", "--only", "per block", "rockmate 0.50"]
+    options = [
+        "--quick",
+        "--models",
+        "gpt2",
+        "--repeats",
+        "2",
+        "--sittings",
+        "1",
+        "--rounds",
+        "2",
+        "--only",
+        "per block",
+        "rockmate 0.50",
+    ]
     run_script("benchmarks/against_peers.py", *options, "--skip-families", "compile", "--output", str(tmp_path))
     (path,) = Path(tmp_path).iterdir()
     assert path.name == "peers-gpt2-cpu.json"

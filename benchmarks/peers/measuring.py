@@ -71,6 +71,7 @@ class Contender:
     smallest_budget_bytes: int | None = None  # of a refusal
     proven_bytes: int | None = None
     step_ms: list[float] = field(default_factory=list)
+    sitting_ms: list[float] = field(default_factory=list)  # medians of processes of their own
     built: Built | None = None
 
     @property
@@ -296,27 +297,15 @@ def line_up(
 
 
 def time_all(
-    case: Case,
-    contenders: Sequence[Contender],
-    repeats: int,
-    tell: Callable[[str], None],
-    watched: Sequence[Family] = (),
-    often: int = 1,
+    case: Case, contenders: Sequence[Contender], rounds: int, tell: Callable[[str], None], seed: int = SEED
 ) -> None:
-    """Times `repeats` steps of each, and `often` times as many of those of the `watched` families, which have bars.
-
-    Each round has another order. What fails in a round is out.
-    """
-    order = random.Random(SEED)
-    for turn in range(repeats * often):
-        running = [
-            contender
-            for place, contender in enumerate(contenders)
-            if contender.runs and (contender.family in watched or (place + turn) % often == 0)
-        ]
+    """Times a step of each in each round, in an order that is drawn anew, from `seed`. What fails in a round is out."""
+    order = random.Random(seed)
+    for turn in range(rounds):
+        running = [contender for contender in contenders if contender.runs]
         order.shuffle(running)  # what ran before leaves the caches and the heap as no other does
         for contender in running:
-            tell(f"round {turn + 1} of {repeats * often}: {contender.label}")
+            tell(f"round {turn + 1} of {rounds}: {contender.label}")
             assert contender.built is not None
             try:
                 synchronise(case.device)
@@ -338,23 +327,34 @@ def median_error(times: Sequence[float]) -> float | None:
     return math.sqrt(math.pi / 2 / len(times)) * (third - first) / 1.349 / median
 
 
-def result_of(contender: Contender, eagers: Sequence[Contender]) -> dict[str, Any]:
-    """What the result file says of a contender, beside eager training.
+def ratio_of(contender: Contender, eagers: Sequence[Contender]) -> tuple[float | None, float | None]:
+    """The time of a contender by eager's, and the standard error of that.
 
-    That ran as several contenders, whose times are taken together: where tensors come to lie in memory makes equal
-    steps differ by a percent or two, however many of them are timed.
+    Eager ran as several contenders, whose times are taken together. Where there were sittings, it is the mean of their
+    ratios: where things come to lie in memory makes equal steps differ from one process to the next, however many of
+    them are timed in each.
     """
+    if contender.sitting_ms:
+        eager_ms = [statistics.mean(medians) for medians in zip(*(one.sitting_ms for one in eagers), strict=True)]
+        ratios = [median / eager for median, eager in zip(contender.sitting_ms, eager_ms, strict=True)]
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
+        return statistics.mean(ratios), error
+    eager_times = [time_ms for one in eagers for time_ms in one.step_ms]
+    if contender.median_ms is None or not eager_times:
+        return None, None
+    errors = median_error(contender.step_ms), median_error(eager_times)
+    known = [error for error in errors if error is not None]
+    return contender.median_ms / statistics.median(eager_times), math.hypot(*known) if len(known) == 2 else None
+
+
+def result_of(contender: Contender, eagers: Sequence[Contender]) -> dict[str, Any]:
+    """What the result file says of a contender, beside eager training."""
     numbers = {key: value for key, value in vars(contender).items() if key != "built"}
-    eager, eager_times = eagers[0], [time_ms for one in eagers for time_ms in one.step_ms]
-    median_ms = contender.median_ms
-    assert eager.peak_bytes is not None
-    numbers["median_ms"] = median_ms
-    numbers["time_ratio"] = None
-    if median_ms is not None and eager_times:
-        numbers["time_ratio"] = median_ms / statistics.median(eager_times)
-    error, eager_error = median_error(contender.step_ms), median_error(eager_times)
-    numbers["time_error"] = None if error is None or eager_error is None else math.hypot(error, eager_error)
-    numbers["peak_share"] = None if contender.peak_bytes is None else contender.peak_bytes / eager.peak_bytes
+    eager_peak_bytes = eagers[0].peak_bytes
+    assert eager_peak_bytes is not None
+    numbers["median_ms"] = statistics.median(contender.sitting_ms) if contender.sitting_ms else contender.median_ms
+    numbers["time_ratio"], numbers["time_error"] = ratio_of(contender, eagers)
+    numbers["peak_share"] = None if contender.peak_bytes is None else contender.peak_bytes / eager_peak_bytes
     ratio, bound = contender.predicted_ratio, contender.bound_ratio
     numbers["gap"] = None if ratio is None or bound is None else max(0.0, 1 - bound / ratio)
     return numbers

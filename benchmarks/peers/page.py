@@ -78,7 +78,12 @@ def title_of(report: Report) -> str:
 
 def steps_told(where: Report) -> str:
     """Of how many steps the medians are."""
-    return f"medians of {where['repeats']} steps, of eager's and ours of {where['repeats'] * where['often']}"
+    told = f"medians of {where['repeats']} steps"
+    if "often" in where:  # results from before there were sittings
+        return f"{told}, of eager's and ours of {where['repeats'] * where['often']}"
+    if not where["sittings"]:
+        return told
+    return f"{told}, of eager's and ours of {where['rounds']} in each of {where['sittings']} processes"
 
 
 def section(report: Report, pictures: str) -> Iterator[str]:
