@@ -24,10 +24,10 @@ from rich.table import Table
 from benchmarks.peers.bars import bars_of
 from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
-from benchmarks.peers.models import RECIPES, case_named
+from benchmarks.peers.models import DTYPES, RECIPES, case_named
 from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told
 from benchmarks.peers.registry import peers_for
-from benchmarks.peers.sittings import DTYPES, sit
+from benchmarks.peers.sittings import sit
 from benchmarks.reporting import (
     circumstances,
     code_version,

@@ -220,7 +220,7 @@ def test_ratios_of_sittings_are_taken_in_each_and_then_together():
 
 
 @pytest.mark.slow
-def test_a_sitting_is_a_fresh_process_that_follows_the_plans(tmp_path):
+def test_a_sitting_is_a_fresh_process_that_follows_the_plans():
     options = argparse.Namespace(threads=1, device="cpu", dtype="float32", rounds=2, batch_factor=None, quick=True)
     options.sittings = 2
     case = case_named("mixer", quick=True)
@@ -333,21 +333,8 @@ def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
 
 @pytest.mark.slow
 def test_script_writes_its_results(tmp_path):
-    options = [
-        "--quick",
-        "--models",
-        "gpt2",
-        "--repeats",
-        "2",
-        "--sittings",
-        "1",
-        "--rounds",
-        "2",
-        "--only",
-        "per block",
-        "rockmate 0.50",
-    ]
-    run_script("benchmarks/against_peers.py", *options, "--skip-families", "compile", "--output", str(tmp_path))
+    options = "--quick --models gpt2 --repeats 2 --sittings 1 --rounds 2 --skip-families compile --only".split()
+    run_script("benchmarks/against_peers.py", *options, "per block", "rockmate 0.50", "--output", str(tmp_path))
     (path,) = Path(tmp_path).iterdir()
     assert path.name == "peers-gpt2-cpu.json"
     report = json.loads(path.read_text(encoding="utf-8"))

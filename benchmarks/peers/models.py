@@ -17,6 +17,7 @@ from rockmate.zoo.tasks import translation_task
 
 SHARES = (0.7, 0.5, 0.4, 0.3, 0.2)
 ALSO_AT = {"vgg16": (0.6,)}  # shares that bars speak of, besides
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by their names on the command line
 CUDA_FACTOR = 8  # batches are so many times larger there
 
 Find = Callable[[nn.Module], Chains]

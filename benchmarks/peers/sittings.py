@@ -25,12 +25,11 @@ from benchmarks.peers.case import Built, Case
 from benchmarks.peers.checkpointing import PEERS
 from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import Contender, take_step, time_all
-from benchmarks.peers.models import case_named
+from benchmarks.peers.models import DTYPES, case_named
 from benchmarks.reporting import ROOT, console
 from rockmate import Rockmate
 
 WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def sit(name: str, contenders: Sequence[Contender], options: argparse.Namespace, tell: Callable[[str], None]) -> int:
