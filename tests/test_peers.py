@@ -234,6 +234,13 @@ def test_a_sitting_is_a_fresh_process_that_follows_the_plans():
     assert [len(contender.sitting_ms) for contender in contenders] == [2, 2, 2]
 
 
+def test_eager_alone_needs_no_sitting():
+    """A model none of whose plans fits, as VGG-16, is not run again in five processes."""
+    contenders = contenders_of(chain_case())
+    assert [contender.family for contender in contenders] == [Family.EAGER]
+    assert sit("vgg16", contenders, argparse.Namespace(sittings=5), lambda text: None) == 0
+
+
 def test_what_a_library_does_not_offer_is_told():
     _, hugging_face, offloaded, automatic = contenders_of(chain_case(), *library.PEERS, auto_sac.PEERS[0])
     assert (hugging_face.status, hugging_face.reason) == ("does not apply", "no model of the transformers library")

@@ -35,9 +35,12 @@ WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
 def sit(name: str, contenders: Sequence[Contender], options: argparse.Namespace, tell: Callable[[str], None]) -> int:
     """Add the medians of `options.sittings` processes to the watched ones among the contenders for this model.
 
-    How many processes there were: where one fails, which is told, it and those after it are left out.
+    How many processes there were: none where none of our plans fits, with nothing to compare to eager; where one
+    fails, which is told, it and those after it are left out.
     """
     watched = [contender for contender in contenders if contender.runs and contender.family in WATCHED]
+    if not any(contender.family is Family.OURS for contender in watched):
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         for contender in watched:
             assert contender.built is not None
