@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 import torch
 
+from rkgb.call import Ref
 from rkgb.dgraph import DGraph, DNode
 from rkgb.errors import GraphError
 from rkgb.tracing.opaque import OpaqueCall
@@ -201,7 +202,7 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
     rewritten = {
         dgraph.owner(name)
         for op in dgraph
-        if not repeats_without_statistics(op)
+        if not repeats_without_statistics(dgraph, op)
         for name in op.written
         if dgraph.owner(name) in dgraph.leaves
     }
@@ -215,7 +216,7 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
             elif reason := _varying(dgraph, op):
                 node.keep_reason = reason
-            elif not repeats_without_statistics(op) and any(dgraph.owner(n) in dgraph.leaves for n in op.written):
+            elif any(dgraph.owner(n) in dgraph.leaves for n in op.written) and not repeats_without_statistics(dgraph, op):
                 node.keep_reason = f"{op.name} writes into the module's state"
             elif rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                 node.keep_reason = f"{op.name} reads module state that the forward rewrites"
@@ -251,11 +252,18 @@ STEPS: tuple[Callable[[SGraph], SGraph], ...] = (
 )
 
 
-def repeats_without_statistics(op: DNode) -> bool:
+def repeats_without_statistics(dgraph: DGraph, op: DNode) -> bool:
     """Whether `op` is a normalisation whose only writes are running statistics, left out when repeated."""
     function = op.call.function
     # instance_norm is not one: it saves copies of the statistics, so that leaving them out changes what it saves.
-    return isinstance(function, torch._ops.OpOverload) and function._schema.name == "aten::batch_norm"
+    if not isinstance(function, torch._ops.OpOverload) or function._schema.name != "aten::batch_norm":
+        return False
+    x, weight, bias, *statistics = (
+        dgraph.values[given.name].dtype if isinstance(given, Ref) else None for given in op.call.args[:5]
+    )
+    # It saves mean and deviation in float32 where a parameter is of that type and the input is not: if only the running
+    # statistics are, then without them it saves others than its backward expects.
+    return {x, weight, bias} >= set(statistics) - {None}
 
 
 # ---- regrouping ----------------------------------------------------------------------------------------

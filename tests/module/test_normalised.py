@@ -1,5 +1,7 @@
 """Batch normalisations that are repeated from the statistics of their forward: exact, counted, forgotten in time."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,33 @@ def test_recorded_normalisations_are_repeated_from_statistics_too():
     module = following(costs, model, keep_nothing(costs))
     assert module.code.count("step.normalised(") >= 3
     assert_trains_exactly(module, [images() for _ in range(3)])
+
+
+class Lowered(nn.Module):
+    """Normalises in bfloat16, with running statistics in float32."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(copy.deepcopy(norm) for _ in range(3))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x).to(torch.bfloat16))).float() + x
+        return x
+
+
+@pytest.mark.parametrize("around", [lambda layers: layers, ReadsItsData], ids=["traced", "recorded"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_statistics_of_a_wider_type_than_the_input_are_saved_as_they_were(affine, tracked, around):
+    torch.manual_seed(0)
+    model = around(Lowered(nn.BatchNorm2d(3, affine=affine, track_running_stats=tracked)))
+    costs = measured_for(model, images())
+    # Without parameters of that type too, leaving the statistics out would change the type of what is saved.
+    once = {node.name for node in costs.graphs.S_graph if "module's state" in node.keep_reason}
+    assert len([name for name in once if "batch_norm" in name]) == (3 if tracked and not affine else 0)
+    assert_trains_exactly(following(costs, model, keep_nothing(costs)), [images() for _ in range(2)])
 
 
 class ReturnsStatistics(nn.Module):
