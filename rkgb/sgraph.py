@@ -10,7 +10,7 @@ S graph and returns another, and can be applied alone: print the graph between t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -199,16 +199,18 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
     """Name the nodes that must run once, and why."""
     result = _regrouped(graph, [[node] for node in graph])
     dgraph = graph.dgraph
-    rewritten = {
-        dgraph.owner(name)
+    writers = {
+        op: [dgraph.owner(name) for name in op.written if dgraph.owner(name) in dgraph.leaves]
         for op in dgraph
-        if not repeats_without_statistics(dgraph, op)
-        for name in op.written
-        if dgraph.owner(name) in dgraph.leaves
+        if op.written and not repeats_without_statistics(dgraph, op)
     }
+    rewritten = {owner for owners in writers.values() for owner in owners}
+    bound = _views_bound_to_values(graph)
     for node in result:
         for op in node.ops:
-            if isinstance(op.call.function, OpaqueCall):
+            if not bound.isdisjoint(op.inputs):
+                node.keep_reason = f"{op.name} reads a view of the module's state whose shape is that of another value"
+            elif isinstance(op.call.function, OpaqueCall):
                 node.keep_reason = op.call.function.traits.keep_reason or _varying(dgraph, op)
                 if not node.keep_reason and rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                     node.keep_reason = f"{op.name} reads module state that the forward rewrites"
@@ -216,13 +218,22 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
             elif reason := _varying(dgraph, op):
                 node.keep_reason = reason
-            elif any(dgraph.owner(n) in dgraph.leaves for n in op.written) and not repeats_without_statistics(dgraph, op):
+            elif writers.get(op):
                 node.keep_reason = f"{op.name} writes into the module's state"
             elif rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                 node.keep_reason = f"{op.name} reads module state that the forward rewrites"
             elif reason := reason_against_repetition(op, dgraph.values):
                 node.keep_reason = reason
     return result
+
+
+def _views_bound_to_values(graph: SGraph) -> set[str]:
+    """Views of leaves that also read what is none: whoever uses them cannot repeat them by itself."""
+    bound: set[str] = set()
+    for op in graph.leaf_views:
+        if any(name in bound or graph.dgraph.owner(name) not in graph.dgraph.leaves for name in op.inputs):
+            bound.update(op.output_names)
+    return bound
 
 
 def _varying(dgraph: DGraph, op: DNode) -> str:
@@ -318,6 +329,19 @@ def _regrouped(
     return result
 
 
+def _read_through(names: Iterable[str], beside: Mapping[str, DNode]) -> dict[str, None]:
+    """These `names`, and what the operations `beside` that made some of them read."""
+    found = dict.fromkeys(names)
+    waiting = [name for name in found if name in beside]
+    while waiting:
+        for name in beside[waiting.pop()].inputs:
+            if name not in found:
+                found[name] = None
+                if name in beside:
+                    waiting.append(name)
+    return found
+
+
 def _graph_of(graph: DGraph, operations: Sequence[list[DNode]]) -> SGraph:
     """One node for each list of operations, connected."""
     nodes: list[SNode] = []
@@ -326,12 +350,14 @@ def _graph_of(graph: DGraph, operations: Sequence[list[DNode]]) -> SGraph:
         nodes.append(SNode(ops[0].name, ops, fresh))
     result = SGraph(graph, nodes, [], [])
     producer = result.producer_of()
+    placed = {op for node in nodes for op in node.ops}
+    beside = {name: op for op in graph if op not in placed for name in op.output_names}  # on leaves
     for node in nodes:
-        for op in node.ops:
-            for name in op.inputs:
-                dep = producer.get(name, node)
-                if dep is not node:
-                    node.deps[dep] = None
+        names = dict.fromkeys(name for op in node.ops for name in op.inputs)
+        for name in _read_through(names, beside):
+            dep = producer.get(name, node)
+            if dep is not node:
+                node.deps[dep] = None
     for node in nodes:
         for dep in node.deps:
             dep.users[node] = None

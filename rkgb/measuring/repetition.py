@@ -153,7 +153,7 @@ class _Repeating(Observer):
         self._forms = {node.ops[-1]: (node.name, form) for node, form in (forms or {}).items()}
         self._read: dict[SNode, dict[str, Any]] = {node: {} for node in self._node_of.values()}
         self._leaf_views: dict[str, DNode] = {}  # by output
-        self._viewed: dict[str, Any] = {}  # leaves that these read
+        self._viewed: dict[str, Any] = {}  # leaves that these read, and what is read for its shape or type alone
         self._saved: list[torch.Tensor] | None = None  # by the normalisation that runs
         self._quicker: dict[str, Again] = {}  # normalisations of nodes that are not yet at their end
         self.given_again: set[str] = set()
@@ -185,7 +185,7 @@ class _Repeating(Observer):
             self.repeat_ms[name] = time_of_form(name, form, values[op.output_names[0]].detach(), self._clock)
         elif not op.written and all(self._graph.owner(name) in self._graph.leaves for name in op.output_names):
             self._leaf_views.update(dict.fromkeys(op.output_names, op))
-            self._viewed.update((name, values[name]) for name in op.call.inputs if name in self._graph.leaves)
+            self._viewed.update((name, values[name]) for name in op.call.inputs if name not in self._leaf_views)
 
     def _time(self, op: DNode, values: dict[str, Any], again: Again | None, clock: ColdClock) -> None:
         node = self._node_of[op]

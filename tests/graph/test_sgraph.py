@@ -212,9 +212,16 @@ def test_every_operation_and_every_storage_has_one_place(name):
 def test_a_node_depends_on_exactly_the_nodes_whose_values_it_reads(name):
     graph = examined(name).graphs.S_graph
     producer = graph.producer_of()
+    # A view of a leaf, or a write into one, may read other values: whoever uses what it gives reads them, too.
+    through = {op: set(op.call.inputs) for op in (*graph.leaf_views, *graph.effects)}
+    beside = {name: op for op in through for name in op.output_names}
+    for op in graph.dgraph:
+        if op in through:
+            through[op].update(*(through[beside[name]] for name in op.call.inputs if name in beside))
     for node in graph:
-        read = {producer[n] for op in node.ops for n in op.call.inputs if n in producer} - {node}
-        assert set(node.deps) == read
+        names = {name for op in node.ops for name in op.call.inputs}
+        names.update(*(through[beside[name]] for name in names if name in beside))
+        assert set(node.deps) == {producer[name] for name in names if name in producer} - {node}
 
 
 @pytest.mark.parametrize("name", CASES)
