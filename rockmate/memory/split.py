@@ -11,6 +11,7 @@ import torch
 from rk_solvers import Problem
 from rkgb import AllGraphs
 from rkgb.measuring.memory import allocated_bytes
+from rkgb.measuring.profile import StageProfile
 from rockmate.errors import BudgetError, OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer
 from rockmate.units import format_bytes
@@ -156,9 +157,28 @@ def _last_blocks(graphs: AllGraphs) -> dict[str, int]:
 def _stages_until(graphs: AllGraphs, parameter: str, block: int) -> int:
     """How many stages of the backward have run when the parameter's gradient is surely complete."""
     stages = graphs.K_graph.backward
-    readers = {op.name for op in graphs.blocks[block].ops if parameter in op.inputs}
-    own = {comp.name.split(".backward")[0]: index for index, comp in enumerate(stages) if comp.block == block}
-    if readers and readers <= own.keys():
-        return max(own[name] for name in readers) + 1
-    # It goes through a view or a cast: where in the block is not told.
-    return max((index + 1 for index, comp in enumerate(stages) if comp.block >= block), default=0)
+    last = {  # of each operation with a backward in the block
+        op: index + 1
+        for index, (comp, profile) in enumerate(zip(stages, _stage_profiles(graphs), strict=True))
+        if comp.block == block
+        for op in profile.nodes
+    }
+    values = graphs.D_graph.values
+    waiting, done = [parameter], 0
+    while waiting:
+        name = waiting.pop()
+        for op in graphs.blocks[block].ops:
+            if name not in op.inputs or not any(values[output].requires_grad for output in op.output_names):
+                continue
+            if op.name in last:
+                done = max(done, last[op.name])
+            elif all(values[output].owner == parameter for output in op.output_names):
+                waiting += op.output_names  # the parameter itself, as it is: its readers tell
+            else:
+                return max((index + 1 for index, comp in enumerate(stages) if comp.block >= block), default=0)
+    return done
+
+
+def _stage_profiles(graphs: AllGraphs) -> list[StageProfile]:
+    """The profiles of the stages of the whole backward, in order."""
+    return [stage for profile in reversed(graphs.profiles) for stage in profile.stages]

@@ -136,8 +136,10 @@ class Expressions:
             return self._bind(name, leaf.constant, wanted=True)
         # Read from the module at each call: libraries such as FSDP put other tensors there.
         owner, _, attribute = leaf.path.rpartition(".")
-        submodule = self._module.get_submodule(owner)
-        return f"{self._bind(owner.replace('.', '_') or 'model', submodule)}.{attribute}"
+        module = self._bind(owner.replace(".", "_") or "model", self._module.get_submodule(owner))
+        if attribute.isidentifier() and not keyword.iskeyword(attribute):
+            return f"{module}.{attribute}"
+        return f"getattr({module}, {attribute!r})"  # as those of a ParameterList are
 
     def _bind(self, stem: str, value: Any, wanted: bool = False) -> str:
         for name, known in self.namespace.items():

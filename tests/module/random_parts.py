@@ -262,14 +262,19 @@ class Tabled(Part):
 
     def __init__(self, rng: random.Random, common: nn.Module) -> None:
         super().__init__(rng, common, precise=0.3, row=0.5, flat=0.5)
-        self.table = nn.Parameter(torch.randn(ROWS, WIDTH, dtype=torch.float64 if self.on["precise"] else None) * 0.1)
-        self.row = nn.Parameter(torch.randn(WIDTH))
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH) * 0.1)
+        # Small: where a cast's backward makes a gradient twice as large as what it is given, prediction still counts
+        # what the operation before it read.
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.rows = nn.ParameterList([torch.randn(WIDTH)])
         self.register_buffer("flat", torch.randn(ROWS * WIDTH))
 
     def forward(self, value: Tensor, earlier: Tensor, tokens: Tensor) -> Tensor:
         value = value * torch.sin(self.table.type_as(earlier.tanh()))
+        if self.on["precise"]:
+            value = value * self.scale.type_as(earlier)
         if self.on["row"]:
-            value = value + torch.sigmoid(self.row.expand_as(value.square())) * earlier
+            value = value + torch.sigmoid(self.rows[0].expand_as(value.square())) * earlier
         if self.on["flat"]:
             value = value - self.flat.reshape_as(earlier).to(earlier).detach().clone()
         return torch.tanh(value)

@@ -86,3 +86,27 @@ def test_handling_is_part_of_what_a_repetition_takes(monkeypatch):
     repeated = [op.repeat_ms for op in costs.graphs.K_graph.forward if op.repeat_ms is not None]
     assert repeated
     assert min(repeated) > 1000.0
+
+
+class Listed(nn.Module):
+    """Parameters whose names are no identifiers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(8, 8) / 3 for _ in range(3))
+        self.scales = nn.ParameterDict({"class": torch.rand(8), "per channel": torch.rand(8)})
+        self.register_buffer("0", torch.rand(8))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight) * self.scales["class"] + self.scales["per channel"] * getattr(self, "0")
+        return x
+
+
+def test_parameters_have_names_that_are_no_identifiers():
+    torch.manual_seed(0)
+    model = Listed()
+    costs = measured_for(model, torch.randn(16, 8))
+    module = following(costs, model, keep_nothing(costs))
+    assert "getattr(weights, '0')" in module.code
+    assert_trains_exactly(module, [torch.randn(16, 8) for _ in range(2)])

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from rk_solvers import Greedy, Solver, check
-from rockmate import BudgetTooSmall, Rockmate
+from rockmate import BudgetTooSmall, Plan, Rockmate
 from rockmate.memory.split import Residents
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.simulator import simulate
 from tests.module.random_networks import Case, random_case
 from tests.module.steps import assert_same_training, peak_of_step, rockmate_from, train
 
@@ -95,7 +96,9 @@ def test_a_random_network_under_a_random_budget_is_exact_and_within_it(seed):
 
     assert check(measured.problem, plan.schedule).peak_bytes == plan.peak_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes
-    assert abs(plan.peak_bytes - plan.measured_peak_bytes) <= max(0.01 * plan.measured_peak_bytes, SMALL_BYTES)
+    over_bytes = plan.peak_bytes - plan.measured_peak_bytes
+    tolerance_bytes = max(0.01 * plan.measured_peak_bytes, SMALL_BYTES)
+    assert -tolerance_bytes <= over_bytes <= tolerance_bytes + overestimated_bytes(measured, plan)
     assert max(peaks_of_steps(case, model, case.batch(0), measured.residents)) == plan.measured_peak_bytes
     copy_buffers(model, eager)
 
@@ -103,6 +106,16 @@ def test_a_random_network_under_a_random_budget_is_exact_and_within_it(seed):
     found, expected = (train(network, batches, case.loss, calling(case, network)) for network in (model, eager))
     assert_same_training(found, expected)
     assert max(peaks_of_steps(case, model, case.batch(3), measured.residents)) == plan.measured_peak_bytes
+
+
+def overestimated_bytes(measured: Measured, plan: Plan) -> int:
+    """What a peak counts too much in a node between whose operations others run in the forward, but not again later."""
+    computed = simulate(measured.problem, plan.schedule).peak_op.split()[-1]
+    places = {op: place for place, op in enumerate(measured.graphs.D_graph)}
+    for node, op in zip(measured.graphs.S_graph, measured.problem.forward, strict=True):
+        if op.name == computed and places[node.ops[-1]] - places[node.ops[0]] >= len(node.ops):
+            return op.workspace_bytes
+    return 0
 
 
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:

@@ -207,6 +207,39 @@ def test_gradients_are_not_counted_twice():
     assert making - gradients <= above < making - gradients // 2
 
 
+class Viewed(nn.Module):
+    """Uses its parameters through a view, a cast, or as they are; each is as large as a value, of 256 KiB."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weights = nn.ParameterList(torch.randn(256, 256) / 16 for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = last = x = torch.sin(x)
+        for weight in self.weights:
+            before, last = last, x
+            if self.kind == "view":
+                x = torch.tanh(x @ weight.view(128, 512).view(256, 256))
+            elif self.kind == "cast":
+                x = torch.tanh(x.bfloat16() @ weight.bfloat16()).float()
+            else:
+                x = torch.tanh(x @ weight.to(torch.float32)) * torch.sigmoid(weight.type_as(x))
+            x = x + before
+        return x
+
+
+@pytest.mark.parametrize(("kind", "values"), [("view", 7), ("cast", 7), ("itself", 8)])
+def test_a_gradient_that_goes_through_a_view_or_a_cast_is_not_counted_twice(kind, values):
+    torch.manual_seed(0)
+    model, x = Viewed(kind), torch.randn(256, 256)
+    with pytest.raises(BudgetTooSmall) as refusal:
+        Rockmate(model, x, 1, scope="total", loss=squares)
+    plan = Rockmate(model, x, refusal.value.smallest_budget_bytes, scope="total", loss=squares).plan
+    assert plan.peak_bytes == pytest.approx(plan.measured_peak_bytes, abs=4096)
+    assert plan.peak_bytes <= values * x.nbytes + 4096
+
+
 def test_a_frozen_model_part_leaves_its_bytes_to_the_step():
     network = built(Layers)
     network.layers[0].requires_grad_(False)
