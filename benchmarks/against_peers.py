@@ -27,7 +27,7 @@ from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, 
 from benchmarks.peers.models import DTYPES, RECIPES, case_named
 from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told
 from benchmarks.peers.registry import peers_for
-from benchmarks.peers.sittings import sit
+from benchmarks.peers.sittings import MALLOC, sit
 from benchmarks.reporting import (
     circumstances,
     code_version,
@@ -103,6 +103,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "batch_factor": options.batch_factor,
         "repeats": options.repeats,
         "rounds": options.rounds,
+        "sittings_malloc": MALLOC,
         "limit_s": options.limit,
         "skipped": options.skip_families,
         "tolerance": TOLERANCES[DTYPES[options.dtype]],

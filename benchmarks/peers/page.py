@@ -83,7 +83,8 @@ def steps_told(where: Report) -> str:
         return f"{told}, of eager's and ours of {where['repeats'] * where['often']}"
     if not where["sittings"]:
         return told
-    return f"{told}, of eager's and ours of {where['rounds']} in each of {where['sittings']} processes"
+    keeping = " that keep freed memory" if where.get("sittings_malloc") else ""
+    return f"{told}, of eager's and ours of {where['rounds']} in each of {where['sittings']} processes{keeping}"
 
 
 def section(report: Report, pictures: str) -> Iterator[str]:
