@@ -32,7 +32,7 @@ from rockmate import Rockmate
 WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
 
 # Settings of glibc's malloc: what is freed stays with the process. Otherwise large blocks go back to the system and are
-# taken anew, page by page, as it happens: on ResNet-50 a tenth of a step, more or less, eager's as well as ours.
+# taken anew, page by page, as it happens, in eager's steps as well as in ours.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
