@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rkgb.dgraph import DNode
+from rkgb.dgraph import DNode, makers_of
 from rkgb.errors import GraphError
 from rkgb.pins import Line, choose_pins
 from rkgb.sgraph import SGraph, SNode
@@ -246,11 +246,4 @@ class BlockMaker:
 
     def _needed_on_leaves(self, ops: Iterable[DNode]) -> dict[DNode, None]:
         """The views of leaves and the in-place writes to them whose results `ops` use, directly or through others."""
-        needed: dict[DNode, None] = {}
-        waiting = [name for op in ops for name in op.inputs]
-        while waiting:
-            op = self._on_leaves.get(waiting.pop())
-            if op is not None and op not in needed:
-                needed[op] = None
-                waiting += op.inputs
-        return needed
+        return makers_of((name for op in ops for name in op.inputs), self._on_leaves)

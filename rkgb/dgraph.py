@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,18 @@ def leaf_tensors(
             found[name] = leaf.constant
         else:
             found[name] = parameters[leaf.path] if leaf.kind is LeafKind.PARAMETER else buffers[leaf.path]
+    return found
+
+
+def makers_of(names: Iterable[str], maker: Mapping[str, DNode]) -> dict[DNode, None]:
+    """The operations among `maker`, by what they give, that gave these `names`, what they read, and so on."""
+    found: dict[DNode, None] = {}
+    waiting = list(names)
+    while waiting:
+        op = maker.get(waiting.pop())
+        if op is not None and op not in found:
+            found[op] = None
+            waiting += op.inputs
     return found
 
 

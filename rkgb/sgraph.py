@@ -10,14 +10,14 @@ S graph and returns another, and can be applied alone: print the graph between t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
 import torch
 
 from rkgb.call import Ref
-from rkgb.dgraph import DGraph, DNode
+from rkgb.dgraph import DGraph, DNode, makers_of
 from rkgb.errors import GraphError
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tracing.repetition import reason_against_repetition
@@ -329,19 +329,6 @@ def _regrouped(
     return result
 
 
-def _read_through(names: Iterable[str], beside: Mapping[str, DNode]) -> dict[str, None]:
-    """These `names`, and what the operations `beside` that made some of them read."""
-    found = dict.fromkeys(names)
-    waiting = [name for name in found if name in beside]
-    while waiting:
-        for name in beside[waiting.pop()].inputs:
-            if name not in found:
-                found[name] = None
-                if name in beside:
-                    waiting.append(name)
-    return found
-
-
 def _graph_of(graph: DGraph, operations: Sequence[list[DNode]]) -> SGraph:
     """One node for each list of operations, connected."""
     nodes: list[SNode] = []
@@ -353,8 +340,8 @@ def _graph_of(graph: DGraph, operations: Sequence[list[DNode]]) -> SGraph:
     placed = {op for node in nodes for op in node.ops}
     beside = {name: op for op in graph if op not in placed for name in op.output_names}  # on leaves
     for node in nodes:
-        names = dict.fromkeys(name for op in node.ops for name in op.inputs)
-        for name in _read_through(names, beside):
+        names = [name for op in node.ops for name in op.inputs]
+        for name in (*names, *(read for op in makers_of(names, beside) for read in op.inputs)):
             dep = producer.get(name, node)
             if dep is not node:
                 node.deps[dep] = None

@@ -19,7 +19,7 @@ from rkgb.kgraph import KGraph
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_memory import observe_memory
 from rkgb.measuring.memory import if_it_fits
-from rkgb.measuring.profile import BlockProfile
+from rkgb.measuring.profile import BlockProfile, backward_stages
 from rkgb.measuring.timeline import StageWindow, joined_windows
 from rkgb.sample import Sample
 from rkgb.state import borrowed, main_device, module_devices, without_autocast
@@ -42,7 +42,7 @@ def measure_in_context(
     by_op: dict[str, list[StageWindow]] = {}
     for window in windows:
         by_op.setdefault(window.op, []).append(window)
-    stages = [stage for profile in reversed(profiles) for stage in profile.stages]
+    stages = backward_stages(profiles)
     if Counter(op for stage in stages for op in stage.nodes) != {op: len(windows) for op, windows in by_op.items()}:
         return False
     # Autograd may go through the step in another order than through its blocks, but not through one operation.

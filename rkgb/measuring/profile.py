@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -106,3 +106,8 @@ class BlockProfile:
             repeat_ms={rename(name): time_ms for name, time_ms in self.repeat_ms.items()},
             normalise_ms={rename(name): time_ms for name, time_ms in self.normalise_ms.items()},
         )
+
+
+def backward_stages(profiles: Sequence[BlockProfile]) -> list[StageProfile]:
+    """The stages of the whole backward in order, given the profiles of the blocks as the forward runs them."""
+    return [stage for profile in reversed(profiles) for stage in profile.stages]

@@ -20,7 +20,7 @@ import torch
 from rkgb.call import Ref, bind
 from rkgb.compact import SmallerForm, compact_forms
 from rkgb.cut import Block
-from rkgb.dgraph import DGraph, DNode
+from rkgb.dgraph import DGraph, DNode, makers_of
 from rkgb.errors import GraphError
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import OpProfile
@@ -202,13 +202,7 @@ class _Repeating(Observer):
 
     def _views_read(self, node: SNode) -> list[DNode]:
         """The views of leaves, and views of these, that `node` reads, in order."""
-        found: dict[DNode, None] = {}
-        waiting = [name for op in node.ops for name in op.call.inputs]
-        while waiting:
-            view = self._leaf_views.get(waiting.pop())
-            if view is not None and view not in found:
-                found[view] = None
-                waiting += view.call.inputs
+        found = makers_of((name for op in node.ops for name in op.inputs), self._leaf_views)
         return [view for view in dict.fromkeys(self._leaf_views.values()) if view in found]
 
     def _repeat(self, ops: list[DNode], values: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ import torch
 from rk_solvers import Problem
 from rkgb import AllGraphs
 from rkgb.measuring.memory import allocated_bytes
-from rkgb.measuring.profile import StageProfile
+from rkgb.measuring.profile import backward_stages
 from rockmate.errors import BudgetError, OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer
 from rockmate.units import format_bytes
@@ -132,8 +132,12 @@ def above_gradients(problem: Problem, graphs: AllGraphs) -> Problem:
     """
     stages = graphs.K_graph.backward
     finished: list[int] = [0] * (len(stages) + 1)  # bytes of gradients that are complete after so many stages
+    last: list[dict[str, int]] = [{} for _ in graphs.blocks]  # by operation, after how many stages its backward is over
+    for index, (comp, profile) in enumerate(zip(stages, backward_stages(graphs.profiles), strict=True)):
+        last[comp.block].update(dict.fromkeys(profile.nodes, index + 1))
     for name, block in _last_blocks(graphs).items():
-        finished[_stages_until(graphs, name, block)] += graphs.profiles[block].parameter_gradient_bytes[name]
+        stage = _stages_until(graphs, name, block, last[block])
+        finished[stage] += graphs.profiles[block].parameter_gradient_bytes[name]
     first = len(problem.backward) - len(stages)  # those before are the loss's
     backward = list(problem.backward)
     done_bytes = 0
@@ -154,15 +158,11 @@ def _last_blocks(graphs: AllGraphs) -> dict[str, int]:
     return found
 
 
-def _stages_until(graphs: AllGraphs, parameter: str, block: int) -> int:
-    """How many stages of the backward have run when the parameter's gradient is surely complete."""
-    stages = graphs.K_graph.backward
-    last = {  # of each operation with a backward in the block
-        op: index + 1
-        for index, (comp, profile) in enumerate(zip(stages, _stage_profiles(graphs), strict=True))
-        if comp.block == block
-        for op in profile.nodes
-    }
+def _stages_until(graphs: AllGraphs, parameter: str, block: int, last: Mapping[str, int]) -> int:
+    """How many stages of the backward have run when the parameter's gradient is surely complete.
+
+    `last` tells of each operation with a backward after how many stages that is over.
+    """
     values = graphs.D_graph.values
     waiting, done = [parameter], 0
     while waiting:
@@ -175,10 +175,5 @@ def _stages_until(graphs: AllGraphs, parameter: str, block: int) -> int:
             elif all(values[output].owner == parameter for output in op.output_names):
                 waiting += op.output_names  # the parameter itself, as it is: its readers tell
             else:
-                return max((index + 1 for index, comp in enumerate(stages) if comp.block >= block), default=0)
+                return max((i + 1 for i, comp in enumerate(graphs.K_graph.backward) if comp.block >= block), default=0)
     return done
-
-
-def _stage_profiles(graphs: AllGraphs) -> list[StageProfile]:
-    """The profiles of the stages of the whole backward, in order."""
-    return [stage for profile in reversed(graphs.profiles) for stage in profile.stages]

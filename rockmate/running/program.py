@@ -15,7 +15,7 @@ import torch
 from rk_solvers import Recompute
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.call import Call, Ref
-from rkgb.dgraph import last_uses
+from rkgb.dgraph import last_uses, makers_of
 from rkgb.kgraph import held_storages
 from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.opaque import OpaqueCall
@@ -132,6 +132,7 @@ class _Assigner:
         self.graph = graph
         self.groups = groups
         self.dgraph = graph.sgraph.dgraph
+        self._leaf_views = {name: op for op in graph.sgraph.leaf_views for name in op.output_names}
         self.segment_of_stage = {stage: index for index, stage in enumerate(sorted(groups))}
         self.read_packed = {op for node in graph.forms for op in node.ops}  # where a form is read in their place
         held = held_storages(graph)
@@ -263,7 +264,7 @@ class _Assigner:
         needed = {kept.value for kept in segment.keeps}
         storages = {slot.tensor.source for slot in segment.fills} | {self.dgraph.owner(name) for name in needed}
         own = {op for node in nodes for op in node.ops}
-        own |= self._leaf_views(own)
+        own |= makers_of((name for op in own for name in op.inputs), self._leaf_views).keys()
         live: list[DNode] = []
         for op in reversed([op for op in self.dgraph if op in own]):
             if (
@@ -289,17 +290,6 @@ class _Assigner:
             return False
         fresh = [name for name in op.output_names if self.dgraph.owner(name) == name]
         return len(fresh) > 1 and any(self.dgraph.values[name].requires_grad for name in op.output_names)
-
-    def _leaf_views(self, ops: set[DNode]) -> set[DNode]:
-        views = {name: op for op in self.graph.sgraph.leaf_views for name in op.output_names}
-        found: set[DNode] = set()
-        waiting = [name for op in ops for name in op.call.inputs]
-        while waiting:
-            op = views.get(waiting.pop())
-            if op is not None and op not in found:
-                found.add(op)
-                waiting += op.call.inputs
-        return found
 
 
 def _read_form() -> None:

@@ -109,12 +109,14 @@ def test_a_random_network_under_a_random_budget_is_exact_and_within_it(seed):
 
 
 def overestimated_bytes(measured: Measured, plan: Plan) -> int:
-    """What a peak counts too much in a node between whose operations others run in the forward, but not again later."""
+    """What a peak in a node counts too much: what others made between its operations in the forward, but not again."""
     computed = simulate(measured.problem, plan.schedule).peak_op.split()[-1]
     places = {op: place for place, op in enumerate(measured.graphs.D_graph)}
-    for node, op in zip(measured.graphs.S_graph, measured.problem.forward, strict=True):
-        if op.name == computed and places[node.ops[-1]] - places[node.ops[0]] >= len(node.ops):
-            return op.workspace_bytes
+    nodes, values = list(measured.graphs.S_graph), measured.graphs.D_graph.values
+    for index, (node, op) in enumerate(zip(nodes, measured.problem.forward, strict=True)):
+        if op.name == computed:
+            between = (other for other in nodes[index + 1 :] if places[other.ops[0]] < places[node.ops[-1]])
+            return sum(values[owner].storage_bytes for other in between for owner in other.data)
     return 0
 
 
