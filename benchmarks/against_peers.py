@@ -23,11 +23,12 @@ from rich.table import Table
 
 from benchmarks.peers.bars import bars_of
 from benchmarks.peers.families import Family
+from benchmarks.peers.malloc import is_keeping, restart_keeping
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import DTYPES, RECIPES, case_named
 from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told
 from benchmarks.peers.registry import peers_for
-from benchmarks.peers.sittings import MALLOC, sit
+from benchmarks.peers.sittings import sit
 from benchmarks.reporting import (
     circumstances,
     code_version,
@@ -103,7 +104,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "batch_factor": options.batch_factor,
         "repeats": options.repeats,
         "rounds": options.rounds,
-        "sittings_malloc": MALLOC,
+        "keeps_freed_memory": is_keeping(),
         "limit_s": options.limit,
         "skipped": options.skip_families,
         "tolerance": TOLERANCES[DTYPES[options.dtype]],
@@ -141,4 +142,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_keeping()
     main()

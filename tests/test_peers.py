@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -353,5 +354,6 @@ def test_script_writes_its_results(tmp_path):
     assert plan["bound_ratio"] <= plan["predicted_ratio"]
     assert [bar["limit"] for bar in report["bars"][:5]] == [1.03, 1.08, 1.12, 1.18, 1.30]
     assert report["circumstances"]["code"]
+    assert report["circumstances"]["keeps_freed_memory"] == (sys.platform == "linux")
     text = "\n".join(page.sections([report], "images"))
     assert "| rockmate 0.50 | exact |" in text

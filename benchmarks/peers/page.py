@@ -81,10 +81,9 @@ def steps_told(where: Report) -> str:
     told = f"medians of {where['repeats']} steps"
     if "often" in where:  # results from before there were sittings
         return f"{told}, of eager's and ours of {where['repeats'] * where['often']}"
-    if not where["sittings"]:
-        return told
-    keeping = " that keep freed memory" if where.get("sittings_malloc") else ""
-    return f"{told}, of eager's and ours of {where['rounds']} in each of {where['sittings']} processes{keeping}"
+    if where["sittings"]:
+        told += f", of eager's and ours of {where['rounds']} in each of {where['sittings']} processes"
+    return f"{told}, freed memory kept" if where.get("keeps_freed_memory") else told
 
 
 def section(report: Report, pictures: str) -> Iterator[str]:

@@ -31,10 +31,6 @@ from rockmate import Rockmate
 
 WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
 
-# Settings of glibc's malloc: what is freed stays with the process. Otherwise large blocks go back to the system and are
-# taken anew, page by page, as it happens, in eager's steps as well as in ours.
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-
 
 def sit(name: str, contenders: Sequence[Contender], options: argparse.Namespace, tell: Callable[[str], None]) -> int:
     """Add the medians of `options.sittings` processes to the watched ones among the contenders for this model.
@@ -69,8 +65,7 @@ def one_sitting(name: str, folder: Path, sitting: int, options: argparse.Namespa
         if getattr(options, option) is not None:
             command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
     command += ["--quick"] if options.quick else []
-    environment = {**os.environ, **MALLOC}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"a sitting of {name} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     medians_ms: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
