@@ -21,9 +21,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.table import Table
 
+from benchmarks.malloc import is_keeping, restart_keeping
 from benchmarks.peers.bars import bars_of
 from benchmarks.peers.families import Family
-from benchmarks.peers.malloc import is_keeping, restart_keeping
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import DTYPES, RECIPES, case_named
 from benchmarks.peers.page import NUMBERS, file_name, numbers, steps_told

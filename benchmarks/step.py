@@ -26,7 +26,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.reporting import circumstances, console, new_table, option_parser, print_verdict, write_report
+from benchmarks.malloc import is_keeping, restart_keeping
+from benchmarks.reporting import (
+    circumstances,
+    code_version,
+    console,
+    new_table,
+    option_parser,
+    print_verdict,
+    write_report,
+)
 from rockmate import PeakMemory, Rockmate, zoo
 from rockmate.errors import BudgetTooSmall
 from rockmate.units import format_bytes, format_ms
@@ -213,10 +222,12 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         version = "not installed"
     on_cuda = options.device.startswith("cuda")
     return circumstances(options) | {
+        "code": code_version(),
         "rockmate": version,
         "gpu": torch.cuda.get_device_name(options.device) if on_cuda else None,
         "device": options.device,
         "repeats": options.repeats,
+        "keeps_freed_memory": is_keeping(),
     }
 
 
@@ -268,4 +279,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_keeping()
     main()
