@@ -21,7 +21,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.table import Table
 
-from benchmarks.malloc import is_keeping, restart_keeping
 from benchmarks.peers.bars import bars_of
 from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
@@ -38,6 +37,7 @@ from benchmarks.reporting import (
     print_verdict,
     write_report,
 )
+from rockmate import keep_freed_memory
 from rockmate.units import format_bytes
 
 
@@ -104,7 +104,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "batch_factor": options.batch_factor,
         "repeats": options.repeats,
         "rounds": options.rounds,
-        "keeps_freed_memory": is_keeping(),
+        "keeps_freed_memory": options.keeps_freed_memory,
         "limit_s": options.limit,
         "skipped": options.skip_families,
         "tolerance": TOLERANCES[DTYPES[options.dtype]],
@@ -135,6 +135,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Runs the benchmark."""
     options = parse_options()
+    options.keeps_freed_memory = keep_freed_memory()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     for name in options.models:
@@ -142,5 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    restart_keeping()
     main()

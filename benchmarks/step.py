@@ -26,7 +26,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.malloc import is_keeping, restart_keeping
 from benchmarks.reporting import (
     circumstances,
     code_version,
@@ -36,7 +35,7 @@ from benchmarks.reporting import (
     print_verdict,
     write_report,
 )
-from rockmate import PeakMemory, Rockmate, zoo
+from rockmate import PeakMemory, Rockmate, keep_freed_memory, zoo
 from rockmate.errors import BudgetTooSmall
 from rockmate.units import format_bytes, format_ms
 
@@ -227,7 +226,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(options.device) if on_cuda else None,
         "device": options.device,
         "repeats": options.repeats,
-        "keeps_freed_memory": is_keeping(),
+        "keeps_freed_memory": options.keeps_freed_memory,
     }
 
 
@@ -273,11 +272,11 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Runs the benchmark."""
     options = parse_options()
+    options.keeps_freed_memory = keep_freed_memory()
     torch.set_num_threads(options.threads)
     for name in options.models:
         run(name, options)
 
 
 if __name__ == "__main__":
-    restart_keeping()
     main()

@@ -35,7 +35,7 @@ from rockmate.errors import (
     TransformError,
 )
 from rockmate.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
-from rockmate.memory.allocators import AllocatorSettings, reduce_fragmentation
+from rockmate.memory.allocators import AllocatorSettings, keep_freed_memory, reduce_fragmentation
 from rockmate.memory.peak import PeakMemory
 from rockmate.memory.split import MemorySplit
 from rockmate.module import Rockmate
@@ -83,6 +83,7 @@ __all__ = [
     "TransformError",
     "Verification",
     "distributed",
+    "keep_freed_memory",
     "max_batch",
     "reduce_fragmentation",
     "smallest_budget",

@@ -27,7 +27,7 @@ from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import Contender, take_step, time_all
 from benchmarks.peers.models import DTYPES, case_named
 from benchmarks.reporting import ROOT, console
-from rockmate import Rockmate
+from rockmate import Rockmate, keep_freed_memory
 
 WATCHED = (Family.EAGER, Family.OURS)  # families of which bars speak
 
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--batch-factor", type=int)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    keep_freed_memory()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     case = case_named(options.model, options.device, options.quick, DTYPES[options.dtype], options.batch_factor)

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,9 @@ SMALLEST_SEGMENTS_BYTES = (2 << 20) + (20 << 20)
 _EXPANDABLE = "expandable_segments:True"
 # What PyTorch reads, most important first, before it can be asked what is in force.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_MMAP_BYTES, _TRIM_BYTES = 1 << 16, 1 << 17
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
+_RETURNING = {_M_MMAP_THRESHOLD: 1 << 16, _M_TRIM_THRESHOLD: 1 << 17, _M_MMAP_MAX: 1 << 16}  # the last is glibc's own
+_KEEPING = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}  # no block has pages of its own, and no end of the heap is cut off
 
 
 # ---- bytes of a step ---------------------------------------------------------------------------------------
@@ -150,7 +152,20 @@ def reduce_fragmentation() -> AllocatorSettings:
     Call it once or often, it comes to the same. Returns what could be set. Raises what PyTorch raises where it refuses
     the setting.
     """
-    return AllocatorSettings(_expand_segments(), _return_freed_memory())
+    return AllocatorSettings(_expand_segments(), _set_malloc(_RETURNING))
+
+
+def keep_freed_memory() -> bool:
+    """On the CPU, with glibc: have the process keep the memory of freed tensors, for those that come after them.
+
+    glibc gives large blocks back to the system when they are freed, and the same bytes come anew in the next step, page
+    by page: that is time, in eager's steps, in those of a plan and in planning, and it differs from run to run. With
+    this setting the process stays as large as it once was. It is for machines with memory to spare, and the opposite
+    of what `reduce_fragmentation` sets on the CPU: of the two, the later call counts. CUDA's allocator always does so.
+
+    Call it before the model is made; blocks that are there stay as they are. Returns whether it could be set.
+    """
+    return _set_malloc(_KEEPING)
 
 
 def _expand_segments() -> bool:
@@ -193,9 +208,10 @@ def _set_allocator_settings(settings: str) -> None:
     setter(settings)
 
 
-def _return_freed_memory() -> bool:
+def _set_malloc(settings: Mapping[int, int]) -> bool:
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # no glibc
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+    taken = [mallopt(parameter, value) for parameter, value in settings.items()]
+    return all(taken)

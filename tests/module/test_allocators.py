@@ -1,6 +1,7 @@
 """What a step makes CUDA's allocator reserve, when that is told, and what can be set against gaps."""
 
 import ctypes
+import mmap
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -356,3 +357,29 @@ def test_freed_tensors_go_back_to_the_system():
     if done.stdout.startswith("no glibc"):
         pytest.skip("of glibc")
     assert int(done.stdout) >= 500 * (100 << 10) * 0.9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_kept_until_it_is_to_be_returned():
+    """A second tensor of 64 MiB finds the pages of the first, and another setting later is followed, too."""
+    program = (
+        "import psutil, resource, rockmate, torch\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    torch.ones(64 << 20, dtype=torch.uint8)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "if not rockmate.keep_freed_memory(): print('no glibc'); raise SystemExit\n"
+        "print(faults(), faults())\n"
+        "rockmate.reduce_fragmentation()\n"
+        "before = psutil.Process().memory_info().rss\n"
+        "tensor = torch.ones(256 << 20, dtype=torch.uint8)\n"
+        "del tensor\n"
+        "print(psutil.Process().memory_info().rss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    if done.stdout.startswith("no glibc"):
+        pytest.skip("of glibc")
+    first, second, left_bytes = map(int, done.stdout.split())
+    assert first >= (64 << 20) / mmap.PAGESIZE * 0.9
+    assert second < first / 100
+    assert left_bytes < 8 << 20
