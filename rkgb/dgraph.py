@@ -27,6 +27,8 @@ class DNode:
     is_random: bool = False  # it moved a random generator
     written: list[str] = field(default_factory=list)  # values whose storage it writes in place
     is_guard: bool = False  # it checks a value that Python read: no outputs, and never left out or repeated
+    # Inputs that did not yet require a gradient, as they do at the end: one came by what was written into them since.
+    plain_inputs: list[str] = field(default_factory=list)
     inputs: list[str] = field(init=False, repr=False)  # names of the values that it reads, each once
 
     def __post_init__(self) -> None:
@@ -36,6 +38,10 @@ class DNode:
     def output_names(self) -> list[str]:
         """Names of the values that it defines."""
         return ref_names(self.outputs)
+
+    def tracks(self, name: str, values: Mapping[str, ValueInfo]) -> bool:
+        """Whether its input of that name required a gradient when it ran."""
+        return values[name].requires_grad and name not in self.plain_inputs
 
 
 @dataclass(eq=False, slots=True)

@@ -17,7 +17,7 @@ from rkgb.tracing.generators import OwnGenerator
 from rkgb.tracing.opaque import OpaqueCall
 
 # Facts of an operation that decide nothing, or that are written down in their own way.
-_WRITTEN_APART = frozenset({"name", "call", "outputs", "source", "written", "inputs"})
+_WRITTEN_APART = frozenset({"name", "call", "outputs", "source", "written", "plain_inputs", "inputs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class _Writer:
         function = op.call.function
         # Two submodules called whole are alike where all that was seen of their calls is.
         text = f"opaque {function.traits.fingerprint}" if isinstance(function, OpaqueCall) else repr(function)
-        return f"{name} {text} {arguments} -> {outputs} writes {self.numbers_of(op.written)} {modes}"
+        written, plain = self.numbers_of(op.written), self.numbers_of(op.plain_inputs)
+        return f"{name} {text} {arguments} -> {outputs} writes {written} without gradient {plain} {modes}"
 
     def write(self, tree: Any) -> str:
         if isinstance(tree, Ref):

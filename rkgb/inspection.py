@@ -32,6 +32,8 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         nothing_saved = nothing_packed()
         with torch.enable_grad(), nothing_saved:
             run_nodes(graph.nodes, values, [], inspector.observe)
+    for node in inspector.nodes:
+        node.plain_inputs = [name for name in node.plain_inputs if inspector.values[name].requires_grad]
     nodes = _live(inspector.nodes, inspector.values, set(graph.leaves), graph.output_names)
     used = {name for node in nodes for name in node.inputs} | set(graph.output_names)
     result = DGraph(
@@ -78,6 +80,7 @@ class _Inspector:
         return moved
 
     def observe(self, node: BNode, values: dict[str, Any]) -> None:
+        plain = [name for name in node.call.inputs if not self.values[name].requires_grad]
         for name in node.output_names:
             self.note(name, values[name])
         written = _written(node, self.values)
@@ -96,6 +99,7 @@ class _Inspector:
                 is_random=self.refresh_random_states(),
                 written=written,
                 is_guard=bool(getattr(node.call.function, "is_guard", False)),
+                plain_inputs=plain,
             )
         )
 

@@ -27,6 +27,7 @@ from rkgb.measuring.profile import OpProfile
 from rkgb.normalisation import normalised, statistics_among, takes_statistics
 from rkgb.sgraph import SNode
 from rkgb.state import never_unpacked
+from rkgb.tracked import writable
 from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
@@ -212,7 +213,12 @@ class _Repeating(Observer):
                 bind(op.outputs, self._quicker[op.name](), local)
             elif op.name in self._ops and self._ops[op.name].phantoms:  # what autograd saves is wanted
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_detached, never_unpacked):
-                    bind(op.outputs, op.call.evaluate(local), local)
+                    targets = {
+                        name: writable(local[name]) if op.tracks(name, self._graph.values) else local[name].detach()
+                        for name in op.written
+                        if name not in self._graph.leaves
+                    }
+                    bind(op.outputs, op.call.evaluate(local | targets), local)
             else:
                 bind(op.outputs, op.call.evaluate(local), local)
         return local

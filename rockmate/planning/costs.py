@@ -120,21 +120,12 @@ def unrepeatable_nodes(graph: KGraph) -> set[SNode]:
     for comp in graph.forward:
         for op in comp.node.ops:
             profile = graph.op_profiles[op.name]
-            # A saved tensor of its own is found again by repeating the operation on inputs that
-            # require gradients; an in-place operation refuses such inputs.
-            if profile.phantoms and op.written and not _writes_statistics_only(graph, op.written):
-                once.add(comp.node)
             # With other data, such a call saves other tensors: none of those that it saves is told by its place.
             varies = isinstance(op.call.function, OpaqueCall) and op.call.function.traits.reads_data
             for saved in profile.saved:
                 if varies or not saved.refillable:
                     once.add(comp.node if saved.kind is SavedKind.PHANTOM else producer.get(saved.source, comp.node))
     return once
-
-
-def _writes_statistics_only(graph: KGraph, written: list[str]) -> bool:
-    dgraph = graph.sgraph.dgraph
-    return all(dgraph.owner(name) in dgraph.leaves for name in written)
 
 
 def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:

@@ -17,9 +17,10 @@ from rkgb.call import Call, Ref, is_ref, ref_names
 from rkgb.inspection import RUNNING_STATISTICS
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.opaque import OpaqueCall
+from rkgb.tracked import differentiable, writable
 from rkgb.tree import leaves, map_leaves
 from rockmate.running.bindings import BINDINGS, binding
-from rockmate.running.runtime import Step, differentiable
+from rockmate.running.runtime import Step
 
 
 class Expressions:
@@ -30,16 +31,19 @@ class Expressions:
             "torch": torch,
             "aten": SimpleNamespace(),  # as torch.ops.aten, with the operations that are called
             "differentiable": differentiable,
+            "writable": writable,
             "Step": Step,
         }
         self._graph = graph
         self._module = module
         self._taken = {*graph.values, *self.namespace, "step", "saved", "forward"}
         self._functions: dict[Any, str] = {}
+        self._op: DNode | None = None  # whose call is being expressed
         self.leaves = {name: self._leaf(name) for name in graph.leaves}  # how each is read
 
     def call(self, op: DNode, repeated: bool, tracked: bool) -> str:
         """The call that `op` is; `repeated` by a recomputation, with its differentiable arguments `tracked`."""
+        self._op = op
         if isinstance(op.call.function, OpaqueCall):
             return self._opaque_call(op, op.call.function, tracked)
         args = list(op.call.args)
@@ -99,9 +103,13 @@ class Expressions:
             text = self.leaves.get(value.name, value.name)
             leaf = self._graph.leaves.get(value.name)
             parameter = leaf is not None and leaf.kind is LeafKind.PARAMETER
-            if tracked and self._graph.values[value.name].requires_grad and not parameter:
-                return f"differentiable({text})"
-            return text
+            if not tracked or parameter or self._op is None:
+                return text
+            requires_grad = self._op.tracks(value.name, self._graph.values)
+            if value.name in self._op.written and leaf is None:
+                # The variable stays a tensor without a graph, whatever writes into its storage.
+                return f"writable({text})" if requires_grad else f"{text}.detach()"
+            return f"differentiable({text})" if requires_grad else text
         if isinstance(value, OwnGenerator):
             return self.generator(value)
         if type(value) in (list, tuple) and (leaves(value, is_ref) or leaves(value, is_own_generator)):

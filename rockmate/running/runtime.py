@@ -379,8 +379,3 @@ class _Capturing:
                 f"%{self._op} saved {saved} tensors for its backward when it was recomputed, but {self._expected} when "
                 "it was planned: the submodule runs other code now. Plan the module again."
             )
-
-
-def differentiable(value: torch.Tensor) -> torch.Tensor:
-    """`value` as autograd saw it in the forward: requiring a gradient."""
-    return value.detach().requires_grad_()

@@ -78,13 +78,15 @@ class Convolution(Part):
             nn.Identity(),
         ]
         self.norm = rng.choice(norms)
+        # In place, all but the first and the last save a copy of what they write over.
+        self.function = rng.choice([F.relu, F.relu6, F.silu, F.hardswish, F.leaky_relu])
 
     def forward(self, value: Tensor, earlier: Tensor, tokens: Tensor) -> Tensor:
         images = value.reshape(-1, CHANNELS, HEIGHT, 32)
         if self.on["channels_last"]:
             images = images.contiguous(memory_format=torch.channels_last)
         hidden = F.avg_pool2d(images, 2) if self.on["half"] else images
-        hidden = F.relu(self.norm(self.layer(hidden)), inplace=self.on["in_place"])
+        hidden = self.function(self.norm(self.layer(hidden)), inplace=self.on["in_place"])
         if self.on["half"]:
             hidden = F.interpolate(hidden, scale_factor=2.0, mode="bilinear")
         return (hidden + images if self.on["residual"] else hidden).reshape(value.shape)
@@ -143,7 +145,7 @@ class Writing(Part):
     """Writes into fresh storages, into slices of them, through views, into the value itself."""
 
     def __init__(self, rng: random.Random, common: nn.Module) -> None:
-        super().__init__(rng, common, through_view=0.5, into_value=0.3, inplace_dropout=0.3, copied=0.3)
+        super().__init__(rng, common, through_view=0.5, into_value=0.3, inplace_dropout=0.3, copied=0.3, gated=0.3)
 
     def forward(self, value: Tensor, earlier: Tensor, tokens: Tensor) -> Tensor:
         if self.on["into_value"]:
@@ -153,6 +155,8 @@ class Writing(Part):
             fresh.view(2, -1, WIDTH)[:, 1:, : WIDTH // 4].mul_(0.5)
         if self.on["copied"]:
             fresh[: ROWS // 4].copy_(value[ROWS // 2 : -ROWS // 4])
+        if self.on["gated"]:
+            fresh.view(-1)[WIDTH:].mul_(earlier.reshape(-1)[WIDTH:].sigmoid())
         if self.on["inplace_dropout"]:
             fresh = F.dropout(fresh, 0.2, self.training, inplace=True)
         return fresh
