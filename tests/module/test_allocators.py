@@ -361,7 +361,10 @@ def test_freed_tensors_go_back_to_the_system():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_kept_until_it_is_to_be_returned():
-    """A second tensor of 64 MiB finds the pages of the first, and another setting later is followed, too."""
+    """One tensor of 64 MiB after the other is in the pages of those before, and another setting later is followed, too.
+
+    The second or the third may not fit where the one before was, as tensors are aligned.
+    """
     program = (
         "import psutil, resource, rockmate, torch\n"
         "def faults():\n"
@@ -369,7 +372,7 @@ def test_freed_memory_is_kept_until_it_is_to_be_returned():
         "    torch.ones(64 << 20, dtype=torch.uint8)\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "if not rockmate.keep_freed_memory(): print('no glibc'); raise SystemExit\n"
-        "print(faults(), faults())\n"
+        "print(faults(), sum([faults() for _ in range(7)][2:]))\n"
         "rockmate.reduce_fragmentation()\n"
         "before = psutil.Process().memory_info().rss\n"
         "tensor = torch.ones(256 << 20, dtype=torch.uint8)\n"
@@ -379,7 +382,7 @@ def test_freed_memory_is_kept_until_it_is_to_be_returned():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     if done.stdout.startswith("no glibc"):
         pytest.skip("of glibc")
-    first, second, left_bytes = map(int, done.stdout.split())
+    first, later, left_bytes = map(int, done.stdout.split())
     assert first >= (64 << 20) / mmap.PAGESIZE * 0.9
-    assert second < first / 100
+    assert later < first / 100
     assert left_bytes < 8 << 20
