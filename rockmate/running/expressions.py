@@ -38,32 +38,31 @@ class Expressions:
         self._module = module
         self._taken = {*graph.values, *self.namespace, "step", "saved", "forward"}
         self._functions: dict[Any, str] = {}
-        self._op: DNode | None = None  # whose call is being expressed
         self.leaves = {name: self._leaf(name) for name in graph.leaves}  # how each is read
 
     def call(self, op: DNode, repeated: bool, tracked: bool) -> str:
         """The call that `op` is; `repeated` by a recomputation, with its differentiable arguments `tracked`."""
-        self._op = op
+        tracker = op if tracked else None
         if isinstance(op.call.function, OpaqueCall):
-            return self._opaque_call(op, op.call.function, tracked)
+            return self._opaque_call(op, op.call.function, tracker)
         args = list(op.call.args)
         statistics = statistics_of(op) if repeated else None
         if statistics is not None:
             # The forward has counted this batch already.
             args[statistics[0]] = args[statistics[1]] = None
-        texts = [self._value(arg, tracked) for arg in args]
-        texts += [f"{key}={self._value(value, tracked)}" for key, value in op.call.kwargs.items()]
+        texts = [self._value(arg, tracker) for arg in args]
+        texts += [f"{key}={self._value(value, tracker)}" for key, value in op.call.kwargs.items()]
         return f"{self._function(op)}({', '.join(texts)})"
 
     def value(self, argument: Any) -> str:
         """An argument of a call."""
-        return self._value(argument, tracked=False)
+        return self._value(argument)
 
-    def _opaque_call(self, op: DNode, function: OpaqueCall, tracked: bool) -> str:
+    def _opaque_call(self, op: DNode, function: OpaqueCall, tracker: DNode | None) -> str:
         # The submodule reads its parameters and buffers, the third of the arguments, itself.
         args, kwargs, _ = op.call.args
-        texts = [self._value(arg, tracked) for arg in args]
-        texts += [f"{key}={self._value(value, tracked)}" for key, value in kwargs.items()]
+        texts = [self._value(arg, tracker) for arg in args]
+        texts += [f"{key}={self._value(value, tracker)}" for key, value in kwargs.items()]
         submodule = function.in_module(self._module)
         text = f"{self._bind(function.__name__, submodule)}({', '.join(texts)})"
         return text if function.is_plain else f"{self._bind('tensors_in', function.parts)}({text})"
@@ -98,28 +97,29 @@ class Expressions:
         submodule = self._module.get_submodule(own.module_path)
         return f"{self._bind(own.module_path.replace('.', '_') or 'model', submodule)}{own.text}"
 
-    def _value(self, value: Any, tracked: bool) -> str:
+    def _value(self, value: Any, tracker: DNode | None = None) -> str:
+        """An argument; of a call of `tracker` that autograd is to see as it saw it in the forward, if there is one."""
         if isinstance(value, Ref):
             text = self.leaves.get(value.name, value.name)
             leaf = self._graph.leaves.get(value.name)
             parameter = leaf is not None and leaf.kind is LeafKind.PARAMETER
-            if not tracked or parameter or self._op is None:
+            if tracker is None or parameter:
                 return text
-            requires_grad = self._op.tracks(value.name, self._graph.values)
-            if value.name in self._op.written and leaf is None:
+            requires_grad = tracker.tracks(value.name, self._graph.values)
+            if value.name in tracker.written and leaf is None:
                 # The variable stays a tensor without a graph, whatever writes into its storage.
                 return f"writable({text})" if requires_grad else f"{text}.detach()"
             return f"differentiable({text})" if requires_grad else text
         if isinstance(value, OwnGenerator):
             return self.generator(value)
         if type(value) in (list, tuple) and (leaves(value, is_ref) or leaves(value, is_own_generator)):
-            items = ", ".join(self._value(item, tracked) for item in value)
+            items = ", ".join(self._value(item, tracker) for item in value)
             return f"[{items}]" if isinstance(value, list) else f"({items},)"
         if names := ref_names(value):
             if type(value) is dict and all(isinstance(key, str) for key in value):
-                return "{" + ", ".join(f"{key!r}: {self._value(item, tracked)}" for key, item in value.items()) + "}"
+                return "{" + ", ".join(f"{key!r}: {self._value(item, tracker)}" for key, item in value.items()) + "}"
             made = self._bind(type(value).__name__.lower(), partial(_rebuilt, value, names))
-            return f"{made}({', '.join(self._value(Ref(name), tracked) for name in names)})"
+            return f"{made}({', '.join(self._value(Ref(name), tracker) for name in names)})"
         return self._literal(value)
 
     def _literal(self, value: Any) -> str:

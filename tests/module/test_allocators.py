@@ -341,6 +341,14 @@ def test_pytorch_takes_the_settings_that_are_made():
     assert done.stdout.strip() == environment["PYTORCH_ALLOC_CONF"] + ",expandable_segments:True"
 
 
+def printed_with_glibc(program: str) -> str:
+    """What the program prints in a process of its own; the test is skipped where it says that there is no glibc."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    if done.stdout.startswith("no glibc"):
+        pytest.skip("of glibc")
+    return done.stdout
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_tensors_go_back_to_the_system():
     """Every second of 1000 tensors of 100 KiB is freed: their pages are returned, though others lie between them."""
@@ -353,10 +361,7 @@ def test_freed_tensors_go_back_to_the_system():
         "del tensors[::2]\n"
         "print(before - psutil.Process().memory_info().rss)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    if done.stdout.startswith("no glibc"):
-        pytest.skip("of glibc")
-    assert int(done.stdout) >= 500 * (100 << 10) * 0.9
+    assert int(printed_with_glibc(program)) >= 500 * (100 << 10) * 0.9
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
@@ -379,10 +384,7 @@ def test_freed_memory_is_kept_until_it_is_to_be_returned():
         "del tensor\n"
         "print(psutil.Process().memory_info().rss - before)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    if done.stdout.startswith("no glibc"):
-        pytest.skip("of glibc")
-    first, later, left_bytes = map(int, done.stdout.split())
+    first, later, left_bytes = map(int, printed_with_glibc(program).split())
     assert first >= (64 << 20) / mmap.PAGESIZE * 0.9
     assert later < first / 100
     assert left_bytes < 8 << 20
