@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
+from rkgb.measuring.repetition import CACHES_BYTES
 from rockmate.running.bindings import BINDINGS
 from rockmate.running.runtime import Step
 from rockmate.running.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
 
-OTHERS_BYTES = 48 << 20
 SIZE = 8  # of tensors: there is nothing to compute
 aten = torch.ops.aten
 Calls = dict[
@@ -96,7 +96,7 @@ def timed_us(make: Callable[[], Any], call: Callable[..., Any], others: torch.Te
 
 def measure(calls: Calls, repeats: int) -> list[dict[str, Any]]:
     """Medians of all calls, which take turns."""
-    others = torch.empty(OTHERS_BYTES, dtype=torch.uint8)
+    others = torch.empty(CACHES_BYTES, dtype=torch.uint8)
     cold: dict[str, list[float]] = {name: [] for name in calls}
     hot: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():

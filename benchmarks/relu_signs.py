@@ -33,7 +33,7 @@ from benchmarks.reporting import (
 from rk_solvers import Chain, Data, ForwardOp, Problem
 from rk_solvers.registry import Effort, solver_named
 from rkgb.compact import TwoValues
-from rkgb.measuring.repetition import ColdClock, time_of_form
+from rkgb.measuring.repetition import CACHES_BYTES, ColdClock, time_of_form
 from rockmate import PeakMemory
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
@@ -41,14 +41,13 @@ from rockmate.planning.request import PlanRequest
 MODELS = ("transformer", "hf-t5")  # those with ReLU between the layers of their feed-forward parts
 SHARES = (0.7, 0.5, 0.4, 0.3)
 GAIN = 0.001  # of the step's time: less is no gain, as plans are proven within about as much
-OTHERS_BYTES = 48 << 20  # written before a call, so that caches are as in the midst of a backward
 
 
 def ms_per_byte(elements: int) -> float:
     """Time of packing a float32 tensor of so many elements into bits and of reading them, by its bytes."""
     form = TwoValues((elements,), (1,), torch.float32, 0, int(torch.ones(()).view(torch.int32)))
     tensor = (torch.rand(elements) < 0.5).float()
-    return time_of_form("ReLU", form, tensor, ColdClock(OTHERS_BYTES)) / tensor.nbytes
+    return time_of_form("ReLU", form, tensor, ColdClock(CACHES_BYTES)) / tensor.nbytes
 
 
 def outputs_of_relu(problem: Problem) -> list[int]:

@@ -31,8 +31,9 @@ from rkgb.tracked import writable
 from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
-_TIMED_RUNS = 3
-_CACHES_BYTES = 32 << 20  # at most so much is written to empty them
+_TIMED_RUNS = 5
+# Written to empty caches. As much as they hold leaves a part of what was there; three times that leaves nothing.
+CACHES_BYTES = 96 << 20
 _LONG_MS = 10.0  # what takes so long in the forward hardly takes longer in the backward
 
 Again = Callable[[], torch.Tensor]
@@ -74,7 +75,7 @@ def repetition_times(
         GraphError: a smaller form does not give back what it was made of.
     """
     storages = {value.owner: value.storage_bytes for value in graph.values.values()}
-    clock = ColdClock(min(_CACHES_BYTES, sum(storages.values())))
+    clock = ColdClock(min(CACHES_BYTES, sum(storages.values())))
     forms = compact_forms(graph, block.nodes)
     nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
     observer = _Repeating(graph, nodes, ops, clock, forms)
