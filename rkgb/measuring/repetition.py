@@ -32,7 +32,8 @@ from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
 _TIMED_RUNS = 5
-# Written to empty caches. As much as they hold leaves a part of what was there; three times that leaves nothing.
+# Written to empty the caches. As much as they hold leaves a part of what was there: this is three times a common last
+# level of 32 MiB, from where on times no longer grow.
 CACHES_BYTES = 96 << 20
 _LONG_MS = 10.0  # what takes so long in the forward hardly takes longer in the backward
 
