@@ -20,7 +20,7 @@ from rkgb.measuring.recorded import recorded_profiles
 from rkgb.state import for_planning
 from rkgb.tree import leaves
 from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
-from rockmate.plan_files.content import Made, PlanFile
+from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
 from rockmate.planning.costs import LossCost, LossFunction
@@ -46,8 +46,8 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
     `request`.
 
     A plan that was made with this version of PyTorch, and on such a device, is taken over as it is, once the graph
-    proves to be the same and to save the same tensors. Of one made elsewhere only what it recomputes is followed, with
-    costs measured anew and a warning (`PlanFileWarning`).
+    proves to be the same and to save the same tensors. Of one made elsewhere, or with what other code measured, only
+    what it recomputes is followed, with costs measured anew and a warning (`PlanFileWarning`).
 
     Raises `PlanFileMismatch`, with the differences, where the graph is another or the plan takes more here than its
     budget, `PlanFileError` for a file whose parts do not belong together, and what tracing raises.
@@ -66,13 +66,22 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
                 "which the plan was made."
             )
         request = replace(request, loss=request.loss or _stand_in(traced.graph.dgraph))
-        made = made_here(traced.device)
-        if (made.torch, made.device) == (plan_file.made.torch, plan_file.made.device):
-            measured, planned = restore_traced(model, traced, plan_file)
-            if made.threads != plan_file.made.threads:
-                _check_peak(model, measured, planned, request)
-        else:
-            measured, planned = _followed(model, traced, request, plan_file, made)
+        made, told = made_here(traced.device), plan_file.made
+        elsewhere = (
+            f"The plan was made by PyTorch {told.torch} on {told.device}, and this is PyTorch {made.torch} on "
+            f"{made.device}."
+        )
+        if (made.torch, made.device) == (told.torch, told.device):
+            try:
+                measured, planned = restore_traced(model, traced, plan_file)
+                elsewhere = ""
+            except RecordMismatch as error:
+                elsewhere = f"The plan's measurements are not those that are made here, as by another Rockmate: {error}"
+        if elsewhere:
+            _tell_followed(elsewhere)
+            measured, planned = _followed(model, traced, request, plan_file)
+        elif made.threads != told.threads:
+            _check_peak(model, measured, planned, request)
     measured.sample = None
     return measured, planned
 
@@ -80,14 +89,13 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
 def restore_traced(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> tuple[Measured, Planned]:
     """The plan for what was traced of `model`, whose graph is the plan's.
 
-    Raises `PlanFileError` where the file's numbers do not belong to that graph.
+    Raises `PlanFileError` where the file's numbers do not belong to that graph, and `RecordMismatch` where its blocks
+    are not measured like that any more.
     """
     started = time.perf_counter()
     try:
         measured = _recorded(model, traced, plan_file)
         planned = planned_as(plan_file.plan, measured, model)
-    except RecordMismatch as error:
-        raise PlanFileError(f"the plan cannot be used: {error} Plan the module again.") from None
     except (KeyError, IndexError, ValueError, GraphError) as error:
         raise PlanFileError(f"the plan cannot be used: {_DAMAGED}") from error
     planned.plan = replace(planned.plan, planning_s=traced.tracing_s + time.perf_counter() - started)
@@ -166,17 +174,18 @@ def _check_peak(model: torch.nn.Module, measured: Measured, planned: Planned, re
     planned.plan = replace(plan, measured_peak_bytes=peak.allocated_bytes, measured_reserved_bytes=peak.reserved_bytes)
 
 
-def _followed(
-    model: torch.nn.Module, traced: Traced, request: PlanRequest, plan_file: PlanFile, made: Made
-) -> tuple[Measured, Planned]:
-    """What the plan recomputes, with the costs of this place."""
-    told = plan_file.made
+def _tell_followed(why: str) -> None:
     warnings.warn(
-        f"the plan was made by PyTorch {told.torch} on {told.device}, and this is PyTorch {made.torch} on "
-        f"{made.device}: its decisions are followed, and measured anew.",
+        f"{why} Its decisions are followed, and measured anew.",
         PlanFileWarning,
         stacklevel=6,  # who calls Rockmate(...)
     )
+
+
+def _followed(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, plan_file: PlanFile
+) -> tuple[Measured, Planned]:
+    """What the plan recomputes, with the costs of this place."""
     decisions = Decisions.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
     budget_bytes = plan_file.promise.whole_budget_bytes
     traced.loss = _loss_of(plan_file)

@@ -13,6 +13,7 @@ import torch
 
 import rk_solvers
 import rkgb
+from rkgb import RecordMismatch
 from rkgb.measuring.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError
 from rockmate.memory.budget import RESERVE, resolve_budget
@@ -58,7 +59,7 @@ def _reused(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: s
     request.progress("reuse", 0, 1)
     try:
         found = restore_traced(model, traced, plan_file)
-    except PlanFileError:
+    except (PlanFileError, RecordMismatch):
         cache.drop(key)  # whatever it is, it is planned again
         return None
     request.progress("reuse", 1, 1)

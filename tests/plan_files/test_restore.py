@@ -19,7 +19,6 @@ from rockmate import (
     PinError,
     Plan,
     PlanFile,
-    PlanFileError,
     PlanFileMismatch,
     PlanFileWarning,
     Rockmate,
@@ -157,7 +156,7 @@ def test_outputs_that_the_loss_trains_are_part_of_the_graph():
     assert both.asked.trained == ("add_11", "mul_1") or len(both.asked.trained or ()) == 2
 
 
-def test_numbers_that_do_not_belong_to_the_graph_are_refused(plan_file: PlanFile):
+def test_of_a_plan_that_other_code_measured_the_decisions_are_followed(plan_file: PlanFile, monkeypatch):
     first, *rest = plan_file.measured.blocks
     profile = first.profile
     name, op = next((name, op) for name, op in profile.ops.items() if op.saved)
@@ -171,8 +170,22 @@ def test_numbers_that_do_not_belong_to_the_graph_are_refused(plan_file: PlanFile
     forged = msgspec.structs.replace(
         plan_file, measured=msgspec.structs.replace(plan_file.measured, blocks=(moved, *rest))
     )
-    with pytest.raises(PlanFileError, match=f"{name} .*saves .* for its backward here, but"):
-        Rockmate(Network(), sample(), plan=plan_files.loads(plan_files.dumps(forged)))
+    monkeypatch.setattr(Greedy, "solve", None)
+    with pytest.warns(PlanFileWarning, match=f"{name} .*saves .* here, but .* decisions are followed") as told:
+        planned = Rockmate(Network(), sample(), plan=plan_files.loads(plan_files.dumps(forged)))
+    assert told[0].filename == __file__
+    assert planned.plan.recompute == plan_file.recompute
+    assert_trains_exactly(planned, [sample()] * 2, only_logits)
+
+
+def test_of_a_plan_that_knows_blocks_otherwise_the_decisions_are_followed(plan_file: PlanFile):
+    """As where an older Rockmate told blocks apart by less."""
+    blocks = tuple(msgspec.structs.replace(block, digest=f"{block.digest}0") for block in plan_file.measured.blocks)
+    older = msgspec.structs.replace(plan_file, measured=msgspec.structs.replace(plan_file.measured, blocks=blocks))
+    with pytest.warns(PlanFileWarning, match="nothing was recorded of the block that begins with .* followed"):
+        planned = Rockmate(Network(), sample(), plan=older)
+    assert planned.plan.recompute == plan_file.recompute
+    assert_trains_exactly(planned, [sample()], only_logits)
 
 
 def _without_saved(op: Any) -> dict[str, Any]:
