@@ -78,7 +78,7 @@ def run(name: str, options: argparse.Namespace) -> None:
         sittings = sit(name, contenders, options, status.update)
     eagers = [contender for contender in contenders if contender.family is Family.EAGER]
     results = [result_of(contender, eagers) for contender in contenders]
-    bars = bars_of(name, results)
+    bars = bars_of(name, results, on_gpu=case.device.type == "cuda")
     console.print(table_of(results, f"{name}, {steps_told(vars(options) | {'sittings': sittings})}"))
     for bar in bars:
         reached = bar["reason"] if bar["reached"] is None else bar["reached"]

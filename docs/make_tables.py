@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import page as peers
+from benchmarks.peers.monet import PUBLISHED
 from rockmate.units import format_bytes, format_ms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -273,6 +274,10 @@ def zoo_sections(index: dict[str, Any]) -> Iterator[str]:
         of_model = {plan["share"]: plan for plan in plans if plan["model"] == model}
         peak_bytes = next(iter(of_model.values()))["eager_peak_bytes"]
         yield row([f"`{model}`", format_bytes(peak_bytes), *(zoo_cell(of_model.get(share)) for share in shares)])
+        found = PUBLISHED.get(model.removesuffix("-demo"))
+        if found is not None and len(found.points) == len(shares):
+            overheads = [f"{percent:+.1f} %" for _, percent in found.points]
+            yield row([f"MONeT, as published, {found.batch} images", f"{found.eager_gb} GB", *overheads])
 
 
 def zoo_cell(plan: dict[str, Any] | None) -> str:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from benchmarks.peers import auto_sac, checkpointing, compiled, library, ours, page, pareto
-from benchmarks.peers.bars import ANY, ANY_THAT_EXISTS, bars_of, time_bar
+from benchmarks.peers.bars import ANY, ANY_THAT_EXISTS, THIRD, bars_of, time_bar
 from benchmarks.peers.case import Built, Case, Peer
 from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import Contender, draws, first_trace, line_up, result_of, time_all
 from benchmarks.peers.models import RECIPES, case_named
+from benchmarks.peers.monet import PUBLISHED
 from benchmarks.peers.registry import peers_for
 from benchmarks.peers.sittings import sit
 from benchmarks.peers.slope import slope_by_norm
@@ -293,6 +294,33 @@ def test_bars_say_what_was_reached():
     assert not time_bar(0.5, ANY, result(0.5, 9.0, random_equal=False))["met"]
 
 
+def test_what_monet_published_is_whole():
+    assert PUBLISHED.keys() == {name for name, recipe in RECIPES.items() if recipe.as_published is not None}
+    for found in PUBLISHED.values():
+        memory_gb, percents = zip(*found.points, strict=True)
+        assert found.eager_gb > memory_gb[0]
+        assert list(memory_gb) == sorted(memory_gb, reverse=True)
+        assert list(percents) == sorted(percents)
+    assert PUBLISHED["resnet50"].ratios[-1] == pytest.approx((0.331, 1.1195), abs=5e-4)
+
+
+def test_on_a_gpu_the_time_at_a_third_is_held_against_what_monet_published():
+    results = [result(THIRD, 1.13)]
+    assert [bar["label"] for bar in bars_of("googlenet", results) if bar["label"].startswith("time")] == []
+    for name, is_met in (("googlenet", True), ("resnet50", False)):
+        (bar,) = [bar for bar in bars_of(name, results, on_gpu=True) if bar["label"] == "time at 0.33"]
+        assert (bar["reached"], bar["limit"], bar["met"]) == (1.13, PUBLISHED[name].ratios[-1][1], is_met)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_monet_s_table_have_its_batches_and_images(name):
+    model, (images,), _ = RECIPES[name].as_published(torch.device("cpu"))
+    sides = (416, 608) if name == "unet" else (224, 224)
+    assert images.shape == (PUBLISHED[name].batch, 3, *sides)
+    paths = [path for chain in RECIPES[name].find(model) for block in chain for path in block]
+    assert all(model.get_submodule(path) is not None for path in paths)
+
+
 def report_of(case: Case) -> dict:
     greedy = named(ours.peers((0.7,)), "greedy")
     contenders = contenders_of(case, *checkpointing.PEERS[1:], greedy)
@@ -336,6 +364,9 @@ def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
     for picture in pictures:
         pareto.draw(report, picture)
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    assert "MONeT" not in "".join(page.sections([report], "images"))
+    as_published = "| MONeT, as published | – | – | 1.119 × | – | – | – | 0.331 | – | – | on its authors' GPU,"
+    assert as_published in "".join(page.sections([report | {"model": "resnet50"}], "images"))
     assert page.NO_RESULTS in tables.peers_page(f"{tables.BEGIN}{tables.END}", [])
 
 

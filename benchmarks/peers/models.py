@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from benchmarks.peers.bars import THIRD
 from benchmarks.peers.case import Case, Chains
+from benchmarks.peers.monet import PUBLISHED
 from rockmate import zoo
-from rockmate.zoo.entry import build_entry
-from rockmate.zoo.tasks import translation_task
+from rockmate.zoo.entry import Task, build_entry
+from rockmate.zoo.tasks import classification_task, segmentation_task, translation_task
 
 SHARES = (0.7, 0.5, 0.4, 0.3, 0.2)
 ALSO_AT = {"vgg16": (0.6,)}  # shares that bars speak of, besides
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by their names on the command line
-CUDA_FACTOR = 8  # batches are so many times larger there
+CUDA_FACTOR = 8  # batches are so many times larger there, where MONeT's table does not say how large
 
 Find = Callable[[nn.Module], Chains]
+Made = tuple[nn.Module, Any, Callable[[Any], Tensor]]  # the model, its sample, and the loss of its output
 
 
 def children_of(*paths: str, chained: bool = True) -> Find:
@@ -53,14 +56,15 @@ def stretches_of(path: str, *starts: str) -> Find:
 class Recipe:
     """How a case is made: an entry of the zoo or a function of its own, and where its blocks are."""
 
-    make: Callable[[int, torch.device, bool], tuple[nn.Module, Any, Callable[[Any], Tensor]]]
+    make: Callable[[int, torch.device, bool], Made]
     find: Find
+    as_published: Callable[[torch.device], Made] | None = None  # on a GPU: in the size that MONeT's table has it in
 
 
-def from_zoo(entry: str, tiny: str, times: int = 1) -> Callable[..., tuple[nn.Module, Any, Callable[[Any], Tensor]]]:
+def from_zoo(entry: str, tiny: str, times: int = 1) -> Callable[[int, torch.device, bool], Made]:
     """What makes a model of the zoo with its batch `times` that of the entry, and as many more, or its tiny one."""
 
-    def make(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+    def make(factor: int, device: torch.device, quick: bool) -> Made:
         name = tiny if quick else entry
         made = zoo.get(name, device=device, batch=None if quick else factor * times * zoo.ENTRIES[name][1].batch)
         return made.model, made.sample, made.loss
@@ -68,7 +72,22 @@ def from_zoo(entry: str, tiny: str, times: int = 1) -> Callable[..., tuple[nn.Mo
     return make
 
 
-def translation(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+def published(name: str, build: Callable[[], nn.Module], task: Callable[[int], Task]) -> Callable[[torch.device], Made]:
+    """What makes a model of MONeT's table with the batch that it has there; `task` is one of a batch."""
+
+    def make(device: torch.device) -> Made:
+        made = build_entry(name, build, task(PUBLISHED[name].batch), 0, device)
+        return made.model, made.sample, made.loss
+
+    return make
+
+
+def imagenet(batch: int) -> Task:
+    """Images of the usual size in the usual number of classes."""
+    return classification_task(batch, 224, 1000)
+
+
+def translation(factor: int, device: torch.device, quick: bool) -> Made:
     """`nn.Transformer`, half as wide as the paper's and with three layers on either side."""
     if quick:
         made = zoo.get("transformer-tiny", device=device)
@@ -79,10 +98,10 @@ def translation(factor: int, device: torch.device, quick: bool) -> tuple[nn.Modu
     return made.model, made.sample, made.loss
 
 
-def hugging_face(kind: str) -> Callable[..., tuple[nn.Module, Any, Callable[[Any], Tensor]]]:
+def hugging_face(kind: str) -> Callable[[int, torch.device, bool], Made]:
     """What makes a model of the transformers library from its configuration, with random weights and its dropout on."""
 
-    def make(factor: int, device: torch.device, quick: bool) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+    def make(factor: int, device: torch.device, quick: bool) -> Made:
         import transformers
 
         width, layers, vocabulary = (32, 2, 64) if quick else (256, 6, 1024)
@@ -153,17 +172,37 @@ RECIPES: dict[str, Recipe] = {
     "hf-t5": Recipe(hugging_face("t5"), children_of("encoder.block", "decoder.block", chained=False)),
     "vit": Recipe(from_zoo("vit-demo", "vit-tiny"), children_of("blocks")),
     # In a batch of 8 the gradients of parameters are a seventh of the peak, and 0.3 of the peak is out of reach.
-    "resnet50": Recipe(from_zoo("resnet50-demo", "resnet50-tiny", times=2), children_of("blocks")),
+    "resnet50": Recipe(
+        from_zoo("resnet50-demo", "resnet50-tiny", times=2),
+        children_of("blocks"),
+        published("resnet50", zoo.resnet50, imagenet),
+    ),
     "resnet101": Recipe(from_zoo("resnet101-demo", "resnet101-tiny"), children_of("blocks")),
     # In a batch of 4 the gradients of parameters are a third of the peak, and half of the peak is out of reach.
-    "unet": Recipe(from_zoo("unet-demo", "unet-tiny", times=4), children_of("down", "up", chained=False)),
+    "unet": Recipe(
+        from_zoo("unet-demo", "unet-tiny", times=4),
+        children_of("down", "up", chained=False),
+        published(
+            "unet", lambda: zoo.UNet(zoo.UNetConfig(classes=2)), lambda batch: segmentation_task(batch, (416, 608), 2)
+        ),
+    ),
     # As with ResNet-50: in a batch of 8 the least is proven to be 0.216 of the peak.
     "mixer": Recipe(from_zoo("mixer-demo", "mixer-tiny", times=2), children_of("blocks")),
-    "vgg16": Recipe(from_zoo("vgg16-demo", "vgg-tiny"), stretches_of("features", "Conv2d")),
-    "mobilenet-v2": Recipe(
-        from_zoo("mobilenet-v2-demo", "mobilenet-v2-tiny"), stretches_of("features", "Conv2d", "InvertedResidual")
+    "vgg16": Recipe(
+        from_zoo("vgg16-demo", "vgg-tiny"),
+        stretches_of("features", "Conv2d"),
+        published("vgg16", lambda: zoo.VGG(zoo.VGGConfig()), imagenet),
     ),
-    "googlenet": Recipe(from_zoo("googlenet-demo", "googlenet-tiny"), children_of("blocks")),
+    "mobilenet-v2": Recipe(
+        from_zoo("mobilenet-v2-demo", "mobilenet-v2-tiny"),
+        stretches_of("features", "Conv2d", "InvertedResidual"),
+        published("mobilenet-v2", lambda: zoo.MobileNetV2(zoo.MobileNetV2Config()), imagenet),
+    ),
+    "googlenet": Recipe(
+        from_zoo("googlenet-demo", "googlenet-tiny"),
+        children_of("blocks"),
+        published("googlenet", lambda: zoo.GoogLeNet(zoo.GoogLeNetConfig()), imagenet),
+    ),
     "densenet121": Recipe(
         from_zoo("densenet121-demo", "densenet-tiny"), stretches_of("blocks", "DenseLayer", "BatchNorm2d")
     ),
@@ -178,14 +217,19 @@ def case_named(
     dtype: torch.dtype = torch.float32,
     factor: int | None = None,
 ) -> Case:
-    """The case of that name. Batches are `factor` times larger than on a CPU, `CUDA_FACTOR` times on a GPU if None."""
-    device = torch.device(device)
-    if factor is None:
-        factor = CUDA_FACTOR if device.type == "cuda" else 1
-    recipe = RECIPES[name]
-    model, sample, loss = recipe.make(factor, device, quick)
+    """The case of that name. Batches are `factor` times larger than on a CPU.
+
+    If that is None, a GPU has the batches of MONeT's table, and of what is not in it ones `CUDA_FACTOR` times larger.
+    """
+    device, recipe = torch.device(device), RECIPES[name]
+    on_gpu = device.type == "cuda"
+    if on_gpu and not quick and factor is None and recipe.as_published is not None:
+        model, sample, loss = recipe.as_published(device)
+    else:
+        model, sample, loss = recipe.make(factor or (CUDA_FACTOR if on_gpu else 1), device, quick)
     if dtype != torch.float32:
         model = model.to(dtype)
         sample = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, sample)
-    shares = tuple(sorted({*SHARES, *ALSO_AT.get(name, ())}, reverse=True))
+    thirds = (THIRD,) if on_gpu and name in PUBLISHED else ()
+    shares = tuple(sorted({*SHARES, *ALSO_AT.get(name, ()), *thirds}, reverse=True))
     return Case(name, model, sample, loss, recipe.find(model), (0.7, 0.5) if quick else shares)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.families import Family
+from benchmarks.peers.monet import PUBLISHED
 from rockmate.units import format_bytes, format_ms
 
 Report = Mapping[str, Any]
@@ -104,6 +105,7 @@ def section(report: Report, pictures: str) -> Iterator[str]:
     for result in report["contenders"]:
         if result["status"] != ABSENT:
             yield line(cells(result, ours_beside(result, report)))
+    yield from published(report["model"])
     yield from absent(report["contenders"])
     if report["bars"]:
         yield ""
@@ -113,6 +115,17 @@ def section(report: Report, pictures: str) -> Iterator[str]:
             reached = escaped(bar["reason"]) if bar["reached"] is None else f"{bar['reached']:g}"
             limit = bar["limit"] if isinstance(bar["limit"], str) else f"{bar['limit']:g}"
             yield line([bar["label"], reached, limit, "met" if bar["met"] else "not met"])
+
+
+def published(name: str) -> Iterator[str]:
+    """Rows of what MONeT published of this model, in the columns of the others."""
+    if name not in PUBLISHED:
+        return
+    remark = f"on its authors' GPU, PyTorch 1.5.1, a batch of {PUBLISHED[name].batch}"
+    for share, ratio in PUBLISHED[name].ratios:
+        row = dict.fromkeys(HEADINGS[:-1], "–") | {"": "MONeT, as published"}
+        row |= {"time / eager": f"{ratio:.3f} ×", "of eager's": f"{share:.3f}"}
+        yield line([*row.values(), remark])
 
 
 def absent(results: Sequence[Report]) -> Iterator[str]:

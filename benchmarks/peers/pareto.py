@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 
 from benchmarks.peers.families import Family
+from benchmarks.peers.monet import PUBLISHED
 from benchmarks.peers.page import RUNS, title_of
 
 MARKERS = {
@@ -45,6 +46,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                         edgecolors=colour,
                         label=family.value if is_right else f"{family}, wrong",
                     )
+        if report["model"] in PUBLISHED:
+            shares, ratios = zip(*PUBLISHED[report["model"]].ratios, strict=True)
+            axes.plot(shares, ratios, "+", color="0.45", markersize=7, label="MONeT, as published")
         draw_ours(axes, [result for result in timed if result["family"] == Family.OURS])
         axes.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
         axes.set(

@@ -52,11 +52,12 @@ def classification_task(batch: int, size: int, classes: int) -> Task:
     return Task(batch, draw, F.cross_entropy)
 
 
-def segmentation_task(batch: int, size: int, classes: int) -> Task:
-    """Name the class of each pixel of random images [batch, 3, size, size]."""
+def segmentation_task(batch: int, size: int | tuple[int, int], classes: int) -> Task:
+    """Name the class of each pixel of random images [batch, 3, height, width], or square ones of that size."""
+    sides = (size, size) if isinstance(size, int) else size
 
     def draw(generator: torch.Generator, batch: int) -> tuple[Inputs, Tensor]:
-        images = torch.randn(batch, 3, size, size, generator=generator)
-        return (images,), torch.randint(classes, (batch, size, size), generator=generator)
+        images = torch.randn(batch, 3, *sides, generator=generator)
+        return (images,), torch.randint(classes, (batch, *sides), generator=generator)
 
     return Task(batch, draw, F.cross_entropy)
