@@ -102,6 +102,7 @@ def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         "dtype": options.dtype,
         "batch_factor": options.batch_factor,
+        "tag": options.tag,
         "repeats": options.repeats,
         "rounds": options.rounds,
         "keeps_freed_memory": options.keeps_freed_memory,
@@ -119,6 +120,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sittings", type=int, default=5, help="further processes for eager and ours (default 5)")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each in a sitting (default 20)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tag", help="of the machine, for names of files and titles, where results of others are kept")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")
     keys = [family.key for family in Family]

@@ -37,10 +37,24 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": options.threads,
         "quick": options.quick,
     }
+
+
+def processor(root: Path = Path("/")) -> str:
+    """The processor as Linux tells of it, with its largest cache; elsewhere what Python knows. `root` is for tests."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        told = dict(line.split("\t", 1) for line in lines if "\t" in line)
+        name, model = (told[key].lstrip("\t: ") for key in ("model name", "model"))
+        caches = sorted(root.glob("sys/devices/system/cpu/cpu0/cache/index*/size"))
+        largest_kib = max(int(path.read_text(encoding="utf-8").strip().rstrip("K")) for path in caches)
+    except (OSError, KeyError, ValueError):
+        return platform.processor() or platform.machine()
+    return f"{name}, model {model}, {largest_kib // 1024} MiB of cache"
 
 
 def code_version(clone: Path = ROOT) -> str:

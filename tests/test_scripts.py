@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reporting import code_version
+from benchmarks.reporting import code_version, processor
 from tests.scripts import load_script, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,3 +94,14 @@ def test_a_result_is_no_change_of_the_code(tmp_path):
     assert code_version(tmp_path) == commit
     code.write_text("2")
     assert code_version(tmp_path) == f"{commit}-dirty"
+
+
+def test_a_processor_is_told_with_its_largest_cache(tmp_path: Path):
+    assert processor(tmp_path)
+    caches = tmp_path / "sys/devices/system/cpu/cpu0/cache"
+    for index, size in enumerate(("48K", "2048K", "33792K")):
+        (caches / f"index{index}").mkdir(parents=True)
+        (caches / f"index{index}" / "size").write_text(f"{size}\n", encoding="utf-8")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("model\t\t: 7\nmodel name\t: A Chip\n\nflags\t\t: fast\n", encoding="utf-8")
+    assert processor(tmp_path) == "A Chip, model 7, 33 MiB of cache"

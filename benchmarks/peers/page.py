@@ -30,7 +30,8 @@ def file_name(report: Report) -> str:
     """Name of a result file, without its suffix."""
     where = report["circumstances"]
     coarse = "" if where["dtype"] == "float32" else f"-{where['dtype']}"
-    return f"peers-{report['model']}-{where['device'].partition(':')[0]}{coarse}"
+    tag = f"-{where['tag']}" if where.get("tag") else ""
+    return f"peers-{report['model']}-{where['device'].partition(':')[0]}{coarse}{tag}"
 
 
 def sections(reports: Sequence[Report], pictures: str) -> Iterator[str]:
@@ -74,7 +75,8 @@ def title_of(report: Report) -> str:
     """The model and where it ran."""
     where = report["circumstances"]
     coarse = "" if where["dtype"] == "float32" else f", {where['dtype']}"
-    return f"{report['model']} on {where['gpu'] or where['device']}{coarse}"
+    tag = f", {where['tag']}" if where.get("tag") else ""
+    return f"{report['model']} on {where['gpu'] or where['device']}{coarse}{tag}"
 
 
 def steps_told(where: Report) -> str:
@@ -96,6 +98,8 @@ def section(report: Report, pictures: str) -> Iterator[str]:
         f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['dtype']}, {steps_told(where)}, code at "
         f"{where['code']}."
     )
+    if where.get("processor"):  # not told by results from before there were several machines
+        told += f" Processor: {where['processor']}."
     yield told + (f" Left out: {', '.join(where['skipped'])}." if where["skipped"] else "")
     yield ""
     yield f"![Time against memory: {title_of(report)}]({pictures}/{picture_name(report)})"
