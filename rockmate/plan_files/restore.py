@@ -20,7 +20,7 @@ from rkgb.measuring.recorded import recorded_profiles
 from rkgb.state import for_planning
 from rkgb.tree import leaves
 from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
-from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.content import Made, PlanFile
 from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
 from rockmate.planning.costs import LossCost, LossFunction
@@ -67,18 +67,16 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
             )
         request = replace(request, loss=request.loss or _stand_in(traced.graph.dgraph))
         made, told = made_here(traced.device), plan_file.made
-        elsewhere = (
-            f"The plan was made by PyTorch {told.torch} on {told.device}, and this is PyTorch {made.torch} on "
-            f"{made.device}."
-        )
-        if (made.torch, made.device) == (told.torch, told.device):
+        why_followed = _made_elsewhere(told, made)
+        if not why_followed:
             try:
                 measured, planned = restore_traced(model, traced, plan_file)
-                elsewhere = ""
             except RecordMismatch as error:
-                elsewhere = f"The plan's measurements are not those that are made here, as by another Rockmate: {error}"
-        if elsewhere:
-            _tell_followed(elsewhere)
+                why_followed = (
+                    f"The plan's measurements are not those that are made here, as by another Rockmate: {error}"
+                )
+        if why_followed:
+            _tell_followed(why_followed)
             measured, planned = _followed(model, traced, request, plan_file)
         elif made.threads != told.threads:
             _check_peak(model, measured, planned, request)
@@ -163,6 +161,14 @@ def _stand_in(graph: DGraph) -> LossFunction:
 
 
 # ---- plans made elsewhere ------------------------------------------------------------------------------
+
+
+def _made_elsewhere(told: Made, here: Made) -> str:
+    """Why what was measured there says nothing of this place; empty where it does."""
+    if (told.torch, told.device) == (here.torch, here.device):
+        return ""
+    this = f"PyTorch {here.torch} on {here.device}"
+    return f"The plan was made by PyTorch {told.torch} on {told.device}, and this is {this}."
 
 
 def _check_peak(model: torch.nn.Module, measured: Measured, planned: Planned, request: PlanRequest) -> None:

@@ -200,7 +200,7 @@ def test_a_module_planned_under_autocast_wants_it_in_every_call():
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward-inside", "backward-outside"])
-@pytest.mark.parametrize("budget", [1.0, 0.75])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -209,10 +209,15 @@ def test_a_module_planned_under_autocast_wants_it_in_every_call():
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet-tiny", "transformer-tiny")),
     ],
 )
-def test_a_step_under_autocast_is_that_of_eager(name, budget, inside):
+def test_a_step_under_autocast_is_that_of_eager(name, recomputes, inside):
+    # Not by a budget: what kernels of low precision take beside their tensors is the processor's own, and may bind.
     entry = zoo.get(name)
     with torch.autocast("cpu", torch.bfloat16):
-        model = Rockmate(copy.deepcopy(entry.model), entry.sample, budget, loss=entry.loss)
+        planned = copy.deepcopy(entry.model)
+        if recomputes:
+            model = recomputing(planned, entry.sample, loss=entry.loss)
+        else:
+            model = Rockmate(planned, entry.sample, 1.0, loss=entry.loss)
     gradients = []
     for module in (entry.model, model):
         torch.manual_seed(0)
@@ -225,5 +230,4 @@ def test_a_step_under_autocast_is_that_of_eager(name, budget, inside):
             loss.backward()
         gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
     assert_same(*gradients)
-    if budget < 1:
-        assert model.plan.recomputations > 0
+    assert (model.plan.recomputations > 0) == recomputes
