@@ -194,7 +194,8 @@ def section(result: dict[str, Any]) -> Iterator[str]:
     device = where.get("gpu") or where["device"]
     yield f"### {result['entry']} on {device}"
     yield ""
-    yield f"PyTorch {where['torch']}, {where['threads']} CPU threads, medians of {where['repeats']} steps."
+    counted = f"medians of {where['repeats']} steps, code at {where['code']}"
+    yield f"PyTorch {where['torch']}, {where['threads']} CPU threads, {counted}."
     yield ""
     yield row(HEADINGS)
     yield row(["---", *["--:"] * (len(HEADINGS) - 1)])

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import DGraph, DNode
@@ -22,40 +21,40 @@ from rkgb.pooling import LEAST_ELEMENTS, WindowIndices, window_indices
 from rkgb.sgraph import SNode
 from rkgb.tree import leaves
 
-_CHUNK = 1 << 16  # elements that are packed at a time; numpy allocates for them where nobody counts
+# Elements that are told at a time: PyTorch's threads share as many, and what numpy allocates for them, where nobody
+# counts it, are 128 KiB.
+_CHUNK = 1 << 17
 
 _aten = torch.ops.aten
 _ALLOCATIONS = (_aten.empty_strided.default, _aten.empty.memory_format)
 _DRAW = _aten.bernoulli_.float
 _SCALES = (_aten.mul_.Scalar, _aten.div_.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
-_INTEGERS: Mapping[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
-    2: (torch.int16, np.uint16),
-    4: (torch.int32, np.uint32),
-    8: (torch.int64, np.uint64),
+_INTEGERS: Mapping[int, tuple[torch.dtype, type[np.signedinteger[Any]]]] = {
+    2: (torch.int16, np.int16),
+    4: (torch.int32, np.int32),
+    8: (torch.int64, np.int64),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TwoValues:
-    """A dense tensor of two values, as one bit an element."""
+    """A dense tensor on the CPU of zeros and one other value, as one bit an element."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
-    low: int  # the bits of the first value, as an unsigned integer of the element's size
-    high: int
+    dtype: torch.dtype  # of floating point
+    low: int  # the bits of the zero, which may be a negative one, as an unsigned integer of the element's size
+    high: int  # those of the other value
     elements: int = field(init=False, repr=False, compare=False)
-    _table: NDArray[Any] = field(init=False, repr=False, compare=False)  # [byte, 8]: the elements that it tells
+    _table: torch.Tensor = field(init=False, repr=False, compare=False)  # [byte, 8]: the elements that it tells
 
     def __post_init__(self) -> None:
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-        values = np.array([self.low, self.high], self._integer[1])
+        integer = _INTEGERS[self.dtype.itemsize][1]
+        size = 8 * self.dtype.itemsize
+        values = [number - (number >> (size - 1) << size) for number in (self.low, self.high)]  # with their signs
         object.__setattr__(self, "elements", math.prod(self.shape))
-        object.__setattr__(self, "_table", values[bits])
-
-    @property
-    def _integer(self) -> tuple[torch.dtype, type[np.unsignedinteger[Any]]]:
-        return _INTEGERS[self.dtype.itemsize]
+        object.__setattr__(self, "_table", torch.from_numpy(np.array(values, integer)[bits]).view(self.dtype))
 
     @property
     def packed_bytes(self) -> int:
@@ -64,33 +63,29 @@ class TwoValues:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The form of `tensor`, which has this shape, stride and dtype and no third value: ``uint8[packed_bytes]``."""
-        packed = torch.empty(self.packed_bytes, dtype=torch.uint8)
-        into, elements = packed.numpy(), self._in_order(tensor)
+        packed = torch.empty(self.packed_bytes, dtype=torch.uint8, device="cpu")
+        into, elements = packed.numpy(), tensor.as_strided((self.elements,), (1,))
+        truths = np.empty(min(_CHUNK, self.elements), np.bool_)
+        shared = torch.from_numpy(truths)
         for start in range(0, self.elements, _CHUNK):
-            chunk = elements[start : start + _CHUNK]
-            into[start // 8 : start // 8 + -(-len(chunk) // 8)] = np.packbits(chunk != self.low)
+            size = min(_CHUNK, self.elements - start)
+            shared[:size].copy_(elements[start : start + size])  # by all threads, as numpy would not
+            into[start // 8 : start // 8 + -(-size // 8)] = np.packbits(truths[:size])
         return packed
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """The tensor that was packed, bit by bit."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        elements, given = self._in_order(tensor), packed.numpy()
-        whole = self.elements // 8
-        self._table.take(given[:whole], axis=0, out=elements[: 8 * whole].reshape(whole, 8), mode="clip")
+        # Few calls of PyTorch: between other operations none of its code is in a cache (benchmarks/calls.py).
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        elements, given = tensor.as_strided((self.elements,), (1,)), packed.numpy()
+        whole, step = self.elements // 8, _CHUNK // 4  # bytes, of which an index takes four
+        rows = elements[: 8 * whole].view(whole, 8)
+        for start in range(0, whole, step):
+            chosen = torch.from_numpy(given[start : min(start + step, whole)].astype(np.int32))
+            torch.index_select(self._table, 0, chosen, out=rows[start : start + step])
         if self.elements % 8:
             elements[8 * whole :] = self._table[given[whole], : self.elements % 8]
         return tensor
-
-    def _in_order(self, tensor: torch.Tensor) -> NDArray[Any]:
-        """The elements as they lie in memory, as unsigned integers."""
-        # Few calls of PyTorch: between other operations none of its code is in a cache (benchmarks/calls.py).
-        signed, unsigned = self._integer
-        if self.dtype is torch.bfloat16:  # which numpy has not
-            tensor = tensor.view(signed)
-        elements: NDArray[Any] = tensor.numpy().view(unsigned)
-        if not elements.flags.c_contiguous:
-            elements = np.lib.stride_tricks.as_strided(elements, (self.elements,), (elements.itemsize,))
-        return elements.reshape(-1)
 
 
 SmallerForm = TwoValues | WindowIndices
@@ -131,6 +126,8 @@ def _two_values(graph: DGraph, node: SNode) -> TwoValues | None:
         if op.call.function not in _SCALES or op.call.kwargs or not isinstance(factor, int | float):
             return None
         op.call.function(values, factor)
+    if values[0] != 0 or values[1] == 0:  # scaled by what is no number, or by so little that nothing is left
+        return None
     low, high = values.view(_INTEGERS[value.dtype.itemsize][0]).tolist()
     mask = (1 << 8 * value.dtype.itemsize) - 1
     return TwoValues(tuple(value.shape), tuple(value.stride), value.dtype, low & mask, high & mask)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rkgb.call import Call, Ref, ref_names
 from rkgb.dgraph import DGraph, DNode
@@ -43,7 +42,7 @@ class WindowIndices:
     steps: tuple[int, ...]  # from window to window
     padding: tuple[int, ...]
     dtype: torch.dtype  # of a distance
-    _begin: NDArray[np.int64] = field(init=False, repr=False, compare=False)  # [*windows]: indices of their places
+    _begin: torch.Tensor = field(init=False, repr=False, compare=False)  # [*windows]: indices of their places
 
     def __post_init__(self) -> None:
         begin = np.zeros((), np.int64)
@@ -51,7 +50,7 @@ class WindowIndices:
             self.sizes, self.shape[-len(self.sizes) :], self.steps, self.padding, strict=True
         ):
             begin = begin[..., None] * size + (np.arange(windows, dtype=np.int64) * step - padding)
-        object.__setattr__(self, "_begin", begin)
+        object.__setattr__(self, "_begin", torch.from_numpy(begin))
 
     @property
     def packed_bytes(self) -> int:
@@ -60,14 +59,14 @@ class WindowIndices:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The form of `tensor`, int64 of this shape and stride: of the same shape and stride, and this `dtype`."""
-        packed = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        np.subtract(tensor.numpy(), self._begin, out=packed.numpy(), casting="unsafe")
+        packed = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        torch.sub(tensor, self._begin, out=packed)
         return packed
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """The indices that were packed."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=torch.int64)
-        np.add(packed.numpy(), self._begin, out=tensor.numpy())
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=torch.int64, device="cpu")
+        torch.add(packed, self._begin, out=tensor)
         return tensor
 
 

@@ -188,7 +188,14 @@ def test_a_table_shows_what_the_result_file_holds(tmp_path):
     }
     result = {
         "entry": "gpt2-demo",
-        "circumstances": {"device": "cpu", "torch": "2.13.0", "threads": 2, "repeats": 11, "gpu": None},
+        "circumstances": {
+            "device": "cpu",
+            "torch": "2.13.0",
+            "threads": 2,
+            "repeats": 11,
+            "gpu": None,
+            "code": "c0de123",
+        },
         "contenders": [contender],
         "bars": [{"label": "rockmate 0.50", "limit": 1.15, "base": "eager", "ratio": 1.0987, "met": True}],
     }
@@ -196,7 +203,9 @@ def test_a_table_shows_what_the_result_file_holds(tmp_path):
     path.write_text(json.dumps(result), encoding="utf-8")
     tables = load_script("docs/make_tables.py")
     page = written_between_marks(tables.BEGIN, tables.END, lambda text: tables.with_tables(text, [path]))
-    for part in ("gpt2-demo", "2.13.0", "rockmate 0.50", "200 MiB", "199 MiB", "198 MiB", "1.099 ×", "12.5 s"):
+    sizes = ("200 MiB", "199 MiB", "198 MiB")
+    told = ("gpt2-demo", "2.13.0", "code at c0de123", "rockmate 0.50", *sizes, "1.099 ×", "12.5 s")
+    for part in told:
         assert part in page
     assert tables.with_tables(page, []).count("make bench") == 1
 
