@@ -40,6 +40,7 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": options.threads,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # whether threads without work sleep or spin
         "quick": options.quick,
     }
 

@@ -367,11 +367,12 @@ def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
     assert "MONeT" not in "".join(page.sections([report], "images"))
     as_published = "| MONeT, as published | – | – | 1.119 × | – | – | – | 0.331 | – | – | on its authors' GPU,"
     assert as_published in "".join(page.sections([report | {"model": "resnet50"}], "images"))
-    elsewhere = report | {"circumstances": report["circumstances"] | {"tag": "a-server", "processor": "a chip"}}
+    there = {"tag": "a-server", "processor": "a chip", "wait_policy": "ACTIVE"}
+    elsewhere = report | {"circumstances": report["circumstances"] | there}
     assert page.file_name(elsewhere) == "peers-gpt2-cpu-a-server"
     told = "\n".join(page.sections([elsewhere], "images"))
     assert "### gpt2 on cpu, a-server" in told
-    assert "Processor: a chip." in told
+    assert "Processor: a chip. Threads spin while they wait." in told
     assert page.NO_RESULTS in tables.peers_page(f"{tables.BEGIN}{tables.END}", [])
 
 

@@ -100,6 +100,8 @@ def section(report: Report, pictures: str) -> Iterator[str]:
     )
     if where.get("processor"):  # not told by results from before there were several machines
         told += f" Processor: {where['processor']}."
+    if where.get("wait_policy") == "ACTIVE":
+        told += " Threads spin while they wait."
     yield told + (f" Left out: {', '.join(where['skipped'])}." if where["skipped"] else "")
     yield ""
     yield f"![Time against memory: {title_of(report)}]({pictures}/{picture_name(report)})"
