@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rkgb.call import Ref, is_ref
 from rkgb.dgraph import DGraph, DNode
@@ -46,7 +47,8 @@ class TwoValues:
     low: int  # the bits of the zero, which may be a negative one, as an unsigned integer of the element's size
     high: int  # those of the other value
     elements: int = field(init=False, repr=False, compare=False)
-    _table: torch.Tensor = field(init=False, repr=False, compare=False)  # [byte, 8]: the elements that it tells
+    # [byte, 8]: the bits of the elements that it tells. No tensor: all that live are counted.
+    _table: NDArray[np.signedinteger[Any]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
@@ -54,7 +56,7 @@ class TwoValues:
         size = 8 * self.dtype.itemsize
         values = [number - (number >> (size - 1) << size) for number in (self.low, self.high)]  # with their signs
         object.__setattr__(self, "elements", math.prod(self.shape))
-        object.__setattr__(self, "_table", torch.from_numpy(np.array(values, integer)[bits]).view(self.dtype))
+        object.__setattr__(self, "_table", np.array(values, integer)[bits])
 
     @property
     def packed_bytes(self) -> int:
@@ -77,14 +79,15 @@ class TwoValues:
         """The tensor that was packed, bit by bit."""
         # Few calls of PyTorch: between other operations none of its code is in a cache (benchmarks/calls.py).
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-        elements, given = tensor.as_strided((self.elements,), (1,)), packed.numpy()
+        elements = tensor.as_strided((self.elements,), (1,)).view(_INTEGERS[self.dtype.itemsize][0])
+        table, given = torch.from_numpy(self._table), packed.numpy()
         whole, step = self.elements // 8, _CHUNK // 4  # bytes, of which an index takes four
         rows = elements[: 8 * whole].view(whole, 8)
         for start in range(0, whole, step):
             chosen = torch.from_numpy(given[start : min(start + step, whole)].astype(np.int32))
-            torch.index_select(self._table, 0, chosen, out=rows[start : start + step])
+            torch.index_select(table, 0, chosen, out=rows[start : start + step])
         if self.elements % 8:
-            elements[8 * whole :] = self._table[given[whole], : self.elements % 8]
+            elements[8 * whole :] = table[given[whole], : self.elements % 8]
         return tensor
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rkgb.call import Call, Ref, ref_names
 from rkgb.dgraph import DGraph, DNode
@@ -42,7 +43,8 @@ class WindowIndices:
     steps: tuple[int, ...]  # from window to window
     padding: tuple[int, ...]
     dtype: torch.dtype  # of a distance
-    _begin: torch.Tensor = field(init=False, repr=False, compare=False)  # [*windows]: indices of their places
+    # [*windows]: indices of their places. No tensor: all that live are counted.
+    _begin: NDArray[np.int64] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         begin = np.zeros((), np.int64)
@@ -50,7 +52,7 @@ class WindowIndices:
             self.sizes, self.shape[-len(self.sizes) :], self.steps, self.padding, strict=True
         ):
             begin = begin[..., None] * size + (np.arange(windows, dtype=np.int64) * step - padding)
-        object.__setattr__(self, "_begin", torch.from_numpy(begin))
+        object.__setattr__(self, "_begin", begin)
 
     @property
     def packed_bytes(self) -> int:
@@ -60,13 +62,13 @@ class WindowIndices:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The form of `tensor`, int64 of this shape and stride: of the same shape and stride, and this `dtype`."""
         packed = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-        torch.sub(tensor, self._begin, out=packed)
+        torch.sub(tensor, torch.from_numpy(self._begin), out=packed)
         return packed
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """The indices that were packed."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=torch.int64, device="cpu")
-        torch.add(packed, self._begin, out=tensor)
+        torch.add(packed, torch.from_numpy(self._begin), out=tensor)
         return tensor
 
 
