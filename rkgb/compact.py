@@ -22,19 +22,15 @@ from rkgb.pooling import LEAST_ELEMENTS, WindowIndices, window_indices
 from rkgb.sgraph import SNode
 from rkgb.tree import leaves
 
-# Elements that are told at a time: PyTorch's threads share as many, and what numpy allocates for them, where nobody
-# counts it, are 128 KiB.
+# Elements that are told at a time: enough for all threads of PyTorch, and only 128 KiB of what numpy allocates, which
+# no budget counts.
 _CHUNK = 1 << 17
 
 _aten = torch.ops.aten
 _ALLOCATIONS = (_aten.empty_strided.default, _aten.empty.memory_format)
 _DRAW = _aten.bernoulli_.float
 _SCALES = (_aten.mul_.Scalar, _aten.div_.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
-_INTEGERS: Mapping[int, tuple[torch.dtype, type[np.signedinteger[Any]]]] = {
-    2: (torch.int16, np.int16),
-    4: (torch.int32, np.int32),
-    8: (torch.int64, np.int64),
-}
+_INTEGERS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +48,10 @@ class TwoValues:
 
     def __post_init__(self) -> None:
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-        integer = _INTEGERS[self.dtype.itemsize][1]
-        size = 8 * self.dtype.itemsize
-        values = [number - (number >> (size - 1) << size) for number in (self.low, self.high)]  # with their signs
+        size_bytes = self.dtype.itemsize
+        told = np.array([self.low, self.high], f"u{size_bytes}")[bits]
         object.__setattr__(self, "elements", math.prod(self.shape))
-        object.__setattr__(self, "_table", np.array(values, integer)[bits])
+        object.__setattr__(self, "_table", told.view(f"i{size_bytes}"))  # few operations take unsigned ones
 
     @property
     def packed_bytes(self) -> int:
@@ -79,7 +74,7 @@ class TwoValues:
         """The tensor that was packed, bit by bit."""
         # Few calls of PyTorch: between other operations none of its code is in a cache (benchmarks/calls.py).
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-        elements = tensor.as_strided((self.elements,), (1,)).view(_INTEGERS[self.dtype.itemsize][0])
+        elements = tensor.as_strided((self.elements,), (1,)).view(_INTEGERS[self.dtype.itemsize])
         table, given = torch.from_numpy(self._table), packed.numpy()
         whole, step = self.elements // 8, _CHUNK // 4  # bytes, of which an index takes four
         rows = elements[: 8 * whole].view(whole, 8)
@@ -131,7 +126,7 @@ def _two_values(graph: DGraph, node: SNode) -> TwoValues | None:
         op.call.function(values, factor)
     if values[0] != 0 or values[1] == 0:  # scaled by what is no number, or by so little that nothing is left
         return None
-    low, high = values.view(_INTEGERS[value.dtype.itemsize][0]).tolist()
+    low, high = values.view(_INTEGERS[value.dtype.itemsize]).tolist()
     mask = (1 << 8 * value.dtype.itemsize) - 1
     return TwoValues(tuple(value.shape), tuple(value.stride), value.dtype, low & mask, high & mask)
 
