@@ -22,6 +22,7 @@ from rkgb.compact import SmallerForm, compact_forms
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, makers_of
 from rkgb.errors import GraphError
+from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import OpProfile
 from rkgb.normalisation import normalised, statistics_among, takes_statistics
@@ -50,7 +51,7 @@ class ColdClock:
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         """What `run` gives, without gradients, and its median time in ms."""
         if self._others is None:
-            self._others = torch.empty(self.others_bytes, dtype=torch.uint8)
+            self._others = torch.empty(self.others_bytes, dtype=torch.uint8, device="cpu")
         times_ms = []
         result = None
         with torch.no_grad():
@@ -75,15 +76,32 @@ def repetition_times(
     Raises:
         GraphError: a smaller form does not give back what it was made of.
     """
-    storages = {value.owner: value.storage_bytes for value in graph.values.values()}
-    clock = ColdClock(min(CACHES_BYTES, sum(storages.values())))
+    others_bytes = _others_bytes(graph, ops)
+    repeat_ms, normalise_ms = _timed(graph, block, values, ops, others_bytes)
+    return {name: time_ms + _handling_ms(others_bytes) for name, time_ms in repeat_ms.items()}, normalise_ms
+
+
+def _timed(
+    graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile], others_bytes: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """As `repetition_times`, without handling, for which there is another clock: not while this one takes memory."""
     forms = compact_forms(graph, block.nodes)
     nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
-    observer = _Repeating(graph, nodes, ops, clock, forms)
+    observer = _Repeating(graph, nodes, ops, ColdClock(others_bytes), forms)
     _run(graph, block, values, observer)
-    return {
-        name: time_ms + _handling_ms(clock.others_bytes) for name, time_ms in observer.repeat_ms.items()
-    }, observer.normalise_ms
+    return observer.repeat_ms, observer.normalise_ms
+
+
+def _others_bytes(graph: DGraph, ops: Mapping[str, OpProfile]) -> int:
+    """How much to write before something is timed: what empties the caches, or all that the model has, if it is less.
+
+    Where memory is short it is half of what a run of `ops` leaves of it, with two repetitions at a time: times may be
+    too short then, but planning fails for no want of memory that only they would take.
+    """
+    storages = {value.owner: value.storage_bytes for value in graph.values.values()}
+    run_bytes = 3 * sum(op.peak_bytes for op in ops.values())
+    left_bytes = max(0, available_bytes(torch.device("cpu")) - run_bytes)
+    return min(CACHES_BYTES, sum(storages.values()), left_bytes // 2)
 
 
 @cache

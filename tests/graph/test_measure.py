@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import AllGraphs, cut, d_to_s, make_sample, s_to_k
+from rkgb.measuring import repetition
 from rkgb.measuring.measure import measure_blocks
 from rkgb.measuring.memory import AllocationLog
 from rkgb.measuring.profile import SavedKind
@@ -185,6 +186,18 @@ def test_times_are_positive_and_finite():
     graphs = zoo_graphs("gpt2-tiny")
     assert all(0 < comp.time_ms < 10_000 for comp in graphs.K_graph.forward if comp.node.ops)
     assert all(0 <= comp.time_ms < 10_000 for comp in graphs.K_graph.backward)
+
+
+@pytest.mark.parametrize(("free_bytes", "most_written"), [(0, 0), (1 << 20, 1 << 19)])
+def test_where_memory_is_short_less_of_it_is_written_to_empty_the_caches(monkeypatch, free_bytes, most_written):
+    entry, written = zoo.get("gpt2-tiny"), []
+    clock = repetition.ColdClock
+    monkeypatch.setattr(repetition, "available_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(repetition, "ColdClock", lambda size_bytes: written.append(size_bytes) or clock(size_bytes))
+    graphs = graphs_of(entry.model, entry.sample)
+    assert written
+    assert max(written) <= most_written
+    assert any(comp.repeat_ms for comp in graphs.K_graph.forward)
 
 
 # ---- nothing is changed ------------------------------------------------------------------------------------------
