@@ -74,7 +74,9 @@ def test_solver_benchmark_writes_results_that_the_page_can_show(tmp_path):
 
 @pytest.mark.slow
 def test_relu_benchmark_writes_its_results(tmp_path):
-    run_script("benchmarks/relu_signs.py", "--quick", "--models", "transformer", "--output", str(tmp_path))
+    run_script(
+        "benchmarks/relu_signs.py", "--quick", "--seconds", "2", "--models", "transformer", "--output", str(tmp_path)
+    )
     result = json.loads((tmp_path / "relu-signs-cpu.json").read_text(encoding="utf-8"))
     assert [row["share"] for row in result["rows"]] == [0.7, 0.5, 0.4, 0.3]
     assert all(row["outputs"] > 0 for row in result["rows"])
