@@ -36,7 +36,7 @@ def measure_in_context(
     """
     if not graph.backward or _step_bytes(graph) > available_bytes(_device(graph)):
         return False
-    windows = if_it_fits(lambda: _windows_of_the_step(graph, module, sample))
+    windows = if_it_fits(lambda: windows_of_the_step(graph, module, sample))
     if windows is None:
         return False
     by_op: dict[str, list[StageWindow]] = {}
@@ -53,7 +53,8 @@ def measure_in_context(
     return True
 
 
-def _windows_of_the_step(graph: KGraph, module: torch.nn.Module, sample: Sample) -> list[StageWindow]:
+def windows_of_the_step(graph: KGraph, module: torch.nn.Module, sample: Sample) -> list[StageWindow]:
+    """Of the backward of a step that keeps everything, in the order in which autograd goes through it."""
     dgraph = graph.sgraph.dgraph
     whole = BlockMaker(graph.sgraph).block(list(graph.sgraph.nodes))
     with borrowed(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
