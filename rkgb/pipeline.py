@@ -131,7 +131,6 @@ def measured_graphs(
         profiles = measure_blocks(simplified, blocks, model, sample, tell, known)
     whole = s_to_k(simplified, blocks, profiles)
     measure_in_context(whole, profiles, model, sample)
-    tell("measure", len(blocks), len(blocks))
     classes = equivalent_classes(simplified.dgraph, blocks)
     return AllGraphs(basic, simplified.dgraph, simplified, blocks, classes, whole, profiles)
 

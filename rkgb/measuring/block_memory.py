@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,19 +70,17 @@ class MemoryObserver(SavedObserver):
         measure_windows(self.log, self.windows, self.storages)
         return self.windows
 
-    def profile(self, op_ms: Mapping[str, float], node_ms: Sequence[float]) -> BlockProfile:
-        """What was seen, with the times of the operations, by name, and of the autograd nodes, in order."""
+    def profile(self) -> BlockProfile:
+        """What was seen, without times."""
         peaks = forward_peaks(self.log, [self.marks_of_op[op.name] for op in self.block.ops])
         ops = {
-            op.name: OpProfile(op_ms[op.name], peak_bytes, tuple(self.saved[op.name]), tuple(self.phantoms[op.name]))
+            op.name: OpProfile(0.0, peak_bytes, tuple(self.saved[op.name]), tuple(self.phantoms[op.name]))
             for op, peak_bytes in zip(self.block.ops, peaks, strict=True)
         }
-        for window, time_ms in zip(self.windows, node_ms, strict=True):
-            window.time_ms = time_ms
         return BlockProfile(
             ops,
             tuple(
-                StageProfile(w.op, w.time_ms, tuple(w.needs), w.resident_bytes, w.peak_bytes, tuple(w.nodes))
+                StageProfile(w.op, 0.0, tuple(w.needs), w.resident_bytes, w.peak_bytes, tuple(w.nodes))
                 for w in join_windows(self.measured_windows())
             ),
             self.parameter_gradient_bytes,

@@ -2,14 +2,16 @@
 
 One run records what is allocated and saved, and when; a few more take times. The rest of the
 model only runs forward, so that measuring needs inference memory plus one block's step.
+
+What else the machine does can only add to a time, and goes on for a while. So times are taken at several moments, of
+equivalent blocks and in two walks through the model: the least of them is what comes out again the next time.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, leaf_tensors, run_nodes
-from rkgb.equivalence import canonical_form
+from rkgb.equivalence import CanonicalForm, canonical_form
 from rkgb.measuring.block_memory import observe_memory
 from rkgb.measuring.block_run import Observer, run_block, stand_ins
 from rkgb.measuring.profile import BlockProfile
@@ -26,8 +28,11 @@ from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
 from rkgb.state import borrowed, main_device, module_devices, without_autocast
 
-_TIMED_RUNS = 5
-_TIMED_RUNS_MS = 800.0  # a block that takes longer than this in all is timed fewer times, but at least twice
+_WALKS = ("measure", "time")  # through the model, as progress names them
+_LONG_WALK_MS = 10_000.0  # where the first takes longer, there is no second
+_TIMED_BLOCKS = 2  # of each class, in each walk
+_TIMED_RUNS = 3
+_TIMED_RUNS_MS = 400.0  # a block that takes longer than this in all is timed fewer times, but at least twice
 
 Progress = Callable[[str, int, int], None]
 Compare = Callable[[DGraph, Block, dict[str, Any], BlockProfile], None]
@@ -44,53 +49,74 @@ def measure_blocks(
     known: MeasuredBlocks | None = None,
     compare: Compare | None = None,
 ) -> list[BlockProfile]:
-    """Profile every block, running one representative of each equivalence class.
+    """Profile every block, running representatives of each equivalence class: one for its bytes, a few for its times.
 
     Blocks equal to those that are `known` are not measured again, and what is measured is added there. `compare` is
     called once for each class that is known, on the values that its first block reads.
     The module's buffers, its gradients and the random streams are left as they were.
     """
-    forms = [canonical_form(graph.dgraph, block) for block in blocks]
+    dgraph = graph.dgraph
+    forms = [canonical_form(dgraph, block) for block in blocks]
     measured: MeasuredBlocks = {} if known is None else known
-    profiles: list[BlockProfile] = []
-    met: set[str] = set()
-    last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
-    devices = module_devices(module, sample.tensors)
-    with borrowed(module, devices, graph.dgraph.generators), without_autocast():
-        values: dict[str, Any] = dict(leaf_tensors(graph.dgraph.leaves, module, sample.tensors))
-        for index, (block, form) in enumerate(zip(blocks, forms, strict=True)):
-            if progress is not None:
-                progress("measure", index, len(blocks))
-            if form.digest not in measured:
-                measured[form.digest] = (form.names, _measure(graph, block, values))
-                met.add(form.digest)
-            names, profile = measured[form.digest]
-            profiles.append(profile.renamed(dict(zip(names, form.names, strict=True))))
-            if compare is not None and form.digest not in met:
-                compare(graph.dgraph, block, values, profiles[-1])
-                met.add(form.digest)
-            with torch.no_grad():
-                run_nodes(block.ops, values, [name for name in block.outputs if last_reader.get(name, -1) > index])
-            for name in block.inputs:
-                if last_reader[name] == index:
-                    del values[name]
-    return profiles
-
-
-def _measure(graph: SGraph, block: Block, values: dict[str, Any]) -> BlockProfile:
-    device = main_device(graph.dgraph.values[name].device for op in block.ops for name in op.output_names)
-    observed = observe_memory(graph.dgraph, block, values, device)
-    timings: list[_Timing] = []
+    classes: dict[str, list[int]] = {}
+    for index, form in enumerate(forms):
+        classes.setdefault(form.digest, []).append(index)
+    compared = {indices[0] for digest, indices in classes.items() if digest in measured}
+    timed = {index for digest, indices in classes.items() if digest not in measured for index in _spread(indices)}
     started = time.perf_counter()
-    while len(timings) < _TIMED_RUNS:
-        timings.append(_take_times(graph.dgraph, block, values, device))
-        if len(timings) >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
+    for walk in _WALKS:
+        if walk != _WALKS[0] and (not timed or (time.perf_counter() - started) * 1e3 > _LONG_WALK_MS):
             break
-    op_ms = {name: statistics.median(timing.op_ms[name] for timing in timings) for name in timings[0].op_ms}
-    node_ms = [statistics.median(times) for times in zip(*(timing.node_ms for timing in timings), strict=True)]
-    profile = observed.profile(op_ms, node_ms)
-    repeat_ms, normalise_ms = repetition_times(graph.dgraph, block, values, profile.ops)
-    return replace(profile, repeat_ms=repeat_ms, normalise_ms=normalise_ms)
+        with borrowed(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
+            for index, values in _walked(blocks, dict(leaf_tensors(dgraph.leaves, module, sample.tensors))):
+                if progress is not None:
+                    progress(walk, index, len(blocks))
+                block, form = blocks[index], forms[index]
+                if index in timed:
+                    _measure(dgraph, block, form, values, measured)
+                elif compare is not None and walk == _WALKS[0] and index in compared:
+                    compare(dgraph, block, values, _profile_of(form, measured))
+        if progress is not None:
+            progress(walk, len(blocks), len(blocks))
+    return [_profile_of(form, measured) for form in forms]
+
+
+def _spread(indices: list[int]) -> list[int]:
+    """The first of equivalent blocks, and others far from each other."""
+    return [indices[number * len(indices) // _TIMED_BLOCKS] for number in range(_TIMED_BLOCKS)]
+
+
+def _walked(blocks: list[Block], values: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each block's index and what a forward without gradients, which starts from `values`, has there for it."""
+    last_reader = {name: index for index, block in enumerate(blocks) for name in block.inputs}
+    for index, block in enumerate(blocks):
+        yield index, values
+        with torch.no_grad():
+            run_nodes(block.ops, values, [name for name in block.outputs if last_reader.get(name, -1) > index])
+        for name in block.inputs:
+            if last_reader[name] == index:
+                del values[name]
+
+
+def _measure(
+    graph: DGraph, block: Block, form: CanonicalForm, values: dict[str, Any], measured: MeasuredBlocks
+) -> None:
+    """Add what `block` takes to what was `measured`: bytes where it is the first of its class, times always."""
+    if form.digest in measured:
+        before = _profile_of(form, measured)
+        profile = before.least_times(_timed(graph, block, values, before))
+    else:
+        profile = _timed(graph, block, values, observe_memory(graph, block, values, _device(graph, block)).profile())
+    measured[form.digest] = form.names, profile
+
+
+def _profile_of(form: CanonicalForm, measured: MeasuredBlocks) -> BlockProfile:
+    names, profile = measured[form.digest]
+    return profile if names == form.names else profile.renamed(dict(zip(names, form.names, strict=True)))
+
+
+def _device(graph: DGraph, block: Block) -> torch.device:
+    return main_device(graph.values[name].device for op in block.ops for name in op.output_names)
 
 
 # ---- time ------------------------------------------------------------------------------------------
@@ -142,7 +168,16 @@ class _Timing(Observer):
         self.node_ms = [self._clock.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
 
 
-def _take_times(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> _Timing:
-    timing = _Timing(device)
-    run_block(graph, block, stand_ins(graph, block, values), timing)
-    return timing
+def _timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> BlockProfile:
+    """The `profile` of `block` with the times that it takes now."""
+    started = time.perf_counter()
+    least = profile
+    for number in range(_TIMED_RUNS):
+        if number >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
+            break
+        timing = _Timing(_device(graph, block))
+        run_block(graph, block, stand_ins(graph, block, values), timing)
+        now = profile.with_times(timing.op_ms, timing.node_ms)
+        least = least.least_times(now) if number else now
+    repeat_ms, normalise_ms = repetition_times(graph, block, values, least.ops)
+    return replace(least, repeat_ms=repeat_ms, normalise_ms=normalise_ms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 
 class SavedKind(enum.Enum):
@@ -74,6 +75,28 @@ class BlockProfile:
     # By operation: time of a batch normalisation from its statistics, where that gives the same bits.
     normalise_ms: Mapping[str, float] = field(default_factory=dict)
 
+    def with_times(self, op_ms: Mapping[str, float], node_ms: Sequence[float]) -> BlockProfile:
+        """The same with times of the operations, by name, and of the autograd nodes, in order."""
+        rest = iter(node_ms)
+        return replace(
+            self,
+            ops={name: replace(op, time_ms=op_ms[name]) for name, op in self.ops.items()},
+            stages=tuple(replace(stage, time_ms=sum(islice(rest, len(stage.nodes)))) for stage in self.stages),
+        )
+
+    def least_times(self, other: BlockProfile) -> BlockProfile:
+        """The same with each time that is less in `other`, of the same block at another moment, taken from there."""
+        return replace(
+            self,
+            ops={name: replace(op, time_ms=min(op.time_ms, other.ops[name].time_ms)) for name, op in self.ops.items()},
+            stages=tuple(
+                replace(stage, time_ms=min(stage.time_ms, again.time_ms))
+                for stage, again in zip(self.stages, other.stages, strict=True)
+            ),
+            repeat_ms=_least(self.repeat_ms, other.repeat_ms),
+            normalise_ms=_least(self.normalise_ms, other.normalise_ms),
+        )
+
     def renamed(self, names: Mapping[str, str]) -> BlockProfile:
         """The profile of an equivalent block, given how its names correspond."""
 
@@ -106,6 +129,10 @@ class BlockProfile:
             repeat_ms={rename(name): time_ms for name, time_ms in self.repeat_ms.items()},
             normalise_ms={rename(name): time_ms for name, time_ms in self.normalise_ms.items()},
         )
+
+
+def _least(some_ms: Mapping[str, float], others_ms: Mapping[str, float]) -> dict[str, float]:
+    return {**others_ms, **{name: min(time_ms, others_ms.get(name, time_ms)) for name, time_ms in some_ms.items()}}
 
 
 def backward_stages(profiles: Sequence[BlockProfile]) -> list[StageProfile]:

@@ -9,7 +9,6 @@ and handling takes its time, too: what stands for a forgotten tensor is made in 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
@@ -32,7 +31,7 @@ from rkgb.tracked import writable
 from rkgb.uncompiled import never_compiled
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
-_TIMED_RUNS = 5
+_TIMED_RUNS = 3
 # Written to empty the caches. As much as they hold leaves a part of what was there: this is three times a common last
 # level of 32 MiB, from where on times no longer grow.
 CACHES_BYTES = 96 << 20
@@ -49,7 +48,7 @@ class ColdClock:
         self._others: torch.Tensor | None = None
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        """What `run` gives, without gradients, and its median time in ms."""
+        """What `run` gives, without gradients, and the least time that it took, in ms."""
         if self._others is None:
             self._others = torch.empty(self.others_bytes, dtype=torch.uint8, device="cpu")
         times_ms = []
@@ -62,7 +61,7 @@ class ColdClock:
                 again = run()  # what the run before made is still there, or its memory would go back to the system
                 times_ms.append((time.perf_counter() - started) * 1e3)
                 result = again
-        return result, statistics.median(times_ms[_FIRST_RUNS:])
+        return result, min(times_ms[_FIRST_RUNS:])
 
 
 def repetition_times(

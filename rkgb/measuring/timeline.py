@@ -15,7 +15,6 @@ class StageWindow:
     op: str
     mark: int
     needs: dict[str, None] = field(default_factory=dict)  # ordered set of saved storages read
-    time_ms: float = 0.0
     resident_bytes: int = 0
     peak_bytes: int = 0
     nodes: list[str] = field(default_factory=list)  # the operation of each autograd node in it
@@ -116,7 +115,6 @@ def joined_windows(windows: Sequence[StageWindow]) -> StageWindow:
         windows[0],
         nodes=[node for window in windows for node in window.nodes],
         needs={need: None for window in windows for need in window.needs},
-        time_ms=sum(window.time_ms for window in windows),
         resident_bytes=max(window.resident_bytes for window in reading),
         peak_bytes=max(window.peak_bytes for window in windows),
     )

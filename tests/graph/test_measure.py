@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import AllGraphs, cut, d_to_s, make_sample, s_to_k
-from rkgb.measuring import repetition
+from rkgb.measuring import measure, repetition
 from rkgb.measuring.measure import measure_blocks
 from rkgb.measuring.memory import AllocationLog
 from rkgb.measuring.profile import SavedKind
@@ -200,6 +201,38 @@ def test_where_memory_is_short_less_of_it_is_written_to_empty_the_caches(monkeyp
     assert any(comp.repeat_ms for comp in graphs.K_graph.forward)
 
 
+def test_a_stage_takes_as_long_as_its_autograd_nodes():
+    graphs = zoo_graphs("gpt2-tiny")
+    for profile in graphs.profiles:
+        nodes = [1 << number for number in range(sum(len(stage.nodes) for stage in profile.stages))]
+        stages = profile.with_times(dict.fromkeys(profile.ops, 1.0), nodes).stages
+        assert sum(stage.time_ms for stage in stages) == sum(nodes)
+        assert [int(stage.time_ms).bit_count() for stage in stages] == [len(stage.nodes) for stage in stages]
+
+
+def test_what_slows_the_machine_for_a_while_is_in_no_time(monkeypatch):
+    """Of each time the least counts, of those of equivalent blocks and of both walks."""
+    module, sample = nn.Sequential(*(layer for _ in range(4) for layer in (linear(), nn.Tanh()))), rows()
+    graph = d_to_s(traced(module, sample))
+    blocks, taken = cut(graph), []
+    moments = [(9.0, 8.0, 7.0), (6.0, 9.0, 2.0), (4.0, 3.0, 5.0), (5.0, 4.0, 4.0)]
+
+    def timed(graph, block, values, profile):
+        taken.append(block.ops[0].name)
+        number = sum(name.startswith("tanh") for name in taken) - 1
+        op_ms, node_ms, repeat_ms = moments[number] if taken[-1].startswith("tanh") else (1.0, 1.0, 1.0)
+        profile = profile.with_times({block.ops[0].name: op_ms}, [node_ms])
+        return replace(profile, repeat_ms={block.nodes[0].name: repeat_ms}, normalise_ms={})
+
+    monkeypatch.setattr(measure, "_timed", timed)
+    profiles = measure_blocks(graph, blocks, module, make_sample(module, sample))
+    assert [name for name in taken if name.startswith("tanh")] == ["tanh_0", "tanh_2"] * 2
+    for profile, block in zip(profiles[1::2], blocks[1::2], strict=True):
+        assert [op.time_ms for op in profile.ops.values()] == [4.0]
+        assert [stage.time_ms for stage in profile.stages] == [3.0]
+        assert profile.repeat_ms == {block.nodes[0].name: 2.0}
+
+
 # ---- nothing is changed ------------------------------------------------------------------------------------------
 
 
@@ -262,7 +295,7 @@ def test_progress_is_told_block_by_block():
     blocks = cut(graph)
     with timed_once():
         profiles = measure_blocks(graph, blocks, module, make_sample(module, sample), lambda *step: told.append(step))
-    assert told == [("measure", 0, 3), ("measure", 1, 3), ("measure", 2, 3)]
+    assert told == [("measure", done, 3) for done in range(4)]
     s_to_k(graph, blocks, profiles).verify()
 
 
@@ -275,7 +308,7 @@ def test_measuring_holds_the_input_of_a_block_and_no_earlier_values():
         before = storages_of(sample.shape)
         made = make_sample(module, sample)
         measure_blocks(graph, cut(graph), module, made, lambda *_: held.append(storages_of(sample.shape)))
-    assert [count - before for count in held] == [0] + [1] * 11
+    assert [count - before for count in held] == [0] + [1] * 11 + [0]
 
 
 def test_tracing_holds_no_activations_afterwards():

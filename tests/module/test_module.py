@@ -226,13 +226,14 @@ def test_progress_is_told_the_stages_in_order(network):
         "trace",
         "loss",
         "measure",
+        "time",
         "eager step",
         "solve",
         "check",
         "bound",
     ]
     assert all(0 <= done <= total for _, done, total in told)
-    for stage in ("trace", "measure", "eager step", "check"):
+    for stage in ("trace", "measure", "time", "eager step", "check"):
         reports = [(done, total) for name, done, total in told if name == stage]
         assert [done for done, _ in reports] == sorted(done for done, _ in reports)
         assert reports[-1][0] == reports[-1][1], f"{stage} ends complete"
