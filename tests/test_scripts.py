@@ -82,6 +82,14 @@ def test_relu_benchmark_writes_its_results(tmp_path):
     assert all(row["outputs"] > 0 for row in result["rows"])
 
 
+def test_replanning_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/replanning.py", "--quick", "--seconds", "1", "--output", str(tmp_path))
+    result = json.loads((tmp_path / "replanning-cpu.json").read_text(encoding="utf-8"))
+    assert len(result["rounds"]) == 1
+    for plan in result["rounds"][0]["plans"].values():
+        assert 0.99 <= plan["bound_ratio"] <= plan["predicted_ratio"]
+
+
 def test_a_result_is_no_change_of_the_code(tmp_path):
     code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "found.json"
     result.parent.mkdir(parents=True)

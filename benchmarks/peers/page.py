@@ -82,8 +82,6 @@ def title_of(report: Report) -> str:
 def steps_told(where: Report) -> str:
     """Of how many steps the medians are."""
     told = f"medians of {where['repeats']} steps"
-    if "often" in where:  # results from before there were sittings
-        return f"{told}, of eager's and ours of {where['repeats'] * where['often']}"
     if where["sittings"]:
         told += f", of eager's and ours of {where['rounds']} in each of {where['sittings']} processes"
     return f"{told}, freed memory kept" if where.get("keeps_freed_memory") else told
