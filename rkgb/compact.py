@@ -22,9 +22,11 @@ from rkgb.pooling import LEAST_ELEMENTS, WindowIndices, window_indices
 from rkgb.sgraph import SNode
 from rkgb.tree import leaves
 
-# Elements that are told at a time: enough for all threads of PyTorch, and only 128 KiB of what numpy allocates, which
-# no budget counts.
-_CHUNK = 1 << 17
+# Elements packed at a time, a byte each, which numpy allocates and no budget counts. Not fewer: PyTorch's threads
+# sleep after each chunk, and on a busy machine take long to wake up.
+_CHUNK = 1 << 19
+_FEW_BYTES = 1 << 15  # unpacked at a time with indices, of four bytes each, that numpy allocates as well
+_INDEX = torch.int32
 
 _aten = torch.ops.aten
 _ALLOCATIONS = (_aten.empty_strided.default, _aten.empty.memory_format)
@@ -75,12 +77,20 @@ class TwoValues:
         # Few calls of PyTorch: between other operations none of its code is in a cache (benchmarks/calls.py).
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         elements = tensor.as_strided((self.elements,), (1,)).view(_INTEGERS[self.dtype.itemsize])
-        table, given = torch.from_numpy(self._table), packed.numpy()
-        whole, step = self.elements // 8, _CHUNK // 4  # bytes, of which an index takes four
+        table, whole = torch.from_numpy(self._table), self.elements // 8
         rows = elements[: 8 * whole].view(whole, 8)
-        for start in range(0, whole, step):
-            chosen = torch.from_numpy(given[start : min(start + step, whole)].astype(np.int32))
-            torch.index_select(table, 0, chosen, out=rows[start : start + step])
+        # Indices lie where the last rows will be: of the rows that are left, most are written, and so on.
+        room, row_bytes = rows.view(torch.uint8).view(-1), 8 * self.dtype.itemsize
+        start = 0
+        while whole - start > _FEW_BYTES:
+            size = (whole - start) * row_bytes // (row_bytes + _INDEX.itemsize)
+            chosen = room[-size * _INDEX.itemsize :].view(_INDEX)
+            chosen.copy_(packed[start : start + size])
+            torch.index_select(table, 0, chosen, out=rows[start : start + size])
+            start += size
+        given = packed.numpy()
+        chosen = torch.from_numpy(given[start:whole].astype(np.int32))
+        torch.index_select(table, 0, chosen, out=rows[start:])
         if self.elements % 8:
             elements[8 * whole :] = table[given[whole], : self.elements % 8]
         return tensor

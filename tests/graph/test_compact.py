@@ -24,7 +24,7 @@ def form_of(shape, stride, dtype, low, high):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("elements", [1, 7, 8, 9, 4095, 65536, 65537, 200_003])
+@pytest.mark.parametrize("elements", [1, 7, 8, 9, 4095, 65536, 65537, 262_152, 524_291, 3_200_003])
 def test_what_is_packed_comes_back_bit_by_bit(dtype, elements):
     form = form_of((elements,), (1,), dtype, -0.0, 1 / 0.9)
     drawn = torch.rand(elements) < 0.7
