@@ -71,6 +71,13 @@ def seed() -> int:
     return SEED
 
 
+@pytest.fixture(autouse=True)
+def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are measured in one walk: a second one only makes times steadier, and would take minutes of all tests."""
+    if request.node.get_closest_marker("both_walks") is None:
+        monkeypatch.setattr("rkgb.measuring.measure._WALKS", ("measure",))
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(name, text)` asserts that tests/golden/<name> holds this text; --update-golden rewrites it."""

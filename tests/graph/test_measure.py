@@ -210,6 +210,7 @@ def test_a_stage_takes_as_long_as_its_autograd_nodes():
         assert [int(stage.time_ms).bit_count() for stage in stages] == [len(stage.nodes) for stage in stages]
 
 
+@pytest.mark.both_walks
 def test_what_slows_the_machine_for_a_while_is_in_no_time(monkeypatch):
     """Of each time the least counts, of those of equivalent blocks and of both walks."""
     module, sample = nn.Sequential(*(layer for _ in range(4) for layer in (linear(), nn.Tanh()))), rows()

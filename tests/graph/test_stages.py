@@ -108,6 +108,7 @@ def test_pytest_does_not_take_it_for_a_test():
     assert rkgb.test_rkgb.__test__ is False
 
 
+@pytest.mark.both_walks
 def test_progress_is_said_on_request(capsys):
     make_all_graphs(linear(), rows(), verbose=True)
     said = capsys.readouterr().err.splitlines()

@@ -351,6 +351,7 @@ def reports_of(model: nn.Module, sample: Tensor) -> list[tuple[str, int, int]]:
     return REPORTS
 
 
+@pytest.mark.both_walks
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("stage", ["trace", "measure", "time", "loss", "eager step", "solve", "check", "bound"])
 def test_an_interruption_of_any_stage_leaves_everything_as_it_was(trained, stage, which):

@@ -219,6 +219,7 @@ def test_an_empty_baseline_has_no_overhead():
     assert plan.overhead == 0.0
 
 
+@pytest.mark.both_walks
 def test_progress_is_told_the_stages_in_order(network):
     told: list[tuple[str, int, int]] = []
     Rockmate(network, rows(), 0.6, loss=squares, progress=lambda *report: told.append(report))
