@@ -85,7 +85,7 @@ def test_relu_benchmark_writes_its_results(tmp_path):
 def test_replanning_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/replanning.py", "--quick", "--seconds", "1", "--output", str(tmp_path))
     result = json.loads((tmp_path / "replanning-cpu.json").read_text(encoding="utf-8"))
-    assert len(result["rounds"]) == 1
+    assert [list(found["plans"]) for found in result["rounds"]] == [["0.70", "0.50"]]
     for plan in result["rounds"][0]["plans"].values():
         assert 0.99 <= plan["bound_ratio"] <= plan["predicted_ratio"]
 

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -171,13 +172,13 @@ class _Timing(Observer):
 def _timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> BlockProfile:
     """The `profile` of `block` with the times that it takes now."""
     started = time.perf_counter()
-    least = profile
-    for number in range(_TIMED_RUNS):
-        if number >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
-            break
+    runs: list[BlockProfile] = []
+    while len(runs) < _TIMED_RUNS:
         timing = _Timing(_device(graph, block))
         run_block(graph, block, stand_ins(graph, block, values), timing)
-        now = profile.with_times(timing.op_ms, timing.node_ms)
-        least = least.least_times(now) if number else now
+        runs.append(profile.with_times(timing.op_ms, timing.node_ms))
+        if len(runs) >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
+            break
+    least = reduce(BlockProfile.least_times, runs)
     repeat_ms, normalise_ms = repetition_times(graph, block, values, least.ops)
     return replace(least, repeat_ms=repeat_ms, normalise_ms=normalise_ms)
