@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from benchmarks.peers.case import peak_of_eager
 from benchmarks.peers.models import case_named
 from benchmarks.reporting import (
     bar,
@@ -34,7 +35,6 @@ from rk_solvers import Chain, Data, ForwardOp, Problem
 from rk_solvers.registry import Effort, solver_named
 from rkgb.compact import TwoValues
 from rkgb.measuring.repetition import CACHES_BYTES, ColdClock, time_of_form
-from rockmate import PeakMemory
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 
@@ -90,17 +90,14 @@ def solved(problem: Problem, chain: Chain | None, budget_bytes: int, seconds: fl
 def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each budget of a model."""
     case = case_named(name, "cpu", options.quick)
-    model = case.fresh_model()
-    with PeakMemory() as memory:
-        case.step(model)
-    model.zero_grad(set_to_none=True)
-    measured = measure(model, case.sample, PlanRequest(1.0, case.loss))
+    peak_bytes = peak_of_eager(case)
+    measured = measure(case.fresh_model(), case.sample, PlanRequest(1.0, case.loss))
     problem = measured.problem
     items = outputs_of_relu(problem)
     rate = ms_per_byte(max(problem.data[item].size_bytes for item in items) // 4)
     rows = []
     for share in SHARES:
-        budget_bytes = int(share * memory.peak_bytes)
+        budget_bytes = int(share * peak_bytes)
         variants = [with_bits(problem, chosen, rate) for chosen in (items, *([item] for item in items))]
         now, bound = solved(problem, measured.chain, budget_bytes, options.seconds)
         of_all, *of_one = (solved(each, None, budget_bytes, options.seconds)[0] for each in variants)
@@ -109,7 +106,7 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 "model": name,
                 "share": share,
                 "outputs": len(items),
-                "outputs_share": sum(problem.data[item].size_bytes for item in items) / memory.peak_bytes,
+                "outputs_share": sum(problem.data[item].size_bytes for item in items) / peak_bytes,
                 "now": now,
                 "now_bound": bound,
                 "all": of_all,

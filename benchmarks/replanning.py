@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from benchmarks.peers.bars import BARS
-from benchmarks.peers.case import Case
+from benchmarks.peers.case import Case, peak_of_eager
 from benchmarks.peers.models import case_named
 from benchmarks.reporting import circumstances, code_version, console, option_parser
 from rk_solvers.registry import Effort, solver_named
-from rockmate import PeakMemory, keep_freed_memory
+from rockmate import keep_freed_memory
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 
@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     case = case_named(options.model, "cpu", options.quick)
-    peak_bytes = _eager_peak_bytes(case)
+    peak_bytes = peak_of_eager(case)
     rounds = []
     for _ in range(options.rounds):
         rounds.append(one_round(case, peak_bytes, options.seconds))
@@ -58,18 +58,12 @@ def one_round(case: Case, peak_bytes: int, seconds: float) -> dict[str, Any]:
     for share in case.shares:
         plan = solver.solve(problem, int(share * peak_bytes))
         if plan.status.fits:
+            bound_ms = plan.lower_bound_ms
             plans[f"{share:.2f}"] = {
                 "predicted_ratio": round(plan.time_ms / problem.keep_all_time_ms, 4),
-                "bound_ratio": round((plan.lower_bound_ms or 0.0) / problem.keep_all_time_ms, 4),
+                "bound_ratio": None if bound_ms is None else round(bound_ms / problem.keep_all_time_ms, 4),
             }
     return {"keep_all_ms": round(problem.keep_all_time_ms, 1), "plans": plans}
-
-
-def _eager_peak_bytes(case: Case) -> int:
-    model = case.fresh_model()
-    with PeakMemory() as memory:
-        case.step(model)
-    return int(memory.peak_bytes)
 
 
 def _told(found: dict[str, Any]) -> str:

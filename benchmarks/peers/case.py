@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.families import Family
+from rockmate import PeakMemory
 from rockmate.plan import Plan
 
 Forward = Callable[..., Any]
@@ -80,6 +82,22 @@ class Built:
     first_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around the first step alone
     note: str = ""
     own_numbers: bool = False  # whether it draws other random numbers than eager does, or adds in another order
+
+
+def peak_of(case: Case, built: Built) -> int:
+    """Exact peak of a step above what was resident before it, gradients included, of which none is left."""
+    gc.collect()
+    with PeakMemory(case.device) as memory:
+        case.step(built.call)
+    built.weights.zero_grad(set_to_none=True)
+    return memory.peak_bytes
+
+
+def peak_of_eager(case: Case) -> int:
+    """The exact peak of an eager step, which is made once before: libraries keep what they take in the first."""
+    model = case.fresh_model()
+    case.step(model)
+    return peak_of(case, Built(model, model))
 
 
 @dataclass(frozen=True)

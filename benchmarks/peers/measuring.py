@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.case import SEED, Built, Case, NotForThisModel, Peer
+from benchmarks.peers.case import SEED, Built, Case, NotForThisModel, Peer, peak_of
 from benchmarks.peers.families import Family
 from benchmarks.peers.slope import SLOPE_TOLERANCE, slope_by_norm
-from rockmate import PeakMemory
 from rockmate.errors import BudgetTooSmall
 
 # Where a gradient is not eager's to the bit, how far it may be off: the norm of the difference by that of the gradient,
@@ -113,15 +112,6 @@ def first_trace(case: Case, built: Built) -> Trace:
     buffers = {name: value.clone() for name, value in built.weights.named_buffers()}
     built.weights.zero_grad(set_to_none=True)
     return Trace(gradients, buffers, random)
-
-
-def peak_of(case: Case, built: Built) -> int:
-    """Exact peak of a step above what was resident before it, gradients included."""
-    gc.collect()
-    with PeakMemory(case.device) as memory:
-        case.step(built.call)
-    built.weights.zero_grad(set_to_none=True)
-    return memory.peak_bytes
 
 
 # ---- exactness -------------------------------------------------------------------------------------------------
