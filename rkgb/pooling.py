@@ -43,8 +43,10 @@ class WindowIndices:
     steps: tuple[int, ...]  # from window to window
     padding: tuple[int, ...]
     dtype: torch.dtype  # of a distance
-    # [*windows]: indices of their places. No tensor: all that live are counted.
+    # [*windows]: indices of their places, and what is left of these in a distance's bits. No tensors: all that live
+    # are counted.
     _begin: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    _begin_left: NDArray[np.integer[Any]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         begin = np.zeros((), np.int64)
@@ -53,6 +55,7 @@ class WindowIndices:
         ):
             begin = begin[..., None] * size + (np.arange(windows, dtype=np.int64) * step - padding)
         object.__setattr__(self, "_begin", begin)
+        object.__setattr__(self, "_begin_left", begin.astype(str(self.dtype).removeprefix("torch.")))
 
     @property
     def packed_bytes(self) -> int:
@@ -61,15 +64,15 @@ class WindowIndices:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The form of `tensor`, int64 of this shape and stride: of the same shape and stride, and this `dtype`."""
+        # Converted, then subtracted, both modulo the range of a distance, which a distance is within. An operation on
+        # both types would make a whole int64 tensor on its way, which nobody counts, and take ten times as long.
         packed = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-        torch.sub(tensor, torch.from_numpy(self._begin), out=packed)
-        return packed
+        return packed.copy_(tensor).sub_(torch.from_numpy(self._begin_left))
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """The indices that were packed."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=torch.int64, device="cpu")
-        torch.add(packed, torch.from_numpy(self._begin), out=tensor)
-        return tensor
+        return tensor.copy_(packed).add_(torch.from_numpy(self._begin))
 
 
 def with_indices_apart(graph: DGraph) -> DGraph:

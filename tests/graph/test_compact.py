@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from rkgb import TraceWarning, make_all_graphs
 from rkgb.compact import TwoValues, compact_form, compact_forms
+from rkgb.measuring.memory import AllocationLog
 from rkgb.pooling import LEAST_ELEMENTS
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,6 +33,18 @@ def test_what_is_packed_comes_back_bit_by_bit(dtype, elements):
     packed = form.pack(tensor)
     assert packed.nbytes == form.packed_bytes == -(-elements // 8)
     assert torch.equal(as_integers(form.unpack(packed)), as_integers(tensor))
+
+
+@pytest.mark.parametrize("elements", [65536, 524_291])
+def test_no_other_tensor_is_made_on_the_way(elements):
+    form = form_of((elements,), (1,), torch.float32, 0.0, 1.0)
+    tensor = torch.empty(elements).bernoulli_(0.5)
+    with AllocationLog(tensor.device) as packing:
+        packed = form.pack(tensor)
+    with AllocationLog(tensor.device) as unpacking:
+        form.unpack(packed)
+    assert packing.peak_bytes == packed.nbytes
+    assert unpacking.peak_bytes - tensor.nbytes <= 64  # a row of the table, where some elements are less than a byte
 
 
 def test_a_tensor_keeps_its_layout():

@@ -8,6 +8,7 @@ from torch.nn import functional
 from rkgb import chain, cut, make_all_graphs, make_sample
 from rkgb.compact import compact_forms
 from rkgb.json_form import from_json, to_json
+from rkgb.measuring.memory import AllocationLog
 from rkgb.pipeline import exact_trace
 from rkgb.sgraph import d_to_s
 
@@ -72,6 +73,18 @@ def test_indices_come_back_bit_by_bit(settings, shape, itemsize):
         packed = form.pack(indices)
         assert packed.nbytes == form.packed_bytes == indices.numel() * itemsize
         assert torch.equal(form.unpack(packed), indices)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 100, 100), (2, 8, 127, 300)], ids=["bytes", "int16"])
+def test_no_other_tensor_is_made_on_the_way(shape):
+    _, _, forms = traced(Pooled(**PADDED), torch.randn(shape))
+    (form,) = forms.values()
+    indices = functional.max_pool2d_with_indices(torch.randn(shape), **PADDED)[1]
+    with AllocationLog(indices.device) as packing:
+        packed = form.pack(indices)
+    with AllocationLog(indices.device) as unpacking:
+        form.unpack(packed)
+    assert (packing.peak_bytes, unpacking.peak_bytes) == (packed.nbytes, indices.nbytes)
 
 
 def test_a_layout_is_kept():
