@@ -115,9 +115,9 @@ def build(
     free = {index for index, op in enumerate(problem.forward) if op.recomputable}
     _add_events(program, allowed or [free] * len(problem.backward))
     _add_serving(program)
-    for item in range(len(problem.data)):
+    for item, touches in enumerate(_touches(program)):
         if item not in problem.held:
-            _add_liveness(program, item)
+            _add_liveness(program, item, touches)
     _add_held(program)
     for index, op in enumerate(problem.forward):
         if op.replay_bytes:
@@ -165,24 +165,25 @@ def _add_serving(program: Program) -> None:
         program.model.add_row([(variable, 1.0), *served], upper=0.0)
 
 
-def _touches(program: Program, item: int) -> list[Touch]:
-    """The events that make or use a data, in order."""
+def _touches(program: Program) -> list[list[Touch]]:
+    """By data, the events that make or use it, in order."""
     problem = program.problem
-    touches = []
+    touches: list[list[Touch]] = [[] for _ in problem.data]
     for event, step in enumerate(program.events):
-        makes = step.forward == problem.data[item].producer
-        uses = problem.forward[step.forward].inputs if step.forward >= 0 else problem.backward[step.stage].needs
-        if makes or item in uses:
-            touches.append(Touch(event, makes, program.recomputation.get(step, ALIVE)))
+        variable = program.recomputation.get(step, ALIVE)
+        op = problem.forward[step.forward] if step.forward >= 0 else None
+        for item in op.inputs if op else problem.backward[step.stage].needs:
+            touches[item].append(Touch(event, False, variable))
+        for item in op.outputs if op else ():
+            touches[item].append(Touch(event, True, variable))
     return touches
 
 
-def _add_liveness(program: Program, item: int) -> None:
+def _add_liveness(program: Program, item: int, touches: list[Touch]) -> None:
     """When a data is alive, from its last touch back to its first computation, and its bytes."""
     size = program.problem.data[item].size_bytes
     if not size:
         return
-    touches = _touches(program, item)
     after = DEAD
     for position in range(len(touches) - 1, 0, -1):
         touch = touches[position]

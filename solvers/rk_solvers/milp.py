@@ -83,9 +83,9 @@ class Model:
 
     def add_row(self, terms: Iterable[Term], *, lower: float = -math.inf, upper: float = math.inf) -> None:
         """Require `lower <= sum of coefficient x variable <= upper`; a variable may occur several times."""
-        for variable, coefficient in terms:
-            self._columns.append(variable)
-            self._coefficients.append(coefficient)
+        terms = list(terms)
+        self._columns += [variable for variable, _ in terms]
+        self._coefficients += [coefficient for _, coefficient in terms]
         self._starts.append(len(self._columns))
         self.row_lower.append(lower)
         self.row_upper.append(upper)
