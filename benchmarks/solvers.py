@@ -29,6 +29,7 @@ from benchmarks.random_dags import SIZES
 from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
 from rk_solvers import (
     SOLVERS,
+    BackendUnavailable,
     Chain,
     Checkmate,
     Effort,
@@ -98,7 +99,11 @@ def results(
     for budget, budget_bytes in budgets.items():
         for solver_name, solver in solvers_for(problem, chain, options):
             start = time.perf_counter()
-            solution = solver.solve(problem, budget_bytes)
+            try:
+                solution = solver.solve(problem, budget_bytes)
+            except BackendUnavailable as error:
+                console.print(f"{solver_name} sits out: {error}")
+                continue
             seconds = time.perf_counter() - start
             replayed = check(problem, solution.schedule, budget_bytes if solution.status.fits else None)
             yield Result(

@@ -15,6 +15,7 @@ from typing import Any
 import click
 import torch
 
+from rk_solvers import BackendUnavailable
 from rkgb import RockmateError
 from rockmate.cli.output import DIFFERENT, GOOD, INTERRUPTED, WRONG_INPUT, note
 from rockmate.cli.targets import TargetError
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
         return _PIPE_CLOSED
-    except (RockmateError, TargetError, OSError) as error:
+    except (RockmateError, TargetError, BackendUnavailable, OSError) as error:
         note("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
         does_not_fit = isinstance(error, BudgetTooSmall) and name != "verify"  # where nothing was compared then
         return DIFFERENT if does_not_fit else WRONG_INPUT

@@ -30,6 +30,7 @@ from .intervals_memory import add_hints, add_memory, values_of
 from .intervals_model import IntervalModel, Window
 from .intervals_windows import Windows
 from .lowest_peak import lowest_peak_plan
+from .milp import BackendUnavailable
 from .problem import Chain, Problem, Recompute
 from .rotor import Rotor
 from .side_process import SideProcess
@@ -81,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Intervals(Solver):
-    """Constraint programming with ortools' CP-SAT; raises `ModuleNotFoundError` where ortools is not installed.
+    """Constraint programming with ortools' CP-SAT; raises `BackendUnavailable` where ortools is not installed.
 
     Deterministic for a given seed and `effort` where the time limit is not reached. The keyboard's interrupt ends the
     search and keeps the best plan, once the first plans are made.
@@ -110,7 +111,7 @@ class Intervals(Solver):
     def bounded(self, problem: Problem, budget_bytes: int) -> Bounded:
         """As `solve`, with the lower bound. Raises as `solve`, and `ValueError` for a hint that is no plan."""
         if importlib.util.find_spec("ortools") is None:
-            raise ModuleNotFoundError("the solver Intervals needs OR-tools; install it: pip install ortools")
+            raise BackendUnavailable("the solver Intervals needs OR-tools; install it: pip install ortools")
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
             solution = solution_of(problem, budget_bytes, problem.no_recompute, self.name)
             return Bounded(solution, solution.time_ms, proven=True)

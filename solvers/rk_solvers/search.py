@@ -2,7 +2,7 @@
 
 Plans come from greedy tries, from rotor along the chain, from the coarse-to-fine relaxation (`refinement`), repaired to
 the budget, from destroying and repairing parts of good plans (`local_search`), from exact programs for a few stages of
-them (`windows`), and from the best of several together (`combine`). Bounds come from the relaxation. Programs are
+them (`exact_windows`), and from the best of several together (`combine`). Bounds come from the relaxation. Programs are
 solved in processes of their own, the relaxation's and the windows' side by side; meanwhile a fixed amount of the other
 work is done here, so that the result does not depend on the clock unless the time limit, or a program's, ends it.
 """
@@ -18,6 +18,7 @@ from .baselines import baseline_plans
 from .checkmate import Program
 from .combine import combination
 from .evaluate import normalise, peak_and_time
+from .exact_windows import ExactWindows
 from .greedy import attempts
 from .local_search import improve, polish, weights_for
 from .lowest_peak import lowest_peak_plan
@@ -29,7 +30,6 @@ from .repair import repair
 from .rotor import Rotor
 from .side_process import SideProcess
 from .solver import SAME
-from .windows import Windows
 
 POOL = 12  # plans kept for combination
 PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot be refined, before the search ends
@@ -79,13 +79,13 @@ class Search:
     tables: Tables = field(init=False)
     rng: random.Random = field(init=False)
     refined: bool = False  # whether the relaxation has had its first turn
-    windows: Windows = field(init=False)
+    windows: ExactWindows = field(init=False)
     _combined: tuple[Recompute, ...] = ()
     _work: Iterator[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tables = Tables(self.problem)
-        self.windows = Windows(self.problem, self.budget_bytes)
+        self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.rng = random.Random(self.options.seed)
         self.bound_ms = self.problem.keep_all_time_ms
         self._work = self._all_work()

@@ -1,13 +1,12 @@
 """Sweeps: every solver on one measured problem, the plans of "auto" run, and what is told of all of them."""
 
+import importlib.util
 import json
 import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from rk_solvers import Effort, solver_named
-from rockmate import sweep as sweep_module
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
 from rockmate.cli.sweep import BudgetRange, spread, sweep_text
 from rockmate.cli.sweep_figure import draw_sweep
@@ -75,24 +74,25 @@ def test_the_table_and_the_figures_tell_what_was_found(found, tmp_path):
     ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
 
 
-def test_solvers_that_cannot_run_here_are_left_out_with_the_reason(monkeypatch):
-    from rk_solvers import BackendUnavailable
+@pytest.fixture
+def without_ortools(monkeypatch):
+    """As if the package were not installed, whether it is or not."""
+    found = importlib.util.find_spec
 
-    class Absent:
-        name = "intervals"
+    def found_unless(name, *more):
+        return None if name == "ortools" else found(name, *more)
 
-        def solve(self, problem, budget_bytes):
-            raise BackendUnavailable("this solver needs another package")
+    monkeypatch.setattr(importlib.util, "find_spec", found_unless)
 
-    def named(name, effort: Effort):
-        return Absent() if name == "intervals" else solver_named(name, effort)
 
-    monkeypatch.setattr(sweep_module, "solver_named", named)
+@pytest.mark.usefixtures("without_ortools")
+def test_solvers_that_cannot_run_here_are_left_out_with_the_reason():
     target = find_source(TARGET).target(8)
     found = sweep(target.model, target.sample, [1.0], solvers=["intervals", "keep-all"])
-    assert found.left_out == (("intervals", "this solver needs another package"),)
+    reason = "the solver Intervals needs OR-tools; install it: pip install ortools"
+    assert found.left_out == (("intervals", reason),)
     assert found.solvers == ("keep-all",)
-    assert "intervals was left out: this solver needs another package" in sweep_text(found)
+    assert f"intervals was left out: {reason}" in sweep_text(found)
 
 
 @pytest.mark.parametrize(

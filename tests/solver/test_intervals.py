@@ -221,9 +221,3 @@ def test_keeping_all_needs_no_search():
     assert found.proven
     assert found.solution.status is Status.OPTIMAL
     assert found.lower_bound_ms == found.solution.time_ms == problem.keep_all_time_ms
-
-
-def test_without_ortools_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install ortools"):
-        Intervals().solve(chain_of(5), 12)

@@ -8,15 +8,15 @@ import random
 import pytest
 
 from rk_solvers import Greedy, Oracle, Problem, Recompute, normalise, peak_and_time
+from rk_solvers.exact_windows import LONGEST, ExactWindows
 from rk_solvers.milp import Limits, solve
 from rk_solvers.oracle import least_peak
-from rk_solvers.windows import LONGEST, Windows
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
 
 def through(problem: Problem, budget: int, plan: Recompute, most: int = 30) -> list[Recompute]:
     """The plan, and those that windows make of it, one by one, until there is no other or `most` have been seen."""
-    windows = Windows(problem, budget)
+    windows = ExactWindows(problem, budget)
     plans = [plan]
     for _ in range(most):
         program = windows.next(plans[-1])
@@ -65,7 +65,7 @@ def test_a_window_is_looked_at_once_until_the_plan_near_it_is_another():
     problem, _ = resnet50(layers=(2, 2, 2, 2))
     budget = int(0.4 * peak_and_time(problem, problem.no_recompute)[0])
     plan = Greedy(tries=1, rounds=0).solve(problem, budget).recompute
-    windows = Windows(problem, budget)
+    windows = ExactWindows(problem, budget)
     count = 0
     while windows.next(plan) is not None:
         count += 1
@@ -78,6 +78,6 @@ def test_a_plan_of_too_many_recomputations_has_no_window(monkeypatch):
     problem, _ = gpt2(layers=2)
     budget = int(0.4 * peak_and_time(problem, problem.no_recompute)[0])
     plan = Greedy(tries=1, rounds=0).solve(problem, budget).recompute
-    monkeypatch.setattr("rk_solvers.windows.MOST_BINARIES", sum(map(len, plan)) - 1)
-    assert Windows(problem, budget).next(plan) is None
-    assert Windows(problem, budget).next(problem.no_recompute) is None
+    monkeypatch.setattr("rk_solvers.exact_windows.MOST_BINARIES", sum(map(len, plan)) - 1)
+    assert ExactWindows(problem, budget).next(plan) is None
+    assert ExactWindows(problem, budget).next(problem.no_recompute) is None

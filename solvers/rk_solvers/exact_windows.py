@@ -25,7 +25,7 @@ Place = tuple[int, int, Recompute]  # the stage in the middle, a size, and the p
 
 
 @dataclass(slots=True)
-class Windows:
+class ExactWindows:
     """The windows of a problem that have been looked at."""
 
     problem: Problem
