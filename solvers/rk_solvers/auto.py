@@ -74,7 +74,6 @@ class Auto(Solver):
                 search.prove(search.plans[0].time_ms if search.plans else float("inf"))
         else:
             search.process.prepare()
-            search.aside.prepare()
         if not search.done():
             search.run()
 

@@ -143,6 +143,8 @@ class Search:
         refinement = Refinement(self.problem, self.budget_bytes, self.chain)
         if self.problem.backward:
             refinement = self._advanced(refinement)  # the first plans meanwhile
+            if not self.done():
+                self.aside.prepare()
         if not self.plans and not self.done():
             limit = time.monotonic() + 0.3 * (self.options.deadline - time.monotonic())
             self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
