@@ -49,8 +49,8 @@ class Auto(Solver):
             return solution_of(problem, budget_bytes, problem.no_recompute, "keep-all", optimal=True)
         deadline = time.monotonic() + self.time_limit_s
         options = SearchOptions(self.seed, self.tries, self.rounds, self.gap, deadline)
-        with SideProcess() as process, SideProcess() as aside:
-            search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process, aside)
+        with SideProcess() as process:
+            search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process)
             try:
                 if is_infeasible(problem, budget_bytes, PROOF_S):
                     search.bound_ms = float("inf")

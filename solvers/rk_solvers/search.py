@@ -1,10 +1,9 @@
 """An anytime search over the whole graph: the best plan so far, what is proven, and the ways to get on with both.
 
 Plans come from greedy tries, from rotor along the chain, from the coarse-to-fine relaxation (`refinement`), repaired to
-the budget, from destroying and repairing parts of good plans (`local_search`), from exact programs for a few stages of
-them (`exact_windows`), and from the best of several together (`combine`). Bounds come from the relaxation. Programs are
-solved in processes of their own, the relaxation's and the windows' side by side; meanwhile a fixed amount of the other
-work is done here, so that the result does not depend on the clock unless the time limit, or a program's, ends it.
+the budget, from destroying and repairing parts of good plans (`local_search`), and from the best of several together
+(`combine`). Bounds come from the relaxation. Programs are solved in a process of their own; meanwhile a fixed amount of
+the other work is done here, so that the result does not depend on the clock unless the time limit ends the search.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .baselines import baseline_plans
-from .checkmate import Program
 from .combine import combination
 from .evaluate import normalise, peak_and_time
-from .exact_windows import ExactWindows
 from .greedy import attempts
 from .local_search import improve, polish, weights_for
 from .lowest_peak import lowest_peak_plan
@@ -35,10 +32,7 @@ POOL = 12  # plans kept for combination
 PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot be refined, before the search ends
 HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
-WINDOW_S = 3.0  # for the program of a window
-WINDOW_GAP = 0.01  # of the recomputation's time, that it may leave
 GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
-WINDOW_GRACE_S = 1.0  # likewise for a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +65,17 @@ class Search:
     chain: Chain | None
     options: SearchOptions
     say: Callable[[str], None]
-    process: SideProcess  # for the relaxation and combinations
-    aside: SideProcess  # for windows, meanwhile
+    process: SideProcess
     bound_ms: float = 0.0
     plans: list[Candidate] = field(default_factory=list)
     others: list[Recompute] = field(default_factory=list)  # that do not fit
     tables: Tables = field(init=False)
     rng: random.Random = field(init=False)
-    refined: bool = False  # whether the relaxation has had its first turn
-    windows: ExactWindows = field(init=False)
     _combined: tuple[Recompute, ...] = ()
     _work: Iterator[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tables = Tables(self.problem)
-        self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.rng = random.Random(self.options.seed)
         self.bound_ms = self.problem.keep_all_time_ms
         self._work = self._all_work()
@@ -129,22 +119,17 @@ class Search:
         self.say(f"{100 * (best.time_ms / least - 1):+.2f} % by {best.solver}, gap {100 * self.gap:.2f} %")
 
     def work(self, parts: int = 1) -> None:
-        """Some parts of the work that does not wait for `process`: each is a window, and meanwhile something else."""
+        """Some parts of the work that needs no program."""
         for _ in range(parts):
             if self.done():
                 return
-            program = self._start_window()
             next(self._work, None)
-            if program is not None:
-                self._end_window(program)
 
     def run(self) -> None:
         """Search until the gap or the limit is reached, or nothing more is to be expected."""
         refinement = Refinement(self.problem, self.budget_bytes, self.chain)
         if self.problem.backward:
             refinement = self._advanced(refinement)  # the first plans meanwhile
-            if not self.done():
-                self.aside.prepare()
         if not self.plans and not self.done():
             limit = time.monotonic() + 0.3 * (self.options.deadline - time.monotonic())
             self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
@@ -152,7 +137,6 @@ class Search:
         while refinement is not before and not self.done():
             if refinement.plan is not None:
                 self.add_repaired("coarse-to-fine", refinement.plan)
-            self.refined = True
             self._combine()
             if self.done() or (not self.plans and refinement.rounds >= HOPELESS):
                 break
@@ -207,28 +191,6 @@ class Search:
         result: Result | None = self.process.wait(None)
         if result is not None and result.values is not None:
             self.add_repaired("combination", program.plan(result.values))
-
-    def _start_window(self) -> Program | None:
-        """Begin to improve the best plan in one window, if there is one that has not been looked at.
-
-        Not before the relaxation has had its plan repaired, which mostly is much better than those before it.
-        """
-        program = self.windows.next(self.plans[0].recompute) if self.plans and self.refined else None
-        if program is not None:
-            limit_s = min(WINDOW_S, self._left_s())
-            self.aside.start(
-                min(limit_s + WINDOW_GRACE_S, self._left_s()),
-                solve,
-                program.model,
-                "scipy",
-                Limits(limit_s, WINDOW_GAP),
-            )
-        return program
-
-    def _end_window(self, program: Program) -> None:
-        result: Result | None = self.aside.wait(None)
-        if result is not None and result.values is not None:
-            self.add_repaired("window", program.plan(result.values))
 
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""
