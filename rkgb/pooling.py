@@ -65,7 +65,7 @@ class WindowIndices:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The form of `tensor`, int64 of this shape and stride: of the same shape and stride, and this `dtype`."""
         # Converted, then subtracted, both modulo the range of a distance, which a distance is within. An operation on
-        # both types would make a whole int64 tensor on its way, which nobody counts, and take ten times as long.
+        # both types would make a whole int64 tensor on its way, which nobody counts.
         packed = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         return packed.copy_(tensor).sub_(torch.from_numpy(self._begin_left))
 

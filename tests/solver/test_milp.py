@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import random
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from scipy import sparse
 
+from rk_solvers.intervals import Intervals
 from rk_solvers.milp import BACKENDS, BackendUnavailable, Limits, Model, Outcome, relaxation_bound, solve
+from tests.solver.instances import chain_of
 
 
 class GurobiError(Exception):
@@ -160,3 +163,9 @@ def test_a_missing_package_says_what_to_do(monkeypatch):
 def test_an_unknown_back_end_names_those_there_are():
     with pytest.raises(ValueError, match="use one of scipy, gurobi"):
         solve(Model(), "cplex")
+
+
+def test_without_ortools_intervals_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailable, match="pip install ortools"):
+        Intervals().solve(chain_of(5), 12)
