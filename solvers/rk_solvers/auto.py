@@ -35,6 +35,7 @@ class Auto(Solver):
     tries: int = 6  # of greedy
     rounds: int = 120  # of local search, on each plan
     time_limit_s: float = 30.0
+    extra_s: float = 0.0  # beyond it, for as long as a plan may be much faster than the best one (`search.FAR`)
     gap: float = 0.01  # enough: no plan is faster by more than this share of the step's time
     progress: Callable[[str], None] | None = None  # called with a line for each better plan or bound
 
@@ -48,9 +49,9 @@ class Auto(Solver):
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
             return solution_of(problem, budget_bytes, problem.no_recompute, "keep-all", optimal=True)
         deadline = time.monotonic() + self.time_limit_s
-        options = SearchOptions(self.seed, self.tries, self.rounds, self.gap, deadline)
-        with SideProcess() as process:
-            search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process)
+        options = SearchOptions(self.seed, self.tries, self.rounds, self.gap, deadline, self.extra_s)
+        with SideProcess() as process, SideProcess() as aside:
+            search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process, aside)
             try:
                 if is_infeasible(problem, budget_bytes, PROOF_S):
                     search.bound_ms = float("inf")

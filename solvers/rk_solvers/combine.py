@@ -17,15 +17,17 @@ from .problem import Problem, Recompute
 MOST_BINARIES = 1500
 
 
-def combination(problem: Problem, budget_bytes: int, plans: Sequence[Recompute]) -> Program | None:
+def combination(
+    problem: Problem, budget_bytes: int, plans: Sequence[Recompute], most_binaries: int = MOST_BINARIES
+) -> Program | None:
     """The program over the first of `plans`, which are sorted by time, for a plan faster than the first.
 
-    None where it has nothing to choose. Later plans are left out once the program is large.
+    None where it has nothing to choose. Later plans are left out where the program had more than `most_binaries`.
     """
     allowed = [set(group) for group in plans[0]]
     for plan in plans[1:]:
         more = [mine.union(others) for mine, others in zip(allowed, plan, strict=True)]
-        if sum(map(len, more)) <= MOST_BINARIES:
+        if sum(map(len, more)) <= most_binaries:
             allowed = more
     if recompute_time_ms(problem, plans[0]) <= 0 or all(
         set(group) == mine for group, mine in zip(plans[0], allowed, strict=True)

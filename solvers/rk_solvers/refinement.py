@@ -5,11 +5,15 @@ is one of least time if it fits the budget after all, and a good start for repai
 matters more than how many there are. The first grouping sets the stage of the highest peak apart. The next one adds,
 one by one, the beginnings that raise the bound of the linear program most, and moves them as long as that helps. From
 there on, the stage in which the relaxation's plan exceeds the budget most is set apart.
+
+With spans (`Relaxation.spans`) the linear program is some times larger, and tight for more groups. Then beginnings are
+placed again from where they are, and each is moved at once, as its place within a block tells more than the block.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +24,7 @@ from .relaxation import UNITS, Relaxation
 
 CANDIDATES = 48  # places where a group may begin, that are tried at first
 TRIED = 16  # of these, from the second beginning on: those that raised the bound most before
+FEWER = 2  # by which these two are divided where there are spans
 EFFORT = 2_000_000  # entries of all linear programs solved to place the groups of one grouping, at most
 GAIN = 2e-4  # of the step's time: what a beginning must raise the bound by
 REACH = 16  # stages to either side, to which a beginning is moved
@@ -46,19 +51,15 @@ class Refinement:
     bound_ms: float = 0.0  # no plan that fits is faster; infinite if none fits
     plan: Recompute | None = field(default=None, hash=False)  # of the relaxation; it may exceed the budget
     rounds: int = 0  # groupings so far
+    spans: bool = False  # whether the relaxation has them
+    settled: bool = False  # whether no beginnings are to be placed any more
 
     def advanced(self, incumbent: Recompute, target: Target) -> Refinement:
         """The next grouping and its bound; the same object where there is no other. `incumbent` is a plan to go by."""
-        if self.rounds == 0:
-            starts = _apart({0}, _fullest_stage(self.problem, incumbent), self.problem)
-        elif self.rounds == 1:
-            starts = self._placed()
-        else:
-            starts = self._next_apart()
-        if self.rounds and starts == set(self.starts):
-            return self if self.rounds > 1 else replace(self, rounds=2).advanced(incumbent, target)
-        grouped = replace(self, starts=tuple(sorted(starts)), rounds=self.rounds + 1)
-        relaxation = grouped.relaxation(starts)
+        grouped = self._grouped(incumbent, target)
+        if grouped is self:
+            return self
+        relaxation = grouped.relaxation(grouped.starts)
         result = relaxation_bound(relaxation.model, target.time_limit_s)
         grouped = grouped._noted(relaxation, result, integer=False)
         if grouped.bound_ms >= target.enough_ms or result.values is None or not target.integer:
@@ -67,9 +68,28 @@ class Refinement:
         result = solve(relaxation.model, "scipy", Limits(target.time_limit_s, target.gap))
         return grouped._noted(relaxation, result, integer=True)
 
+    def with_spans(self) -> Refinement:
+        """As it is, but for what follows."""
+        return replace(self, spans=True, settled=False)
+
+    def _grouped(self, incumbent: Recompute, target: Target) -> Refinement:
+        """With the next grouping; the same object where there is no other."""
+        if self.rounds == 0:
+            return self._with(_apart({0}, _fullest_stage(self.problem, incumbent), self.problem))
+        if not self.settled:
+            placement = _Placement(self, target)
+            settled = placement.place()
+            if placement.starts != set(self.starts):
+                return replace(self._with(placement.starts), settled=settled)
+        starts = self._next_apart()
+        return self if starts == set(self.starts) else replace(self._with(starts), settled=True)
+
+    def _with(self, starts: set[int]) -> Refinement:
+        return replace(self, starts=tuple(sorted(starts)), rounds=self.rounds + 1)
+
     def relaxation(self, starts: Iterable[int]) -> Relaxation:
         """The program of a grouping."""
-        return Relaxation(self.problem, self.budget_bytes, sorted(starts))
+        return Relaxation(self.problem, self.budget_bytes, sorted(starts), self.spans)
 
     def _noted(self, relaxation: Relaxation, result: Result, *, integer: bool) -> Refinement:
         """With the bound and the plan of a program. The margin is for rounding, and for the back end's tolerance."""
@@ -80,18 +100,6 @@ class Refinement:
             return replace(self, plan=plan)
         extra_ms = result.bound * self.problem.keep_all_time_ms / UNITS * (1 - (1e-5 if integer else 1e-9))
         return replace(self, plan=plan, bound_ms=max(self.bound_ms, self.problem.keep_all_time_ms + extra_ms))
-
-    def _placed(self) -> set[int]:
-        """The grouping that greedy placement and moves of beginnings find, by the bound of the linear program."""
-        placement = _Placement(self)
-        candidates = _spread(_natural_starts(self.problem, self.chain), CANDIDATES)
-        while placement.add_best(candidates):
-            placement.drop_useless()
-        for start in sorted(placement.starts - {0}):
-            placement.move(start)
-        placement.add_best(candidates)
-        placement.drop_useless()
-        return placement.starts
 
     def _next_apart(self) -> set[int]:
         """The grouping with one stage more apart: that in which the plan exceeds the budget most."""
@@ -109,37 +117,65 @@ class Refinement:
 class _Placement:
     """Beginnings of groups under construction, judged by the linear program."""
 
-    def __init__(self, refinement: Refinement) -> None:
+    def __init__(self, refinement: Refinement, target: Target) -> None:
         self.refinement = refinement
+        self.enough = (target.enough_ms / (refinement.problem.keep_all_time_ms or 1.0) - 1) * UNITS
+        self.deadline = time.monotonic() + target.time_limit_s if refinement.spans else math.inf
         self.starts = set(refinement.starts)
-        self.left = EFFORT
+        self.left = math.inf if refinement.spans else EFFORT
         self.known: dict[frozenset[int], float] = {}
         self.value = self.judge(self.starts)
         self.gain: dict[int, float] = {}  # by candidate, when it was tried last
+
+    def place(self) -> bool:
+        """Add beginnings, and move them, while that raises the bound; whether nothing is to be expected of more.
+
+        Without spans that is a fixed effort, once. With them it may take until the time limit, again and again.
+        """
+        refinement = self.refinement
+        natural = _natural_starts(refinement.problem, refinement.chain)
+        candidates = _spread(natural, CANDIDATES // FEWER if refinement.spans else CANDIDATES)
+        if refinement.spans:
+            self.drop_useless()
+        while (added := self.add_best(candidates)) is not None:
+            self.drop_useless()
+            if refinement.spans and added in self.starts:
+                self.move(added)
+        for start in sorted(self.starts - {0}):
+            self.move(start)
+        self.add_best(candidates)
+        self.drop_useless()
+        return time.monotonic() < self.deadline
 
     def judge(self, starts: Iterable[int]) -> float:
         """The bound of a grouping, in the unit of the objective; that of none once the effort is spent."""
         key = frozenset(starts)
         if key not in self.known:
-            if self.left <= 0:
+            if self.left <= 0 or time.monotonic() >= self.deadline:
                 return -math.inf
             model = self.refinement.relaxation(key).model
             self.left -= model.entries
             self.known[key] = relaxation_bound(model).bound
         return self.known[key]
 
-    def add_best(self, candidates: list[int]) -> bool:
-        """Add the candidate that raises the bound most, if it is by enough. The most promising ones are tried."""
+    def add_best(self, candidates: list[int]) -> int | None:
+        """Add the candidate that raises the bound most, if it is by enough. The most promising ones are tried.
+
+        Returns the candidate; None if there is none, or the bound is enough already.
+        """
+        if self.value >= self.enough:
+            return None
         others = [start for start in candidates if start not in self.starts]
         promising = sorted(others, key=lambda start: (-self.gain.get(start, math.inf), start))
         known = sum(start in self.gain for start in promising)
-        values = {start: self.judge(self.starts | {start}) for start in promising[: TRIED if known else None]}
+        tried = TRIED // FEWER if self.refinement.spans else TRIED
+        values = {start: self.judge(self.starts | {start}) for start in promising[: tried if known else None]}
         self.gain |= {start: value - self.value for start, value in values.items()}
         value, start = max(((value, start) for start, value in values.items()), default=(-math.inf, 0))
         if not value > self.value + GAIN * UNITS:  # nor where both are infinite: nothing fits
-            return False
+            return None
         self.starts, self.value = self.starts | {start}, value
-        return True
+        return start
 
     def drop_useless(self) -> None:
         """Take out what the bound does not need."""

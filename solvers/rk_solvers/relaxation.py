@@ -10,8 +10,11 @@ there (once is enough to pay for)? For each data: is it alive when the group beg
 * an operation recomputed in a group has its inputs and outputs beside what is alive throughout the group.
 
 What is relaxed: when in the group something happens, and how often. More groups make the integer program tighter, but
-the linear program weaker: half a recomputation from half an input, and again in the next group, make a whole one. A
-few groups in the right places do best (see `refinement`).
+the linear program weaker: half a recomputation from half an input, and again in the next group, make a whole one. Spans
+of consecutive groups mend that where they are wanted: for each span and forward operation, is it recomputed there at
+all? At most as often as in the span's two parts together, and at least as often as in either; and what is used in the
+span, or alive at its end, is alive at its beginning or recomputed in it, as if the span were one group. Even so, a few
+groups in the right places do best (see `refinement`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Relaxation:
     problem: Problem
     budget_bytes: int
     starts: list[int]  # first backward operation of each group
+    spans: bool = False  # whether to have spans of groups
     model: Model = field(default_factory=Model)
     integer: list[bool] = field(default_factory=list)  # which variables the integer program has whole
     stages: list[range] = field(default_factory=list)  # backward operations of each group
@@ -55,6 +59,8 @@ class Relaxation:
             self._add_availability(group)
             self._add_replay(group)
             self._add_group_memory(group)
+        if self.spans:
+            self._add_spans()
         self._add_forward_memory()
 
     def size(self, item: int) -> float:
@@ -112,30 +118,65 @@ class Relaxation:
         """What `per_start` has for the start of the group after this one."""
         return per_start[group + 1] if group + 1 < len(per_start) else {}
 
-    def _sources(self, group: int, item: int) -> list[Term]:
-        """Where a data used in a group may come from, as terms of a row `... <= 0`."""
+    def _sources(self, group: int, recomputed: dict[int, int], item: int) -> list[Term]:
+        """Where a data may come from that is used in a span, as terms of a row `... <= 0`.
+
+        The span begins with `group`; `recomputed` are its variables by operation.
+        """
         terms = [(self.alive[group][item], -1.0)] if item in self.alive[group] else []
         producer = self.problem.data[item].producer
-        if producer in self.recomputed[group]:
-            terms.append((self.recomputed[group][producer], -1.0))
+        if producer in recomputed:
+            terms.append((recomputed[producer], -1.0))
         return terms
 
     def _add_availability(self, group: int) -> None:
         """What is used in a group, or alive at its end, is alive at its beginning or recomputed in it."""
-        model, problem, recomputed = self.model, self.problem, self.recomputed[group]
-        for item in sorted(frozenset().union(*self.needs[group])):
-            model.add_row(self._sources(group, item), upper=-1.0)
+        recomputed = self.recomputed[group]
+        self._add_uses(group, group, recomputed)
+        for item, variable in self._after(group, self.alive).items():
+            row = [(variable, 1.0), (self.kept[group][item], -1.0)]
+            producer = self.problem.data[item].producer
+            if producer in recomputed:
+                row.append((recomputed[producer], -1.0))
+            self.model.add_row(row, upper=0.0)
+
+    def _add_uses(self, first: int, last: int, recomputed: dict[int, int]) -> None:
+        """What is used from group `first` to `last`, or alive after that, is alive before it or recomputed in it."""
+        model, problem = self.model, self.problem
+        needs = frozenset[int]().union(*(needs for group in self.needs[first : last + 1] for needs in group))
+        for item in sorted(needs):
+            model.add_row(self._sources(first, recomputed, item), upper=-1.0)
         for index, variable in recomputed.items():
             for item in problem.forward[index].inputs:
                 if item not in problem.held:
-                    model.add_row([(variable, 1.0), *self._sources(group, item)], upper=0.0)
-        for item, variable in self._after(group, self.alive).items():
-            model.add_row([(variable, 1.0), *self._sources(group, item)], upper=0.0)
-            row = [(variable, 1.0), (self.kept[group][item], -1.0)]
-            producer = problem.data[item].producer
-            if producer in recomputed:
-                row.append((recomputed[producer], -1.0))
-            model.add_row(row, upper=0.0)
+                    model.add_row([(variable, 1.0), *self._sources(first, recomputed, item)], upper=0.0)
+        for item, variable in self._after(last, self.alive).items():
+            model.add_row([(variable, 1.0), *self._sources(first, recomputed, item)], upper=0.0)
+
+    def _add_spans(self) -> None:
+        """Spans of 2, 3, 4, 6, 8, 12, … groups, each made of two shorter ones: what holds of a group holds of them."""
+        spans = {(group, 1): recomputed for group, recomputed in enumerate(self.recomputed)}
+        count = len(self.stages)
+        for length in sorted(start << doublings for start in (2, 3) for doublings in range(count.bit_length())):
+            half = (length + 1) // 2
+            for first in range(count - length + 1):
+                parts = (spans[first, half], spans[first + half, length - half])
+                spans[first, length] = self._joined(*parts)
+                self._add_uses(first, first + length - 1, spans[first, length])
+
+    def _joined(self, one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+        """By operation, whether it is recomputed in a span of these two parts: a variable, or that of the one part."""
+        joined: dict[int, int] = {}
+        for index in sorted(one.keys() | other.keys()):
+            parts = [part[index] for part in (one, other) if index in part]
+            if len(parts) == 1:
+                joined[index] = parts[0]
+                continue
+            joined[index] = self.variable()
+            self.model.add_row([(joined[index], 1.0), *((part, -1.0) for part in parts)], upper=0.0)
+            for part in parts:
+                self.model.add_row([(part, 1.0), (joined[index], -1.0)], upper=0.0)
+        return joined
 
     def _add_replay(self, group: int) -> None:
         """A state is resident before a group if its operation is recomputed in it or later."""

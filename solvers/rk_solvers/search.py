@@ -4,6 +4,10 @@ Plans come from greedy tries, from rotor along the chain, from the coarse-to-fin
 the budget, from destroying and repairing parts of good plans (`local_search`), and from the best of several together
 (`combine`). Bounds come from the relaxation. Programs are solved in a process of their own; meanwhile a fixed amount of
 the other work is done here, so that the result does not depend on the clock unless the time limit ends the search.
+
+A second wind follows if a plan may still be much faster then, and there is time for it: the same, but what is done here
+is first of all to combine plans, and to improve the best one by exact programs for a few stages (`exact_windows`), for
+as long as the relaxation takes. On two cores both would leave greedy tries too little at first.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .baselines import baseline_plans
-from .combine import combination
+from .combine import MOST_BINARIES, combination
 from .evaluate import normalise, peak_and_time
+from .exact_windows import ExactWindows
 from .greedy import attempts
 from .local_search import improve, polish, weights_for
 from .lowest_peak import lowest_peak_plan
-from .milp import Limits, Result, solve
+from .milp import Limits, Outcome, Result, solve
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
 from .refinement import Refinement, Target
@@ -32,6 +37,11 @@ POOL = 12  # plans kept for combination
 PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot be refined, before the search ends
 HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
+FAR = 0.025  # a gap that is worth a second wind
+COMBINATION_S = 5.0  # for the program of a combination in the second wind
+BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
+WINDOW_S = 3.0  # for the program of a window
+WINDOW_GAP = 0.01  # of the recomputation's time, that it may leave
 GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
 
 
@@ -44,6 +54,7 @@ class SearchOptions:
     rounds: int = 120  # of local search, in four parts, on each plan
     gap: float = 0.01  # stop where the best plan is proven to be within this share of the least time
     deadline: float = 0.0  # of `time.monotonic`
+    extra_s: float = 0.0  # beyond it, for as long as the best plan is not proven to be within `FAR`
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,16 +76,26 @@ class Search:
     chain: Chain | None
     options: SearchOptions
     say: Callable[[str], None]
-    process: SideProcess
+    process: SideProcess  # for the relaxation, and combinations
+    aside: SideProcess  # for windows, meanwhile
     bound_ms: float = 0.0
     plans: list[Candidate] = field(default_factory=list)
     others: list[Recompute] = field(default_factory=list)  # that do not fit
+    enough: float = field(init=False)  # the gap to reach
+    deadline: float = field(init=False)
+    second_wind: bool = False
+    refinement: Refinement = field(init=False)
+    windows: ExactWindows = field(init=False)
     tables: Tables = field(init=False)
     rng: random.Random = field(init=False)
     _combined: tuple[Recompute, ...] = ()
+    _binaries: float = MOST_BINARIES  # of the next combination, at most
     _work: Iterator[None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.enough, self.deadline = max(self.options.gap, SAME), self.options.deadline
+        self.refinement = Refinement(self.problem, self.budget_bytes, self.chain)
+        self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.tables = Tables(self.problem)
         self.rng = random.Random(self.options.seed)
         self.bound_ms = self.problem.keep_all_time_ms
@@ -87,8 +108,8 @@ class Search:
 
     def done(self) -> bool:
         """Whether the gap or the time limit is reached, or no plan can fit."""
-        near = bool(self.plans) and self.gap <= max(self.options.gap, SAME)
-        return near or self.bound_ms == float("inf") or time.monotonic() >= self.options.deadline
+        near = bool(self.plans) and self.gap <= self.enough
+        return near or self.bound_ms == float("inf") or time.monotonic() >= self.deadline
 
     def add(self, solver: str, plan: Recompute) -> bool:
         """Take note of a plan; whether it is the best so far."""
@@ -123,24 +144,36 @@ class Search:
         for _ in range(parts):
             if self.done():
                 return
-            next(self._work, None)
+            if not (self.second_wind and (self._combine() or self._improve_in_window())):
+                next(self._work, None)
 
     def run(self) -> None:
         """Search until the gap or the limit is reached, or nothing more is to be expected."""
-        refinement = Refinement(self.problem, self.budget_bytes, self.chain)
         if self.problem.backward:
-            refinement = self._advanced(refinement)  # the first plans meanwhile
+            self._refine()  # the first plans meanwhile
         if not self.plans and not self.done():
-            limit = time.monotonic() + 0.3 * (self.options.deadline - time.monotonic())
+            limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
             self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
+        self._go_on()
+        if self.options.extra_s > 0 and self.plans and self.gap > max(self.enough, FAR):
+            self.say(f"gap {100 * self.gap:.2f} %: the search goes on for {self.options.extra_s:.0f} s at most")
+            self.second_wind, self.enough = True, max(self.enough, FAR)
+            self.refinement, self._binaries = self.refinement.with_spans(), BINARIES
+            self.deadline = time.monotonic() + self.options.extra_s
+            self.aside.prepare()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Refine and combine, then combine alone, until the search is done or nothing changes any more."""
         before = None
-        while refinement is not before and not self.done():
-            if refinement.plan is not None:
-                self.add_repaired("coarse-to-fine", refinement.plan)
+        while self.refinement is not before and not self.done():
+            if self.refinement.plan is not None:
+                self.add_repaired("coarse-to-fine", self.refinement.plan)
             self._combine()
-            if self.done() or (not self.plans and refinement.rounds >= HOPELESS):
+            if self.done() or (not self.plans and self.refinement.rounds >= HOPELESS):
                 break
-            before, refinement = refinement, self._advanced(refinement)
+            before = self.refinement
+            self._refine()
         idle = 0
         while not self.done() and idle < PATIENCE:
             best = self.plans[:1]
@@ -152,45 +185,68 @@ class Search:
         """Take note of a plan once its excess is repaired, and what is redundant dropped."""
         state = PlanState(self.tables, plan)
         weights = weights_for(state, self.rng, 1.0, 0.0)
-        if not repair(state, self.budget_bytes, weights, self.options.deadline):
+        if not repair(state, self.budget_bytes, weights, self.deadline):
             self.others.append(normalise(self.problem, state.recompute()))
             return
-        polish(state, self.budget_bytes, self.options.deadline)
-        improve(state, self.budget_bytes, rounds, self.options.deadline, self.rng)
+        polish(state, self.budget_bytes, self.deadline)
+        improve(state, self.budget_bytes, rounds, self.deadline, self.rng)
         self.add(solver, state.recompute())
 
-    def _advanced(self, refinement: Refinement) -> Refinement:
-        """The next grouping of the relaxation, with its bound noted."""
-        best = self.plans[0] if self.plans else None
+    def _refine(self) -> None:
+        """The next grouping of the relaxation, with its bound noted, and other work meanwhile."""
+        best, rounds = self.plans[0] if self.plans else None, self.refinement.rounds
         incumbent = best.recompute if best else self.problem.no_recompute
         overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
         gap = min(0.05, 0.25 * self.options.gap / max(overhead, 1e-9))  # of the recomputation's time
-        limit_s = max(1.0, (0.4 if refinement.rounds else 0.1) * self._left_s())
-        target = Target(best.time_ms * (1 - self.options.gap) if best else float("inf"), limit_s, gap)
-        self.process.start(self._left_s(), refinement.advanced, incumbent, target)
-        self.work(MEANWHILE if refinement.rounds else 2)
-        refinement = self.process.wait(refinement)
-        self.prove(refinement.bound_ms)
-        return refinement
+        limit_s = max(1.0, (0.4 if rounds else 0.1) * self._left_s())
+        target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
+        self.process.start(self._left_s(), self.refinement.advanced, incumbent, target)
+        if self.second_wind:
+            while not self.process.answered() and not self.done():
+                self.work()
+        else:
+            self.work(MEANWHILE if rounds else 2)
+        self.refinement = self.process.wait(self.refinement)
+        self.prove(self.refinement.bound_ms)
 
     def _left_s(self) -> float:
-        return max(0.1, self.options.deadline - time.monotonic())
+        return max(0.1, self.deadline - time.monotonic())
 
-    def _combine(self) -> None:
-        """The best of the plans together, if there are new ones."""
+    def _combine(self) -> bool:
+        """The best of the plans together, if there are new ones; whether a program was made for that."""
         pool = tuple(candidate.recompute for candidate in self.plans)
         if self.done() or len(pool) < 2 or pool == self._combined:
-            return
+            return False
         self._combined = pool
-        program = combination(self.problem, self.budget_bytes, pool)
+        program = combination(self.problem, self.budget_bytes, pool, int(self._binaries))
         if program is None:
-            return
+            return False
         limit_s = max(1.0, 0.2 * self._left_s())
-        self.process.start(limit_s + GRACE_S, solve, program.model, "scipy", Limits(limit_s))
-        self.work()
-        result: Result | None = self.process.wait(None)
+        if self.second_wind:
+            limit_s = min(COMBINATION_S, limit_s)
+        process = self.aside if self.second_wind else self.process
+        process.start(limit_s + GRACE_S, solve, program.model, "scipy", Limits(limit_s))
+        if not self.second_wind:
+            self.work()
+        result: Result | None = process.wait(None)
         if result is not None and result.values is not None:
             self.add_repaired("combination", program.plan(result.values))
+        if self.second_wind:
+            in_time = result is not None and result.outcome is not Outcome.LIMIT
+            self._binaries = max(BINARIES / 3, min(MOST_BINARIES, self._binaries * (1.25 if in_time else 0.75)))
+        return True
+
+    def _improve_in_window(self) -> bool:
+        """Improve the best plan in one window; whether there is one that has not been looked at."""
+        program = self.windows.next(self.plans[0].recompute) if self.plans else None
+        if program is None:
+            return False
+        limits = Limits(min(WINDOW_S, self._left_s()), WINDOW_GAP)
+        self.aside.start(limits.time_limit_s + GRACE_S, solve, program.model, "scipy", limits)
+        result: Result | None = self.aside.wait(None)
+        if result is not None and result.values is not None:
+            self.add_repaired("window", program.plan(result.values))
+        return True
 
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""

@@ -55,6 +55,10 @@ class SideProcess:
             self.close()
             self._answers.put((function(*arguments), True))
 
+    def answered(self) -> bool:
+        """Whether `wait` would return at once."""
+        return not self._answers.empty() or time.monotonic() >= self._deadline
+
     def wait(self, otherwise: Any) -> Any:
         """The answer to the call started last; `otherwise` if it failed, or did not end within its time limit."""
         try:
