@@ -186,7 +186,7 @@ class BatchSearch:
     def _least_bytes(self, known: _Known) -> int:
         """The lowest peak that is predicted for a batch that was measured, after a short search."""
         plans = [one.recompute for one in self._known if one.recompute is not None and _are_alike(one, known)]
-        deadline = time.monotonic() + min(_GUESS_S, self._request.time_limit_s)
+        deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
         plan = lowest_peak_plan(known.problem, plans, known.chain, deadline)
         return peak_and_time(known.problem, normalise(known.problem, plan))[0]
 
@@ -249,7 +249,7 @@ class BatchSearch:
         allowed_bytes = self._allowed_bytes(batch, pair)
         if problem is None or allowed_bytes <= 0:
             return None
-        deadline = time.monotonic() + min(_GUESS_S, self._request.time_limit_s)
+        deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
         plan = normalise(problem, lowest_peak_plan(problem, plans, pair[0].chain, deadline, allowed_bytes))
         return plan if peak_and_time(problem, plan)[0] <= allowed_bytes else None
 

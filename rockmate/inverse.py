@@ -67,7 +67,7 @@ def max_batch(
     scope: Scope = "step",
     optimizer: OptimizerLike | None = None,
     solver: Solver | str = "auto",
-    time_limit: float = DEFAULT_TIME_LIMIT_S,
+    time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     progress: bool | Progress = False,
 ) -> LargestBatch:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from rk_solvers import Solver
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_GAP
 from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
 from rockmate.errors import BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
@@ -70,7 +70,8 @@ class Rockmate(Transparent):
             needs are assumed.
         solver: "auto" for the best of several, the name of one ("greedy", "rotor", "knapsack", "chen",
             "checkmate", "intervals", "keep-all", "keep-none"), or an instance of `rk_solvers.Solver`.
-        time_limit: seconds that one search for a plan may take. Ctrl-C ends it with the best plan so far.
+        time_limit: seconds that one search for a plan may take. By default 15, and up to 45 more for as long as a
+            plan could be faster by more than 2.5 %. Ctrl-C ends it with the best plan so far.
         gap: the search ends earlier once no plan is faster by more than this share of the step's time.
         progress: True to show a progress display, or a callable told (stage, done, total).
         pin: what is always saved and never recomputed, beside what must not be anyway: submodules of `model`
@@ -105,7 +106,7 @@ class Rockmate(Transparent):
         *,
         loss: LossFunction | None = None,
         solver: Solver | str = "auto",
-        time_limit: float = DEFAULT_TIME_LIMIT_S,
+        time_limit: float | None = None,
         gap: float = DEFAULT_GAP,
         progress: bool | Progress = False,
         pin: Pins = (),

@@ -11,7 +11,7 @@ import click
 import torch
 
 from rk_solvers import SOLVERS
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_EXTRA_S, DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.cli.samples import SampleTextError, read_sample
 from rockmate.cli.targets import Source, Target, TargetError, find_source
 from rockmate.memory.budget import Budget
@@ -146,8 +146,8 @@ solver_options = combined(
     click.option(
         "--time-limit",
         type=click.FloatRange(min=0),
-        default=DEFAULT_TIME_LIMIT_S,
-        show_default=True,
+        default=None,
+        show_default=f"{DEFAULT_TIME_LIMIT_S:g}, and {DEFAULT_EXTRA_S:g} more where the plan may be far from the best",
         metavar="SECONDS",
         help="For one search; Ctrl-C ends it with the best plan so far.",
     ),

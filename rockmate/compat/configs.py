@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_GAP
 from rkgb import RockmateError
 from rockmate import module
 from rockmate.compat.configured import configured, options_of
@@ -34,7 +34,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     solver_options: dict[str, int | float | str] = {}
     budget: int | float | str | None = None
     scope: Scope = "step"
-    time_limit: float = DEFAULT_TIME_LIMIT_S
+    time_limit: float | None = None
     gap: float = DEFAULT_GAP
     shapes: Shapes = "replan"
 
@@ -103,6 +103,6 @@ def _checked(config: Config) -> Config:
         raise ConfigError(str(error)) from None
     if config.scope not in ("step", "total") or config.shapes not in SHAPES:
         raise ConfigError(f"scope is {config.scope!r} and shapes is {config.shapes!r}: one of them is not known.")
-    if not config.time_limit >= 0 or not 0 <= config.gap < 1:
+    if not (config.time_limit is None or config.time_limit >= 0) or not 0 <= config.gap < 1:
         raise ConfigError(f"time_limit is {config.time_limit!r} and gap is {config.gap!r}: give seconds, and a share.")
     return config

@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rk_solvers import SOLVERS, Chain, Effort, Solver, solver_named
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_GAP
 from rockmate.errors import SolverError
 from rockmate.planning.graph_solver import GraphSolver
 from rockmate.planning.measured import Measured
 
 Value = int | float | str
 _PLAIN = (int, float, str)
-_OWN = ("chain", "time_limit_s", "gap", "progress")  # come from the module, and from what planning is asked for
+_OWN = ("chain", "time_limit_s", "extra_s", "gap", "progress")  # come from the module, and from what is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Configured(GraphSolver):
 
     solver: str
     options: tuple[tuple[str, Value], ...]
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    time_limit_s: float | None = None
     gap: float = DEFAULT_GAP
 
     @property
@@ -41,7 +41,7 @@ class Configured(GraphSolver):
 def configured(
     solver: str,
     options: Mapping[str, Value],
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     gap: float = DEFAULT_GAP,
 ) -> Solver | str:
     """The solver of that name with these values of its fields; its name alone where there are none.

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_GAP
 from rockmate import module
 from rockmate.compat.configured import Value, configured
 from rockmate.memory.budget import Budget
@@ -38,7 +38,7 @@ class _Pure(module.Rockmate):
         solver_options: Mapping[str, Value] | None = None,
         **options: Any,
     ) -> None:
-        limit_s, gap = options.get("time_limit", DEFAULT_TIME_LIMIT_S), options.get("gap", DEFAULT_GAP)
+        limit_s, gap = options.get("time_limit"), options.get("gap", DEFAULT_GAP)
         solver = configured(self.solver_name, solver_options or {}, limit_s, gap)
         super().__init__(model, sample, budget, solver=solver, **options)
 

@@ -112,7 +112,7 @@ class Rockmate(Staged):
         started = time.perf_counter()
         solver = RockmateSolver(
             measured.chain,
-            self._family.request.time_limit_s,
+            self._family.request.longest_search_s,
             steps=nb_budget_peak,
             saved_steps=nb_budget_save,
             backend=_BACKENDS[self._backend],

@@ -140,7 +140,7 @@ def plan_with_others(
     and where this one cannot do as another did, it plans by itself; in the second case it warns
     (`PlanExchangeWarning`). Raises what `make_plan` raises here or there.
     """
-    exchange = default_exchange(_ATTEMPTS * request.time_limit_s)
+    exchange = default_exchange(_ATTEMPTS * request.longest_search_s)
     if exchange is None or isinstance(request.solver, Follow):
         return measured, make_plan(measured, request, module)
     made: list[P] = []

@@ -162,7 +162,7 @@ def _lower_bound_ms(
         return min(solution.lower_bound_ms, solution.time_ms)
     if request.follow is not None:
         return None
-    limit_s = min(_BOUND_S, request.time_limit_s)
+    limit_s = min(_BOUND_S, request.longest_search_s)
     plan = solution.recompute
     bound_ms = lower_bound_ms(measured.problem, allowed_bytes, measured.chain, limit_s, plan=plan)
     return min(bound_ms, solution.time_ms)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rk_solvers import SOLVERS, Solver
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.registry import DEFAULT_EXTRA_S, DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rockmate.errors import LossError, SolverError
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -30,7 +30,7 @@ class PlanRequest:
     loss: LossFunction | None = None
     solver: Solver | str = "auto"
     progress: Progress = no_progress
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # for one search; a plan may take a few, and measuring takes its own
+    time_limit_s: float | None = None  # for one search, None: as `Effort` says; measuring takes time of its own
     gap: float = DEFAULT_GAP  # the search ends where no plan is faster by more than this share of the step's time
     pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
     scope: Scope = "step"  # what the budget is for
@@ -38,6 +38,11 @@ class PlanRequest:
     may_branch: bool = False  # data that take another branch of the model are planned by themselves
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: Decisions | None = None  # those of another plan: taken where they fit, in place of a search
+
+    @property
+    def longest_search_s(self) -> float:
+        """Seconds that one search may take; a plan may take a few."""
+        return DEFAULT_TIME_LIMIT_S + DEFAULT_EXTRA_S if self.time_limit_s is None else self.time_limit_s
 
 
 def check_request(request: PlanRequest) -> None:
@@ -53,7 +58,7 @@ def check_request(request: PlanRequest) -> None:
             f'Greedy(), but is {request.solver!r}. Leave it out, or say "auto", to have the best of several.'
         )
     check_scope(request.scope, request.optimizer)
-    if not request.time_limit_s >= 0:
+    if request.time_limit_s is not None and not request.time_limit_s >= 0:
         raise SolverError(f"time_limit is {request.time_limit_s!r}; give the seconds that a search may take.")
     if not 0 <= request.gap < 1:
         raise SolverError(

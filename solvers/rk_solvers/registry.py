@@ -20,6 +20,7 @@ from .rotor import Rotor
 from .solver import Solver
 
 DEFAULT_TIME_LIMIT_S = 15.0
+DEFAULT_EXTRA_S = 45.0  # beyond it, where the plan found in that time may be far from the best
 DEFAULT_GAP = 0.01
 
 
@@ -28,10 +29,20 @@ class Effort:
     """What a solver may take, and what it may know of the problem."""
 
     chain: Chain | None = None
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    time_limit_s: float | None = None  # None: the default limit, and the default extra time beyond it
     seed: int = 0
     gap: float = DEFAULT_GAP  # enough: no plan is faster by more than this share of the step's time
     progress: Callable[[str], None] | None = None  # told in a line how far an anytime solver is
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a search may take."""
+        return DEFAULT_TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds beyond that, for as long as the best plan may be far from the best there is."""
+        return DEFAULT_EXTRA_S if self.time_limit_s is None else 0.0
 
 
 def _rotor(effort: Effort) -> Solver:
@@ -39,7 +50,7 @@ def _rotor(effort: Effort) -> Solver:
 
 
 def _rockmate(effort: Effort) -> Solver:
-    return RockmateSolver(_chain(effort, "rockmate"), effort.time_limit_s)
+    return RockmateSolver(_chain(effort, "rockmate"), effort.limit_s)
 
 
 def _chain(effort: Effort, name: str) -> Chain:
@@ -50,13 +61,18 @@ def _chain(effort: Effort, name: str) -> Chain:
 
 SOLVERS: dict[str, Callable[[Effort], Solver]] = {
     "auto": lambda effort: Auto(
-        effort.chain, effort.seed, time_limit_s=effort.time_limit_s, gap=effort.gap, progress=effort.progress
+        effort.chain,
+        effort.seed,
+        time_limit_s=effort.limit_s,
+        extra_s=effort.extra_s,
+        gap=effort.gap,
+        progress=effort.progress,
     ),
-    "checkmate": lambda effort: Checkmate(time_limit_s=effort.time_limit_s),
+    "checkmate": lambda effort: Checkmate(time_limit_s=effort.limit_s),
     "chen": lambda effort: Chen(effort.chain),
-    "greedy": lambda effort: Greedy(effort.seed, time_limit_s=effort.time_limit_s),
-    "hiremate": lambda effort: Hiremate(effort.chain, effort.seed, effort.time_limit_s),
-    "intervals": lambda effort: Intervals(time_limit_s=effort.time_limit_s, seed=effort.seed, chain=effort.chain),
+    "greedy": lambda effort: Greedy(effort.seed, time_limit_s=effort.limit_s),
+    "hiremate": lambda effort: Hiremate(effort.chain, effort.seed, effort.limit_s),
+    "intervals": lambda effort: Intervals(time_limit_s=effort.limit_s, seed=effort.seed, chain=effort.chain),
     "keep-all": lambda effort: KeepAll(),
     "keep-none": lambda effort: KeepNone(),
     "knapsack": lambda effort: Knapsack(),

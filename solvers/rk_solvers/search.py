@@ -165,14 +165,14 @@ class Search:
 
     def _go_on(self) -> None:
         """Refine and combine, then combine alone, until the search is done or nothing changes any more."""
-        before = None
-        while self.refinement is not before and not self.done():
+        before = -1
+        while self.refinement.rounds != before and not self.done():
             if self.refinement.plan is not None:
                 self.add_repaired("coarse-to-fine", self.refinement.plan)
             self._combine()
             if self.done() or (not self.plans and self.refinement.rounds >= HOPELESS):
                 break
-            before = self.refinement
+            before = self.refinement.rounds
             self._refine()
         idle = 0
         while not self.done() and idle < PATIENCE:

@@ -65,6 +65,41 @@ def test_any_grouping_is_below_the_oracle_and_finer_ones_are_tighter(seed, count
     assert bounds[1] <= least * (1 + 1e-6)
 
 
+@given(st.integers(0, 10**9), st.integers(2, 7))
+@settings(max_examples=60, deadline=None)
+def test_spans_of_groups_tighten_both_programs_and_stay_below_the_oracle(seed, count):
+    problem, rng = random_problem(seed, count), random.Random(seed)
+    assume(problem.backward)
+    low = peak_and_time(problem, least_peak(problem))[0]
+    budget = rng.randint(low, max(low, peak_and_time(problem, problem.no_recompute)[0]))
+    least = Oracle().solve(problem, budget).time_ms
+    starts = sorted({0} | {stage for stage in range(len(problem.backward)) if rng.random() < 0.8})
+    bounds = []
+    for spans in (False, True):
+        relaxation = Relaxation(problem, budget, starts, spans)
+        linear = relaxation_bound(relaxation.model)
+        relaxation.model.integer = relaxation.integer
+        result = solve(relaxation.model, "scipy", Limits(20))
+        assert (linear.outcome, result.outcome) == (Outcome.OPTIMAL, Outcome.OPTIMAL)
+        assert linear.bound <= result.bound + 1e-6
+        bounds.append((linear.bound, result.bound))
+    assert all(without <= with_spans + 1e-6 for without, with_spans in zip(*bounds, strict=True))
+    assert problem.keep_all_time_ms * (1 + bounds[1][1] / UNITS) <= least * (1 + 1e-6)
+
+
+def test_spans_close_most_of_what_many_groups_lose():
+    problem, _ = gpt2(layers=6, vocabulary=3000)
+    budget = int(0.3 * evaluate(problem, problem.no_recompute).peak_bytes)
+    count = len(problem.backward)
+
+    def bound(groups: int, *, spans: bool) -> float:
+        starts = sorted({number * count // groups for number in range(groups)})
+        return relaxation_bound(Relaxation(problem, budget, starts, spans).model).bound
+
+    assert bound(12, spans=False) < bound(3, spans=False)
+    assert bound(12, spans=True) > bound(3, spans=True)
+
+
 @given(st.integers(0, 10**9), st.integers(10, 30), st.floats(0.05, 0.6))
 @settings(max_examples=20, deadline=None)
 def test_below_any_plan_on_larger_problems(seed, count, rate):
@@ -111,6 +146,19 @@ def test_refinement_only_tightens_and_names_a_plan():
         assert list(found.starts) == sorted(set(found.starts))
         assert found.plan is not None
     assert found.bound_ms > problem.keep_all_time_ms
+
+
+def test_refinement_with_spans_goes_on_from_where_it_is():
+    problem, chain = gpt2(layers=6, vocabulary=3000)
+    budget = int(0.25 * evaluate(problem, problem.no_recompute).peak_bytes)
+    found = Refinement(problem, budget, chain, bound_ms=problem.keep_all_time_ms)
+    for _ in range(2):
+        found = found.advanced(problem.no_recompute, Target(math.inf, 60.0, integer=False))
+    better = found.with_spans().advanced(problem.no_recompute, Target(math.inf, 60.0, integer=False))
+    assert better.bound_ms > found.bound_ms
+    enough = found.with_spans().advanced(problem.no_recompute, Target(found.bound_ms, 60.0))
+    assert enough.rounds <= found.rounds + 1
+    assert enough.bound_ms >= found.bound_ms
 
 
 def test_a_plan_of_the_relaxation_that_fits_is_the_best():

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, normalise
 from rk_solvers.combine import combination
 from rk_solvers.milp import Limits, solve
 from rk_solvers.oracle import least_peak
-from rk_solvers.search import Search
+from rk_solvers.search import FAR, Search, SearchOptions
 from rk_solvers.side_process import SideProcess
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
@@ -42,6 +43,18 @@ def test_what_it_prints_goes_nowhere_and_is_no_answer(capfd):
         process.start(30.0, os.write, 1, b"noise\n" * 100)
         assert process.wait(None) == 600
     assert capfd.readouterr().out == ""
+
+
+def test_it_is_known_whether_a_call_is_answered():
+    with SideProcess() as process:
+        process.start(60.0, time.sleep, 0.5)
+        assert not process.answered()
+        while not process.answered():
+            time.sleep(0.01)
+        assert process.wait("failed") is None
+        process.start(0.2, time.sleep, 60)
+        time.sleep(0.3)
+        assert process.answered()  # `wait` has given it up
 
 
 def test_it_is_given_up_at_its_limit_and_serves_again():
@@ -140,6 +153,40 @@ def test_no_search_is_longer_than_its_limit():
     solution = Auto(chain, gap=0.0, time_limit_s=3.0).solve(problem, budget_of(problem, 0.35))
     assert time.monotonic() - start < 3 + 40  # far below what the gap would take, far above the limit on a busy machine
     assert solution.status.fits
+
+
+def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best():
+    problem, chain = resnet50(layers=(3, 4, 23, 3))
+    budget = budget_of(problem, 0.3)
+    news: list[str] = []
+    hasty = Auto(chain, time_limit_s=1.0)
+    first = hasty.solve(problem, budget)
+    assert first.gap is not None
+    assert first.gap > FAR
+    start = time.monotonic()
+    second = replace(hasty, extra_s=15.0, progress=news.append).solve(problem, budget)
+    check(problem, second.schedule, budget)
+    assert any("goes on for 15 s" in line for line in news)
+    assert second.lower_bound_ms <= second.time_ms
+    assert second.gap < first.gap
+    assert second.gap <= FAR or time.monotonic() - start < 16 + 40  # as above
+    other = replace(hasty, time_limit_s=60.0, gap=FAR, extra_s=15.0, progress=news.append)
+    news.clear()
+    assert other.solve(problem, budget_of(problem, 0.8)).gap <= FAR
+    assert not any("goes on" in line for line in news)
+
+
+def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do(monkeypatch):
+    monkeypatch.setattr("rk_solvers.search.FAR", 0.0)
+    for seed in range(8):
+        problem = random_problem(seed, 6 + seed % 3)
+        budget = middle(problem)
+        with SideProcess() as process, SideProcess() as aside:
+            options = SearchOptions(gap=0.0, rounds=4, deadline=time.monotonic() + 60, extra_s=600.0)
+            search = Search(problem, budget, None, options, lambda line: None, process, aside)
+            search.run()
+        assert search.bound_ms <= Oracle().solve(problem, budget).time_ms * (1 + 1e-6)
+        assert search.plans[0].time_ms == pytest.approx(Oracle().solve(problem, budget).time_ms, rel=0.05)
 
 
 def test_news_tell_of_better_plans_and_bounds():
