@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .baselines import baseline_plans
+from .checkmate import Program
 from .combine import MOST_BINARIES, combination
 from .evaluate import normalise, peak_and_time
 from .exact_windows import ExactWindows
@@ -76,8 +77,8 @@ class Search:
     chain: Chain | None
     options: SearchOptions
     say: Callable[[str], None]
-    process: SideProcess  # for the relaxation, and combinations
-    aside: SideProcess  # for windows, meanwhile
+    process: SideProcess  # for the relaxation, and combinations until then
+    aside: SideProcess  # for windows and combinations in the second wind, beside the relaxation
     bound_ms: float = 0.0
     plans: list[Candidate] = field(default_factory=list)
     others: list[Recompute] = field(default_factory=list)  # that do not fit
@@ -140,7 +141,7 @@ class Search:
         self.say(f"{100 * (best.time_ms / least - 1):+.2f} % by {best.solver}, gap {100 * self.gap:.2f} %")
 
     def work(self, parts: int = 1) -> None:
-        """Some parts of the work that needs no program."""
+        """Some parts of the work beside the relaxation: in the second wind programs aside, as long as there are any."""
         for _ in range(parts):
             if self.done():
                 return
@@ -224,16 +225,10 @@ class Search:
         limit_s = max(1.0, 0.2 * self._left_s())
         if self.second_wind:
             limit_s = min(COMBINATION_S, limit_s)
-        process = self.aside if self.second_wind else self.process
-        process.start(limit_s + GRACE_S, solve, program.model, "scipy", Limits(limit_s))
-        if not self.second_wind:
-            self.work()
-        result: Result | None = process.wait(None)
-        if result is not None and result.values is not None:
-            self.add_repaired("combination", program.plan(result.values))
-        if self.second_wind:
-            in_time = result is not None and result.outcome is not Outcome.LIMIT
+            in_time = self._solved("combination", program, Limits(limit_s), self.aside)
             self._binaries = max(BINARIES / 3, min(MOST_BINARIES, self._binaries * (1.25 if in_time else 0.75)))
+        else:
+            self._solved("combination", program, Limits(limit_s), self.process, meanwhile=1)
         return True
 
     def _improve_in_window(self) -> bool:
@@ -242,11 +237,17 @@ class Search:
         if program is None:
             return False
         limits = Limits(min(WINDOW_S, self._left_s()), WINDOW_GAP)
-        self.aside.start(limits.time_limit_s + GRACE_S, solve, program.model, "scipy", limits)
-        result: Result | None = self.aside.wait(None)
-        if result is not None and result.values is not None:
-            self.add_repaired("window", program.plan(result.values))
+        self._solved("window", program, limits, self.aside)
         return True
+
+    def _solved(self, name: str, program: Program, limits: Limits, process: SideProcess, *, meanwhile: int = 0) -> bool:
+        """Take note of the plan that a program finds, with parts of other work meanwhile; whether it ends in time."""
+        process.start(limits.time_limit_s + GRACE_S, solve, program.model, "scipy", limits)
+        self.work(meanwhile)
+        result: Result | None = process.wait(None)
+        if result is not None and result.values is not None:
+            self.add_repaired(name, program.plan(result.values))
+        return result is not None and result.outcome is not Outcome.LIMIT
 
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""

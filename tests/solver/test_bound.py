@@ -42,25 +42,35 @@ def test_below_the_oracle_at_any_budget(seed, count, budget):
     assert_below_the_oracle(random_problem(seed, count), budget)
 
 
+def drawn_budget(problem: Problem, rng: random.Random) -> int:
+    """Between the least peak of all plans and that of keep-all."""
+    low = peak_and_time(problem, least_peak(problem))[0]
+    return rng.randint(low, max(low, peak_and_time(problem, problem.no_recompute)[0]))
+
+
+def both_bounds(relaxation: Relaxation) -> tuple[float, float]:
+    """Of the linear and of the integer program, in the unit of the objective."""
+    linear = relaxation_bound(relaxation.model)
+    relaxation.model.integer = relaxation.integer
+    result = solve(relaxation.model, "scipy", Limits(20))
+    assert (linear.outcome, result.outcome) == (Outcome.OPTIMAL, Outcome.OPTIMAL)
+    assert linear.bound <= result.bound + 1e-6
+    return linear.bound, result.bound
+
+
 @given(st.integers(0, 10**9), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_any_grouping_is_below_the_oracle_and_finer_ones_are_tighter(seed, count):
     problem, rng = random_problem(seed, count), random.Random(seed)
     assume(problem.backward)
-    low = peak_and_time(problem, least_peak(problem))[0]
-    high = peak_and_time(problem, problem.no_recompute)[0]
-    budget = rng.randint(low, max(low, high))
+    budget = drawn_budget(problem, rng)
     least = Oracle().solve(problem, budget).time_ms
     fine = {0} | {stage for stage in range(len(problem.backward)) if rng.random() < 0.7}
     coarse = {0} | {stage for stage in fine if rng.random() < 0.5}
     bounds = []
     for starts in (coarse, fine):
-        relaxation = Relaxation(problem, budget, sorted(starts))
-        relaxation.model.integer = relaxation.integer
-        result = solve(relaxation.model, "scipy", Limits(20))
-        assert result.outcome is Outcome.OPTIMAL
-        bounds.append(problem.keep_all_time_ms * (1 + result.bound / UNITS))
-        assert relaxation_bound(relaxation.model).bound <= result.bound + 1e-6
+        _, bound = both_bounds(Relaxation(problem, budget, sorted(starts)))
+        bounds.append(problem.keep_all_time_ms * (1 + bound / UNITS))
     assert bounds[0] <= bounds[1] * (1 + 1e-6)
     assert bounds[1] <= least * (1 + 1e-6)
 
@@ -70,19 +80,10 @@ def test_any_grouping_is_below_the_oracle_and_finer_ones_are_tighter(seed, count
 def test_spans_of_groups_tighten_both_programs_and_stay_below_the_oracle(seed, count):
     problem, rng = random_problem(seed, count), random.Random(seed)
     assume(problem.backward)
-    low = peak_and_time(problem, least_peak(problem))[0]
-    budget = rng.randint(low, max(low, peak_and_time(problem, problem.no_recompute)[0]))
+    budget = drawn_budget(problem, rng)
     least = Oracle().solve(problem, budget).time_ms
     starts = sorted({0} | {stage for stage in range(len(problem.backward)) if rng.random() < 0.8})
-    bounds = []
-    for spans in (False, True):
-        relaxation = Relaxation(problem, budget, starts, spans)
-        linear = relaxation_bound(relaxation.model)
-        relaxation.model.integer = relaxation.integer
-        result = solve(relaxation.model, "scipy", Limits(20))
-        assert (linear.outcome, result.outcome) == (Outcome.OPTIMAL, Outcome.OPTIMAL)
-        assert linear.bound <= result.bound + 1e-6
-        bounds.append((linear.bound, result.bound))
+    bounds = [both_bounds(Relaxation(problem, budget, starts, spans)) for spans in (False, True)]
     assert all(without <= with_spans + 1e-6 for without, with_spans in zip(*bounds, strict=True))
     assert problem.keep_all_time_ms * (1 + bounds[1][1] / UNITS) <= least * (1 + 1e-6)
 

@@ -178,6 +178,7 @@ def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best():
 
 def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do(monkeypatch):
     monkeypatch.setattr("rk_solvers.search.FAR", 0.0)
+    entered = 0
     for seed in range(8):
         problem = random_problem(seed, 6 + seed % 3)
         budget = middle(problem)
@@ -185,8 +186,10 @@ def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do
             options = SearchOptions(gap=0.0, rounds=4, deadline=time.monotonic() + 60, extra_s=600.0)
             search = Search(problem, budget, None, options, lambda line: None, process, aside)
             search.run()
+        entered += search.second_wind
         assert search.bound_ms <= Oracle().solve(problem, budget).time_ms * (1 + 1e-6)
         assert search.plans[0].time_ms == pytest.approx(Oracle().solve(problem, budget).time_ms, rel=0.05)
+    assert entered
 
 
 def test_news_tell_of_better_plans_and_bounds():
