@@ -16,6 +16,8 @@ os.environ["ROCKMATE_CACHE"] = "0"
 
 import torch
 
+import rk_solvers.smallest
+
 THREADS = 2
 SEED = 20_240
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
@@ -76,6 +78,14 @@ def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Models are measured in one walk: a second one only makes times steadier, and would take minutes of all tests."""
     if request.node.get_closest_marker("both_walks") is None:
         monkeypatch.setattr("rkgb.measuring.measure._WALKS", ("measure",))
+
+
+@pytest.fixture(autouse=True)
+def proofs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals prove what they can in two seconds: nearer bounds on the least peak would take minutes of all tests."""
+    if request.node.get_closest_marker("long_proofs") is None:
+        short = tuple((operations, near, 2.0) for operations, near, _ in rk_solvers.smallest.EXACT)
+        monkeypatch.setattr("rk_solvers.smallest.EXACT", short)
 
 
 @pytest.fixture

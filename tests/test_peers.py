@@ -348,7 +348,7 @@ def report_of(case: Case) -> dict:
 
 
 def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
-    report = report_of(chain_case(norm=True, blocks=8))
+    report = report_of(chain_case(norm=True, blocks=6))
     path = tmp_path / "peers-gpt2-cpu.json"
     path.write_text(json.dumps(report), encoding="utf-8")
     tables = load_script("docs/make_tables.py")

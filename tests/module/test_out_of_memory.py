@@ -86,7 +86,7 @@ def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make
         plan()
     (count,) = counted
     refusals = 0
-    for nth in range(3, count, count // 12):
+    for nth in range(3, count, count // 6):
         error = error_of(plan, nth)  # none where less memory does
         assert_same(state_of(model), before)
         if error is not None:
