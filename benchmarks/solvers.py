@@ -96,13 +96,17 @@ def results(
     if any(budget_bytes < smallest_bytes for budget_bytes in budgets.values()):
         budgets = {budget: size for budget, size in budgets.items() if size >= smallest_bytes}
         budgets[SMALLEST] = smallest_bytes
+    out: set[str] = set()  # whose back end is not there
     for budget, budget_bytes in budgets.items():
         for solver_name, solver in solvers_for(problem, chain, options):
+            if solver_name in out:
+                continue
             start = time.perf_counter()
             try:
                 solution = solver.solve(problem, budget_bytes)
             except BackendUnavailable as error:
                 console.print(f"{solver_name} sits out: {error}")
+                out.add(solver_name)
                 continue
             seconds = time.perf_counter() - start
             replayed = check(problem, solution.schedule, budget_bytes if solution.status.fits else None)

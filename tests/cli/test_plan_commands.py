@@ -69,6 +69,15 @@ def test_a_budget_that_nothing_fits_ends_with_status_1_and_writes_nothing(capsys
     assert not path.exists()
 
 
+@pytest.mark.usefixtures("without_ortools")
+def test_a_solver_that_is_not_installed_is_wrong_input_and_says_what_to_install(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    status, out, err = run(capsys, "plan", TARGET, "--budget", "0.8", "--solver", "intervals", "-o", path)
+    assert (status, out) == (WRONG_INPUT, "")
+    assert "error: the solver Intervals needs OR-tools; install it: pip install ortools" in err
+    assert not path.exists()
+
+
 def test_what_is_asked_for_reaches_the_plan(capsys, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--scope", "total", "--optimizer", "adamw", "--pin", "layers.1", "--opaque", "layers.0")

@@ -1,6 +1,5 @@
 """Sweeps: every solver on one measured problem, the plans of "auto" run, and what is told of all of them."""
 
-import importlib.util
 import json
 import math
 import xml.etree.ElementTree as ElementTree
@@ -72,17 +71,6 @@ def test_the_table_and_the_figures_tell_what_was_found(found, tmp_path):
     assert "http://www.w3.org" in page  # the name of SVG's own format, which is nowhere loaded from
     assert not any(word in page for word in ("<script", "@import", "src="))
     ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
-
-
-@pytest.fixture
-def without_ortools(monkeypatch):
-    """As if the package were not installed, whether it is or not."""
-    found = importlib.util.find_spec
-
-    def found_unless(name, *more):
-        return None if name == "ortools" else found(name, *more)
-
-    monkeypatch.setattr(importlib.util, "find_spec", found_unless)
 
 
 @pytest.mark.usefixtures("without_ortools")
