@@ -77,7 +77,7 @@ class Search:
     chain: Chain | None
     options: SearchOptions
     say: Callable[[str], None]
-    process: SideProcess  # for the relaxation, and combinations until then
+    process: SideProcess  # for the relaxation, and for combinations before the second wind
     aside: SideProcess  # for windows and combinations in the second wind, beside the relaxation
     bound_ms: float = 0.0
     plans: list[Candidate] = field(default_factory=list)

@@ -72,8 +72,9 @@ def operations_counted() -> Iterator[list[int]]:
     counted.append((1 << 30) - counting.left)
 
 
+@pytest.mark.parametrize("places", [6, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("make", "batch"), [(Layers, rows), (Normalised, images)], ids=["layers", "normalised"])
-def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make, batch):
+def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make, batch, places):
     model = built(make)
     squares(model(batch(1))).backward()  # gradients and statistics to be found again
     before = state_of(model)
@@ -86,7 +87,7 @@ def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make
         plan()
     (count,) = counted
     refusals = 0
-    for nth in range(3, count, count // 6):
+    for nth in range(3, count, count // places):
         error = error_of(plan, nth)  # none where less memory does
         assert_same(state_of(model), before)
         if error is not None:

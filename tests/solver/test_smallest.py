@@ -33,8 +33,9 @@ def test_the_time_limit_is_kept_on_a_large_graph(time_limit_s):
     assert smallest.budget_bytes < peak_and_time(problem, problem.no_recompute)[0]
 
 
-def test_a_limit_that_is_not_reached_changes_nothing():
-    for seed in range(4):
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 10), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_a_limit_that_is_not_reached_changes_nothing(seeds):
+    for seed in seeds:
         problem, chain = random_step(seed)
         unlimited = smallest_budget(problem, chain, time_limit_s=UNLIMITED_S)
         assert smallest_budget(problem, chain, time_limit_s=UNLIMITED_S / 2) == unlimited
