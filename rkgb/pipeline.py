@@ -239,7 +239,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
                 tell("trace", 4, 4)
                 return fine, inspected
     else:
-        basic, dataflow = without_varying_guards(basic, dataflow, model, sample)
+        basic, dataflow = without_varying_guards(basic, dataflow, model, sample, check.opaque)
         whole = check.with_opaque(unsteady_submodules(basic, model, sample), model)
         if len(whole.opaque) > len(check.opaque):
             with contextlib.suppress(TraceError):  # then it is refused for what it reads, or branches

@@ -53,6 +53,11 @@ _PYTHON_READS = ("numpy", "tolist", "__array__", "__repr__")
 _COPIES = ("tensor", "new_tensor", "as_tensor", "__deepcopy__")
 # Operations that read an argument without the dispatcher's knowledge, by its position; what follows depends on it.
 _READ_WITHIN = {"aten::_pack_padded_sequence": 1}
+# Functions that read the data of these arguments unseen, on their way to operations that have the numbers in them.
+_DATA_WITHIN: dict[str, tuple[int | str, ...]] = {
+    "tensor_split": (1, "tensor_indices_or_sections", "indices_or_sections"),
+    "ctc_loss": (2, 3, "input_lengths", "target_lengths"),
+}
 _STORAGES = ("untyped_storage", "storage")
 
 
@@ -78,6 +83,8 @@ class Recorder(TorchDispatchMode):
         self._modules = {submodule: path for path, submodule in module.named_modules()}
         self._running: list[str] = []  # paths of the modules that are in their forward
         self.python_reads = False  # while the user's own code reads a number
+        # Of what the user's code calls now, tensors of one element: where a number is wanted, they are read.
+        self.given_numbers: list[torch.Tensor] = []
         for index, tensor in enumerate(sample.tensors):
             self._given(Leaf(self._namer.plain(f"input_{index}"), LeafKind.INPUT, index=index), tensor)
         for kind, named in (
@@ -108,7 +115,8 @@ class Recorder(TorchDispatchMode):
                         "guard", Call(shape_guard(tuple(tensor.shape), str(self.source())), (self.ref(tensor),))
                     )
         elif depends and torch.Tag.data_dependent_output in func.tags:
-            self.note_read(func, args, result, may_vary=not self.python_reads)
+            given = any(args[0] is tensor for tensor in self.given_numbers)  # a size, a scale: an operation has it
+            self.note_read(func, args, result, may_vary=not self.python_reads and not given)
         if func._schema.name in _READ_WITHIN:
             tensor = args[_READ_WITHIN[func._schema.name]]
             self.note_read(torch.Tensor.tolist, (tensor,), tensor.tolist(), may_vary=True)
@@ -257,7 +265,12 @@ class _PythonReads(TorchFunctionMode):
             refuse_attribute(func, args)
         if name in _NUMBER_READS:
             return self._read_number(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        self._note_data_within(name, args, kwargs or {})
+        before, self._recorder.given_numbers = self._recorder.given_numbers, _of_one_element((args, kwargs))
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            self._recorder.given_numbers = before
         if name in _PYTHON_READS:
             self._recorder.note_read(func, args[:1], result)
         elif name == "__dlpack__":
@@ -268,6 +281,13 @@ class _PythonReads(TorchFunctionMode):
         elif name in _STORAGES and not caller_is_torch(1) and self._recorder.is_from_data(args[0]):
             refuse_storage(str(self._recorder.source()))
         return result
+
+    def _note_data_within(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note what is read of the data of arguments where no dispatcher sees it."""
+        for place in _DATA_WITHIN.get(name, ()):
+            tensor = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(place)
+            if isinstance(tensor, torch.Tensor):
+                self._recorder.note_read(torch.Tensor.tolist, (tensor,), tensor.tolist())
 
     def _read_number(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, self._recorder.python_reads = self._recorder.python_reads, True
@@ -376,6 +396,10 @@ def _stem(function: Any) -> str:
 def _written_places(func: Any, given: int) -> list[int]:
     arguments = func._schema.arguments[:given]
     return [place for place, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _of_one_element(tree: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in leaves(tree) if tensor.numel() == 1]
 
 
 def _is_named(leaf: object) -> bool:

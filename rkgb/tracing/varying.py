@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rkgb.bgraph import BGraph
+from rkgb.bgraph import BGraph, BNode
 from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
-from rkgb.errors import GuardError
+from rkgb.errors import GuardError, TraceError
 from rkgb.inspection import b_to_d
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.replay import fresh_sample
+from rkgb.tracing.same import argument_pairs, same_function
+from rkgb.tracing.trace import trace
+from rkgb.tree import is_tensor
 
 # One of many counts, such as the rows of an expert, is sometimes that of the sample by chance: it is to vary, too.
 _ROUNDS = 4
 
 
 def without_varying_guards(
-    basic: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample
+    basic: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample, opaque: Iterable[torch.nn.Module] = ()
 ) -> tuple[BGraph, DGraph]:
     """Drop the guards, of those that may vary, that read another value on fresh data.
 
     Python may have looked at a shape that depends on data (a loop over what was found), and PyTorch may have
-    made something of a number that it read, so that each has a guard at first. Where another value comes up
-    and the replay check, which follows, still finds the trace exact, nothing depends on it.
+    made something of a number that it read, so that each has a guard at first. Where another value comes up, the
+    module is recorded once more on the data that gave it: only where this leads to the same operations with the same
+    numbers in them, nothing depends on it. The replay check follows.
     """
-    dropped, varying = _what_varies(basic, dataflow, module, sample)
-    if not dropped and not varying:
+    dropped, varying, used = _what_varies(basic, dataflow, module, sample, tuple(opaque))
+    if not dropped and not varying and not used:
         return basic, dataflow
     nodes = [node for node in basic.nodes if node.name not in dropped]
+    nodes = [_held(node) if node.name in used else node for node in nodes]
     told = list(basic.side_effects)
     if varying:
         first = next(node for node in nodes if not varying.isdisjoint(node.output_names))
@@ -46,10 +52,18 @@ def without_varying_guards(
     return kept, b_to_d(kept, module, sample.copy())
 
 
-def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample) -> tuple[set[str], set[str]]:
-    """Names of guards that read another value on fresh data, and of values that have another shape."""
+def _held(node: BNode) -> BNode:
+    """`node`, a guard, as one that no run may pass with another value."""
+    return replace(node, call=replace(node.call, function=replace(node.call.function, may_vary=False)))
+
+
+def _what_varies(
+    graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sample: Sample, opaque: tuple[torch.nn.Module, ...]
+) -> tuple[set[str], set[str], set[str]]:
+    """Names of guards to drop, of values that have another shape on fresh data, and of guards that must hold."""
     guards: set[str] = set()
     varying: set[str] = set()
+    used: set[str] = set()
     nodes: list[Any] = []
     for node in graph.nodes:
         guard = node.call.function
@@ -57,28 +71,85 @@ def _what_varies(graph: BGraph, dataflow: DGraph, module: torch.nn.Module, sampl
             node = replace(node, call=replace(node.call, function=Noting(guard, node.name, guards)))
         nodes.append(node)
     if not any(isinstance(node.call.function, Noting) for node in nodes):
-        return set(), set()
+        return set(), set(), set()
 
     def observe(node: Any, values: dict[str, Any]) -> None:
         for name in node.output_names:
             if name in dataflow.values and tuple(values[name].shape) != dataflow.values[name].shape:
                 varying.add(name)
 
-    with borrowed(module, own=graph.generators), torch.no_grad():
-        for seed in range(_ROUNDS):
-            for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
+    for seed in range(_ROUNDS):
+        for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
+            fresh = fresh_sample(sample, seed, permuted)
+            before = set(guards), set(varying)
+            with borrowed(module, own=graph.generators), torch.no_grad(), contextlib.suppress(Exception):
                 torch.manual_seed(seed)
-                fresh = fresh_sample(sample, seed, permuted)
-                values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, fresh.tensors))
-                before = set(guards), set(varying)
-                with contextlib.suppress(Exception):
-                    run_nodes(nodes, values, [], observe)
-                    break
-                guards.clear()
-                varying.clear()
-                guards.update(before[0])
-                varying.update(before[1])
-    return guards, varying
+                run_nodes(nodes, dict(leaf_tensors(graph.leaves, module, fresh.copy().tensors)), [], observe)
+                break
+            # What the run has read until it failed is not believed; but if a number that is read stands in an operation
+            # as it was in the sample, the operation may have failed for that: the module's own recording tells.
+            used |= _used(graph, module, fresh, seed, guards - before[0], opaque)
+            guards.clear()
+            varying.clear()
+            guards.update(before[0])
+            varying.update(before[1])
+        if not guards <= before[0]:
+            used |= _used(graph, module, fresh, seed, guards, opaque)
+    if guards & used:
+        varying.clear()  # a run in which they differ does not come to its end
+    return guards - used, varying, used
+
+
+def _used(
+    graph: BGraph,
+    module: torch.nn.Module,
+    fresh: Sample,
+    seed: int,
+    different: set[str],
+    opaque: tuple[torch.nn.Module, ...],
+) -> set[str]:
+    """Of the guards that read a `different` value on `fresh` data, those on whose value the module's operations depend.
+
+    The module is recorded on these data, and the two graphs are compared up to where a guard that must hold differs.
+    """
+    if not different:
+        return set()
+    with borrowed(module, own=graph.generators):
+        torch.manual_seed(seed)
+        try:
+            again = trace(module, fresh.copy(), "record", opaque)
+        except TraceError:  # the module refuses these data, or goes a way on them that has no graph
+            return set()
+    read: dict[str, tuple[Any, Any]] = {}
+    used: set[str] = set()
+    others = iter(again.nodes)
+    for node in graph.nodes:
+        other = next(others, None)
+        if other is None or not same_function(node.call, other.call):
+            return used | read.keys()  # such as another turn of a loop
+        guard = node.call.function
+        if isinstance(guard, Guard):
+            values = (guard.expected, other.call.function.expected)
+            if not guard.may_vary and _plain(values[0]) != _plain(values[1]):
+                return used  # another branch, which this guard holds every run to
+            if node.name in different and _plain(values[0]) != _plain(values[1]):
+                read[node.name] = values
+        for numbers in argument_pairs(node.call, other.call, graph.leaves, again.leaves):
+            found = set() if any(map(is_tensor, numbers)) else {n for n, v in read.items() if numbers in _parts(v)}
+            used |= found or read.keys()
+    return used
+
+
+def _parts(values: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The numbers of what was read, each with what was read in its place on other data."""
+    yield values
+    if all(isinstance(value, (tuple, list)) for value in values):
+        yield from zip(*values, strict=False)
+
+
+def _plain(value: Any) -> Any:
+    """As text: an array and a NaN equal themselves."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 class Noting:
