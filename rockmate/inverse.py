@@ -14,7 +14,7 @@ from rk_solvers.solver import solution_of
 from rockmate.batch_search import BatchSearch, LargestBatch, Trial
 from rockmate.batches import MakeBatch, find_batch
 from rockmate.errors import BudgetError, BudgetTooSmall
-from rockmate.memory.budget import Budget
+from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
 from rockmate.plan import Plan
@@ -92,7 +92,7 @@ def max_batch(
         BatchError: the batch dimension of a module is not found; the message tells what was tried.
         ValueError: `start` or `most` is no batch.
     """
-    if isinstance(budget, float):
+    if is_fraction(budget):
         raise BudgetError(
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
             'as "8GiB", or None for what is free.'

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
-BYTES_PER_UNIT = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+# "2G" is 2 GB and "2Gi" is 2 GiB: the letter i tells powers of 1024, in short forms as in long ones.
+BYTES_PER_UNIT = {"B": 1} | {
+    f"{unit}{byte}": size for unit, size in {**_DECIMAL, **_BINARY}.items() for byte in ("B", "")
 }
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "2GiB", "1.5 GiB", "500 MB" or "1024", rounded to whole bytes.
+    """Bytes of a size such as "2GiB", "1.5 GiB", "500 MB", "2G", "1e9" or "1024", rounded to whole bytes.
 
-    KiB, MiB, GiB, TiB count in powers of 1024; KB, MB, GB, TB in powers of 1000; a bare number is in bytes.
-    Case does not matter, nor do spaces or underscores.
+    KiB, MiB, GiB, TiB (Ki, Mi, Gi, Ti) count in powers of 1024; KB, MB, GB, TB (K, M, G, T) in powers of 1000; a bare
+    number is in bytes. Case does not matter, nor do spaces or underscores.
 
     Raises:
         ValueError: the text is no such size.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Z]*)", re.sub(r"[\s_]", "", text).upper())
-    unit = match and (match[2] or "B")
+    plain = re.sub(r"[\s_]", "", text).upper()
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(E\+?\d{1,3})?([A-Z]*)", plain, re.ASCII)
+    unit = match and (match[3] or "B")
     if match is None or unit not in BYTES_PER_UNIT:
         raise ValueError(
             f"{text!r} is no size in bytes. Write a number and one of B, KB, MB, GB, TB (powers of 1000) "
             'or KiB, MiB, GiB, TiB (powers of 1024), such as "2GiB" or "500 MB"'
         )
-    return round(float(match[1]) * BYTES_PER_UNIT[unit]) if "." in match[1] else int(match[1]) * BYTES_PER_UNIT[unit]
+    return round(Fraction(match[1] + (match[2] or "")) * BYTES_PER_UNIT[unit])
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -45,6 +42,14 @@ def format_bytes(size_bytes: float) -> str:
     power = min(int(math.log2(abs(size_bytes))) // 10, len(units))
     size = size_bytes / 1024**power
     return f"{size:.{digits_after_point(size)}f} {units[power - 1]}"
+
+
+def format_apart(*sizes_bytes: int) -> tuple[str, ...]:
+    """Sizes that are compared: as `format_bytes` where that tells different ones apart, else in bytes."""
+    texts = tuple(map(format_bytes, sizes_bytes))
+    if len(set(texts)) == len(set(sizes_bytes)):
+        return texts
+    return tuple(f"{size_bytes} bytes" for size_bytes in sizes_bytes)
 
 
 def format_ms(time_ms: float) -> str:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rockmate.units import format_bytes, format_ms, parse_bytes
+from rockmate.units import format_apart, format_bytes, format_ms, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,13 @@ from rockmate.units import format_bytes, format_ms, parse_bytes
         (".5KB", 500),
         ("1 TiB", 2**40),
         ("0", 0),
+        ("2G", 2 * 10**9),
+        ("512M", 512 * 10**6),
+        ("1.5 Gi", 3 * 2**29),
+        ("1e9", 10**9),
+        ("1.5E3", 1500),
+        ("2_000_000_000", 2 * 10**9),
+        ("9007199254740993.0", 9007199254740993),
     ],
 )
 def test_parse_bytes_reads_usual_forms(text, size_bytes):
@@ -28,7 +35,7 @@ def test_parse_bytes_reads_usual_forms(text, size_bytes):
     assert isinstance(parsed, int)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2G", "-1GB", "2 GiBs", "1e3", "1.2.3 MB", "50%"])
+@pytest.mark.parametrize("text", ["", "GiB", "G", "-1GB", "2 GiBs", "1e", "1e-3", "1e9999", "1.2.3 MB", "50%", "٣"])
 def test_parse_bytes_refuses_what_is_unclear(text):
     with pytest.raises(ValueError, match=r"is no size in bytes\. Write a number and one of B, KB"):
         parse_bytes(text)
@@ -59,3 +66,9 @@ def test_format_bytes(size_bytes, text):
 )
 def test_format_ms(time_ms, text):
     assert format_ms(time_ms) == text
+
+
+def test_sizes_that_differ_are_told_apart():
+    assert format_apart(3 << 20, 4 << 20) == ("3.00 MiB", "4.00 MiB")
+    assert format_apart(3 << 20, 3 << 20) == ("3.00 MiB", "3.00 MiB")
+    assert format_apart(3 << 20, (3 << 20) + 1) == ("3145728 bytes", "3145729 bytes")

@@ -21,19 +21,14 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class BudgetText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # older releases take none
-    """A part of the eager peak ("0.5"), a size ("2GiB", "500 MB", "1048576"), or "auto"."""
+    """A part of the eager peak ("0.5", "50%"), a size ("2GiB", "500 MB", "1048576", "1e9"), or "auto"."""
 
     name = "budget"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Budget:
-        """The budget as `Rockmate` takes it: a number without a unit is a part if it is at most 1, and bytes if not."""
-        if not isinstance(value, str):
-            return value
-        try:
-            number = float(value)
-        except ValueError:
-            return value  # read, or refused, by those who know all its forms
-        return number if number <= 1 else value
+        """The text: `Rockmate` reads it, and refuses it in the words in which it was written."""
+        budget: Budget = value
+        return budget
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]

@@ -16,8 +16,10 @@ from rk_solvers.registry import DEFAULT_GAP
 from rockmate.cli.app import examples
 from rockmate.cli.options import Chosen, output_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, finite, table, tell, tell_json, wants_progress
+from rockmate.errors import BudgetError
+from rockmate.memory.budget import read_budget
 from rockmate.sweep import DEFAULT_TIME_LIMIT_S, OURS, Sweep, SweepRow, sweep
-from rockmate.units import format_bytes, format_ms, parse_bytes
+from rockmate.units import format_bytes, format_ms
 
 FIGURES = (".png", ".pdf", ".svg", ".html")
 
@@ -46,11 +48,10 @@ class BudgetRange(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # o
 
 
 def _budget(text: str) -> int | float:
-    try:
-        number = float(text)
-    except ValueError:
-        return parse_bytes(text)
-    return number if number <= 1 else parse_bytes(text)
+    budget = read_budget(text)
+    if not isinstance(budget, int | float):
+        raise BudgetError(f"{text!r} is no budget to sweep over: give parts of the eager peak, or sizes")
+    return budget
 
 
 def spread(budgets: Any, steps: int) -> list[int | float]:

@@ -23,7 +23,7 @@ from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_byt
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
 from rockmate.errors import BudgetError, BudgetTooSmall, CheckpointingWarning, PlanExchangeError
-from rockmate.memory.budget import Budget, resolve_budget
+from rockmate.memory.budget import Budget, is_fraction, resolve_budget
 from rockmate.memory.split import Residents
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
@@ -225,7 +225,7 @@ class _Search:
         self._budget = budget
         self._time_limit_s = time_limit_s
         self._problems = [BlockProblem.of(blocks) for blocks in step.classes]
-        eager_bytes = step.eager_bytes() if isinstance(budget, float) else 0
+        eager_bytes = step.eager_bytes() if is_fraction(budget) else 0
         if eager_bytes is None:
             raise BudgetError(
                 f"the budget {budget!r} is a part of the eager step, which does not fit the memory: give bytes, or a "

@@ -36,7 +36,7 @@ from rockmate.planning.measured import (
 )
 from rockmate.planning.planner import Planned, make_plan, measured_peak, planned_as, planning
 from rockmate.planning.request import PlanRequest
-from rockmate.units import format_bytes
+from rockmate.units import format_apart
 
 _DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."
 
@@ -204,7 +204,7 @@ def _followed(
 
 
 def _refuse_peak(budget_bytes: int, peak_bytes: int) -> NoReturn:
+    takes, allowed = format_apart(peak_bytes, budget_bytes)
     raise PlanFileMismatch(
-        f"the plan takes {format_bytes(peak_bytes)} here, which is above its budget of {format_bytes(budget_bytes)}: "
-        "plan the module again."
+        f"the plan takes {takes} here, which is above its budget of {allowed}: plan the module again."
     )

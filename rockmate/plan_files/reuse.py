@@ -16,7 +16,7 @@ import rkgb
 from rkgb import RecordMismatch
 from rkgb.measuring.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError
-from rockmate.memory.budget import RESERVE, resolve_budget
+from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.plan_files import cache
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
@@ -68,7 +68,7 @@ def _reused(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: s
 
 def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) -> bool:
     """Where the budget is what is free: whether about as much is free now, and not less."""
-    if request.budget is not None and request.budget != "auto":
+    if not is_what_is_free(request.budget):
         return True
     split = plan_file.promise.memory_split
     present_bytes = 0 if split is None else split.residents.present_bytes
@@ -83,7 +83,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
     solver = request.solver if isinstance(request.solver, str) else solver_text(request.solver)
     if solver is None:
         return None
-    budget = "auto" if request.budget is None else request.budget
+    budget = "auto" if is_what_is_free(request.budget) else read_budget(request.budget)
     content = [
         _code_digest(),
         msgspec.to_builtins(made_here(traced.device)),

@@ -24,7 +24,7 @@ from rk_solvers import Problem, Solver
 from rkgb.errors import RockmateError
 from rockmate import errors
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
-from rockmate.memory.budget import RESERVE, Budget, resolve_budget
+from rockmate.memory.budget import RESERVE, Budget, is_what_is_free, read_budget, resolve_budget
 from rockmate.plan import Plan
 from rockmate.planning.costs import LOSS
 from rockmate.planning.follow import Decisions, Follow
@@ -197,7 +197,7 @@ def _followed(
 
 def _budget(measured: Measured, request: PlanRequest, published_bytes: int) -> Budget:
     """The publisher's, where each rank would take what is free and has about as much: later plans are for it, too."""
-    if request.budget is not None and request.budget != "auto":
+    if not is_what_is_free(request.budget):
         return request.budget
     present_bytes = 0 if measured.residents is None else measured.residents.present_bytes
     own_bytes = resolve_budget(None, measured.eager_peak_bytes, measured.device, present_bytes)
@@ -218,7 +218,7 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
         [(op.name, op.inputs, op.outputs, op.recomputable) for op in problem.forward],
         [(op.name, op.needs, op.resident_bytes, op.peak_bytes * (op.name == LOSS)) for op in problem.backward],
         sorted(problem.held),
-        ["auto" if request.budget is None else request.budget, request.scope],
+        ["auto" if is_what_is_free(request.budget) else read_budget(request.budget), request.scope],
         [solver, request.time_limit_s, request.gap, None if request.follow is None else request.follow.to_json()],
         device_kind(measured.device),
     ]

@@ -37,7 +37,7 @@ from rockmate.running.program import Program, make_program
 from rockmate.running.runner import Runner
 from rockmate.running.settings import BoundSettings
 from rockmate.running.sharded import refuse_what_spans_ranks
-from rockmate.units import format_bytes
+from rockmate.units import format_apart, format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
 _BOUND_S = 6.0  # most seconds for the lower bound; it is there after one or three for most models
@@ -130,10 +130,10 @@ def _refuse_more_than_there_is(plan: Plan, device: torch.device) -> None:
     """On the CPU the system may promise more than it has, and end the process that takes it at its word."""
     free_bytes = available_bytes(device)
     if device.type == "cpu" and plan.peak_bytes > free_bytes:
+        takes, free = format_apart(plan.peak_bytes, free_bytes)
         raise BudgetError(
-            f"the budget {format_bytes(plan.budget_bytes)} is more than there is: a step would take "
-            f"{format_bytes(plan.peak_bytes)}, and {format_bytes(free_bytes)} are free on {device}. Give a budget "
-            "below that, or None for what is free less a reserve."
+            f"the budget {format_bytes(plan.budget_bytes)} is more than there is: a step would take {takes}, and "
+            f"{free} are free on {device}. Give a budget below that, or None for what is free less a reserve."
         )
 
 

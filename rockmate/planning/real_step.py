@@ -34,7 +34,9 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
             value = FreshGradients.apply(*differentiable)  # type: ignore[no-untyped-call]
         else:
             value = evaluate_loss(loss, output)
-        with without_autocast():  # where training calls it
+        # Training calls it behind its autocast context, the end of which lets go of the weights that were cast.
+        torch.clear_autocast_cache()
+        with without_autocast():
             value.backward()
 
 

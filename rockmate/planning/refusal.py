@@ -12,7 +12,7 @@ from rockmate.memory.split import MemorySplit
 from rockmate.planning.costs import LOSS
 from rockmate.planning.measured import Measured
 from rockmate.planning.simulator import simulate
-from rockmate.units import format_bytes
+from rockmate.units import format_apart, format_bytes
 
 _PROOF_S = 3.0  # most seconds for the proof of how much less might do
 _MUCH = 0.15  # a part of the peak that is worth a word
@@ -33,11 +33,12 @@ def too_small(
     advice = " ".join(_advice(measured, _moment(problem, solution, op), smallest))
     divided = ""
     if split is not None:
-        divided = f": {split}, and at least {format_bytes(smallest)} are needed"
+        _, needed = format_apart(split.step_bytes, smallest)
+        divided = f": {split}, and at least {needed} are needed"
         resident_bytes = split.residents.total_bytes
         budget_bytes, smallest, proven = split.total_bytes, smallest + resident_bytes, proven + resident_bytes
     return BudgetTooSmall(
-        f"budget {_less(budget_bytes, smallest)}, the smallest for which a schedule was found "
+        f"budget {' < '.join(format_apart(budget_bytes, smallest))}, the smallest for which a schedule was found "
         f"({_proof(proven, smallest)}; bound at {op}{_where(measured, op)}){divided}. Raise the budget to at least "
         f"{smallest} bytes, or: {advice}",
         smallest,
@@ -46,17 +47,12 @@ def too_small(
     )
 
 
-def _less(budget_bytes: int, smallest_bytes: int) -> str:
-    """That one is less than the other, in digits that show it."""
-    texts = format_bytes(budget_bytes), format_bytes(smallest_bytes)
-    return " < ".join(texts if texts[0] != texts[1] else (f"{budget_bytes} bytes", f"{smallest_bytes} bytes"))
-
-
 def _proof(proven_bytes: int, smallest_bytes: int) -> str:
-    if proven_bytes >= 0.999 * smallest_bytes:
+    if proven_bytes >= smallest_bytes:
         return "proven: none takes less"
     less = 1 - proven_bytes / smallest_bytes
-    return f"proven: none takes less than {format_bytes(proven_bytes)}, {less:.1%} below"
+    below = f"{less:.1%}" if less >= 0.001 else f"{smallest_bytes - proven_bytes} bytes"
+    return f"proven: none takes less than {format_apart(proven_bytes, smallest_bytes)[0]}, {below} below"
 
 
 def _where(measured: Measured, binding_op: str) -> str:

@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,21 @@ PEAK_BYTES = 1_000_000
         ("0.5 gib", GIB // 2),
         (0.25, PEAK_BYTES // 4),
         (1.0, PEAK_BYTES),
+        ("0.5", PEAK_BYTES // 2),
+        (" 50 % ", PEAK_BYTES // 2),
+        ("100%", PEAK_BYTES),
+        ("1", PEAK_BYTES),
+        ("1.0", PEAK_BYTES),
+        ("2G", 2 * 10**9),
+        ("2 GB", 2 * 10**9),
+        ("512M", 512 * 10**6),
+        ("1.5GiB", 3 * GIB // 2),
+        ("1e9", 10**9),
+        ("2_000_000_000", 2 * 10**9),
+        (np.int32(4096), 4096),
+        (np.float32(0.5), PEAK_BYTES // 2),
+        (torch.tensor(4096), 4096),
+        (torch.tensor(0.5), PEAK_BYTES // 2),
     ],
 )
 def test_every_form_means_bytes(budget, size_bytes):
@@ -69,6 +85,19 @@ def test_a_module_planned_without_a_budget_gets_what_was_free_when_it_was_planne
         ("-1 GiB", "cannot be read"),
         (-1, "not positive"),
         (True, "no amount of memory"),
+        (0, "the budget 0 is not positive"),
+        ("0", "the budget '0' is a fraction"),
+        ("0 GiB", "the budget '0 GiB' is not positive"),
+        ("banana", "'banana' is no size"),
+        ("200%", "the budget '200%' is a fraction of the eager peak: it must be above 0 and at most 1"),
+        ("-5%", "the budget '-5%' is a fraction"),
+        ("nan", "the budget 'nan' is a fraction"),
+        ("1.5", "the budget '1.5' is no whole number of bytes. For GiB, write \"1.5GiB\""),
+        (1.5, "the budget 1.5 is a float, so a fraction"),
+        (np.float64(1.5), "1.5"),
+        (np.True_, "is a bool"),
+        (torch.tensor(True), "no amount of memory"),
+        (torch.ones(2), "is a Tensor"),
         ([1], "is a list"),
     ],
     ids=repr,
