@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rkgb.measuring.available import available_bytes, cgroup_free_bytes
-from rockmate import BudgetError, BudgetTooSmall, Rockmate
+from rockmate import BudgetError, BudgetTooSmall, PeakMemory, Rockmate
 from rockmate.memory.budget import RESERVE, resolve_budget
 from tests.module.models import Layers, built, rows
 from tests.module.steps import CPU, squares
@@ -181,3 +181,20 @@ def test_a_budget_one_byte_too_small_is_told_in_bytes():
         Rockmate(network, sample, 1000, loss=squares, time_limit=1)
     with pytest.raises(BudgetTooSmall, match=r"^budget \d+ bytes < \d+ bytes, the smallest"):
         Rockmate(network, sample, refused.value.smallest_budget_bytes - 1, loss=squares, time_limit=1)
+
+
+def test_a_fraction_under_autocast_is_of_a_step_whose_backward_is_outside():
+    """As PyTorch's documentation says: the end of the context lets go of the weights that were cast."""
+    network, sample = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = Rockmate(network, sample, 1.0, loss=half_squares, time_limit=1).plan
+    with PeakMemory() as memory:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = network(sample)
+            loss = half_squares(output)
+        loss.backward()
+    assert plan.baseline_peak_bytes == plan.budget_bytes == memory.peak_bytes
+
+
+def half_squares(output):
+    return output.float().square().mean()
