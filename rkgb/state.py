@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from rkgb.surroundings import surroundings_aside
 from rkgb.tracing.generators import OwnGenerator, generators_for
 from rkgb.tracing.side_effects import attributes_kept, attributes_of, other_random_states_kept
 from rkgb.uncompiled import never_compiled
@@ -198,9 +199,15 @@ def _with_shadows(held: Any, shadows: dict[int, torch.Tensor]) -> Any:
 
 @contextlib.contextmanager
 def for_planning(module: torch.nn.Module) -> Iterator[None]:
-    """`module` in training mode, its runs unseen by hooks on its parameters and on itself."""
-    trains = torch.inference_mode(mode=False)  # a plan may be made ahead in the middle of an evaluation
-    with trains, training_mode(module), shadow_parameters(module), root_hooks_aside(module), torch.enable_grad():
+    """`module` in training mode, its runs unseen by hooks on its parameters and on itself, and by what is around."""
+    with (
+        surroundings_aside(),
+        torch.inference_mode(mode=False),  # a plan may be made ahead in the middle of an evaluation
+        training_mode(module),
+        shadow_parameters(module),
+        root_hooks_aside(module),
+        torch.enable_grad(),
+    ):
         yield
 
 

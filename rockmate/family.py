@@ -29,7 +29,7 @@ from rockmate.progress import Progress, progress_display
 from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
-from rockmate.running.transforms import refuse_transforms
+from rockmate.running.transforms import reason_to_run_unplanned, refuse_transforms
 from rockmate.running.turns import Turns
 from rockmate.units import format_bytes
 
@@ -146,6 +146,12 @@ class PlanFamily:
         bound = self._signature.bind(*args, **kwargs)
         call = Sample(bound.args, bound.kwargs)
         refuse_transforms(self._model, call.tensors)
+        if torch.is_inference_mode_enabled():  # with gradients switched on in it: there are none all the same
+            return self._by_the_module(call)
+        around = reason_to_run_unplanned(self._model)
+        if around is not None:
+            self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {around}.")
+            return self._by_the_module(call)
         self._tell_of_own_checkpointing()
         with self._turns.running():
             made = self._made

@@ -18,6 +18,7 @@ from rk_solvers.bound import lower_bound_ms
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
+from rkgb.surroundings import surroundings_aside
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.memory.budget import AboveResidents, resolve_budget
@@ -247,12 +248,15 @@ def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, l
 def planning(model: torch.nn.Module) -> Iterator[None]:
     """Context in which `model` is planned: as it is without checkpointing of its own, and told of memory that ran out.
 
+    What the user has around it (hooks on saved tensors, modes, anomaly detection) is aside meanwhile.
+
     On CUDA, nothing is left in the allocator's cache.
     """
     refuse_what_spans_ranks(model)
     try:
         doing = f"while {type(model).__name__} was planned"
-        with out_of_memory_told(doing, "Free some memory first."), OwnCheckpointing(model).switched_off():
+        told = out_of_memory_told(doing, "Free some memory first.")
+        with surroundings_aside(), told, OwnCheckpointing(model).switched_off():
             yield
     finally:
         gc.collect()  # what traces leave goes in circles, and would hold the model when its user has let it go

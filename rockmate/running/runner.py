@@ -13,6 +13,7 @@ from rkgb import DGraph, GuardError, LeafKind, RockmateError, Sample
 from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
 from rkgb.state import autocast_in_force, random_states, without_autocast
+from rkgb.surroundings import hooks_allowed
 from rkgb.tracing.generators import generators_for
 from rkgb.tracing.guard import Guard
 from rkgb.tree import map_leaves
@@ -24,6 +25,8 @@ from rockmate.running.runtime import Step
 from rockmate.running.settings import BoundSettings
 from rockmate.running.tables import StepTables
 from rockmate.running.transforms import refuse_transforms
+
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
 class Runner:
@@ -84,6 +87,7 @@ class Runner:
         tensors = call.tensors
         with (
             without_autocast() if self._pattern.autocast else contextlib.nullcontext(),
+            contextlib.nullcontext() if _hooks_are_allowed() else hooks_allowed(),
             self._undone_if_refused() if self._is_guarded else contextlib.nullcontext(),
         ):
             results = self._compiled.forward(self.make_step(self._compiled.tables), *tensors)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -21,6 +21,7 @@ import torch
 
 from rkgb.normalisation import normalised
 from rkgb.state import autocast_is_on, never_unpacked, without_autocast
+from rkgb.surroundings import hooks_allowed
 from rkgb.uncompiled import never_compiled
 from rockmate.errors import PlanMismatch
 from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
@@ -33,16 +34,19 @@ _streams = threading.RLock()
 # benchmarks/calls.py measures: these are bound once.
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Handle:
     """Stands for one saved tensor. Empty until its segment has run, if it is a forgotten one."""
 
-    __slots__ = ("__weakref__", "segment", "step", "value", "version")
+    __slots__ = ("__weakref__", "packed", "segment", "step", "value", "version")
 
     value: torch.Tensor | None
     version: int
+    packed: Any  # within hooks of the user's: what theirs made of a tensor that is kept
     step: Step  # this and the segment: of forgotten tensors alone
     segment: int
 
@@ -65,6 +69,34 @@ def _unpack(handle: Handle) -> torch.Tensor:
     return value
 
 
+@never_compiled
+def _unpack_through(hooks: UserHooks, handle: Handle) -> torch.Tensor:
+    """Within hooks of the user's: they have had what is kept, and may change what is recomputed as eager's saved."""
+    if hasattr(handle, "packed"):
+        return hooks.unpack(handle.packed)
+    value = _unpack(handle)
+    return hooks.unpack(hooks.pack(value)) if hooks.may_change else value
+
+
+class UserHooks:
+    """The hooks on saved tensors that the user has put around a forward: its saved tensors are theirs to pack."""
+
+    __slots__ = ("may_change", "pack", "unpack")
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.pack = pack
+        self.unpack = unpack
+        # PyTorch's own give back what they were given, and those of its checkpointing know the tensors of the forward
+        # alone.
+        self.may_change = not str(getattr(pack, "__module__", "")).startswith("torch.")
+
+    @staticmethod
+    def around() -> UserHooks | None:
+        """Those in force here; None where there are none."""
+        top = _top_hooks(True)
+        return None if top is None else UserHooks(*top)
+
+
 class Step:
     """One call of the module: what it keeps for recomputation, and the handles that it has given out."""
 
@@ -78,10 +110,12 @@ class Step:
         "_tables",
         "_values",
         "_versions",
+        "hooks",
     )
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
+        self.hooks = UserHooks.around()
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back
@@ -156,6 +190,15 @@ class Step:
             handle.segment = forgotten.segment
             references[index] = ref(handle)
 
+    def hand_on(self, op: str, handles: list[Handle], tensors: list[torch.Tensor]) -> None:
+        """Let the user's hooks pack those of the `tensors` saved by `op` that are kept."""
+        assert self.hooks is not None
+        forgotten = self._tables.saving[op].forgotten
+        for index, (handle, tensor) in enumerate(zip(handles, tensors, strict=True)):
+            if index not in forgotten:
+                handle.packed = self.hooks.pack(tensor)
+                handle.value = None
+
     # ---- recomputation --------------------------------------------------------------------------
 
     def run(self, segment: int) -> None:
@@ -165,8 +208,9 @@ class Step:
         replaced = [leaf for name in code.reads if (leaf := self._replaced(name)) is not None] if code.reads else []
         # There may be autocast around the backward, and a graph of it may be wanted. Contexts are entered where they
         # have something to do: between the operations of a backward none of their code is in a cache.
-        if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on():
-            with torch.no_grad(), without_autocast(), self._streams_kept(code), self._leaves_of_the_forward(replaced):
+        if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on() or not _hooks_are_allowed():
+            streams, leaves = self._streams_kept(code), self._leaves_of_the_forward(replaced)
+            with torch.no_grad(), without_autocast(), hooks_allowed(), streams, leaves:
                 code.run(self)
         else:
             code.run(self)
@@ -315,24 +359,34 @@ def _is_at(value: torch.Tensor | None, place: ForgottenTensor) -> bool:
 class _Forgetting:
     """Packs handles instead of tensors while one operation runs."""
 
-    __slots__ = ("_handles", "_op", "_step")
+    __slots__ = ("_given", "_handles", "_op", "_step")
 
     def __init__(self, step: Step, op: str) -> None:
         self._step = step
         self._op = op
         self._handles: list[Handle] = []
+        self._given: list[torch.Tensor] = []  # within hooks of the user's: the tensors themselves
 
     def __enter__(self) -> None:
         # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
-        _push_hooks(partial(_pack, self._handles, self._step.unread(self._op)), _unpack)
+        pack = partial(_pack, self._handles, self._step.unread(self._op))
+        if self._step.hooks is None:
+            _push_hooks(pack, _unpack)
+        else:
+            _push_hooks(partial(_pack_noted, pack, self._given), partial(_unpack_through, self._step.hooks))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _pop_hooks()
-        if error is None:
-            self._step.accept(self._op, self._handles)
-        self._handles.clear()
+        try:
+            if error is None:
+                self._step.accept(self._op, self._handles)
+                if self._given:
+                    self._step.hand_on(self._op, self._handles, self._given)
+        finally:
+            self._handles.clear()
+            self._given.clear()
 
 
 @never_compiled
@@ -343,6 +397,12 @@ def _pack(handles: list[Handle], unread: frozenset[int], tensor: torch.Tensor) -
     handle.version = tensor._version
     handles.append(handle)
     return handle
+
+
+@never_compiled
+def _pack_noted(pack: Callable[[torch.Tensor], Handle], given: list[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    given.append(tensor)
+    return pack(tensor)
 
 
 @never_compiled
