@@ -235,7 +235,8 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
         if fine.nodes != basic.nodes:
             with contextlib.suppress(ReplayMismatch):
                 inspected = b_to_d(fine, model, sample)
-                check.accept(inspected, model, sample)
+                told = check.accept(inspected, model, sample)
+                fine.side_effects += [told] if told else []
                 tell("trace", 4, 4)
                 return fine, inspected
     else:
@@ -251,8 +252,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
             " ".join([f"{error}", *(f"Besides, {effect}" for effect in basic.side_effects)])
         ) from error
     if told is not None:
-        read = told.partition(": it would go")[0]
-        basic.side_effects.append(f"{read}: data that take another branch than the sample are traced by themselves.")
+        basic.side_effects.append(told)
     tell("trace", 4, 4)
     return basic, dataflow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.state import borrowed, module_devices, random_states
 from rkgb.tracing.digest import computed_digests, digest
+from rkgb.tracing.fresh import Offer, offers, refused
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
 from rkgb.tracing.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.tree import leaves, map_leaves
@@ -26,8 +26,6 @@ from rkgb.tree import leaves, map_leaves
 _SHOWN = 3  # submodules named in a message
 # Their values are whatever was in memory: not even those of two equal runs are the same.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-# What a module raises that refuses its data.
-_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 @dataclass(slots=True)
@@ -36,6 +34,7 @@ class StepRecord:
 
     tensors: dict[str, torch.Tensor | Spooled | None]
     spool: Spool | None = None
+    has_nan: bool = False  # in an output: what a NaN comes to is a NaN, whatever an operation does
 
     def add(self, name: str, tensor: torch.Tensor | None, again: bool = True) -> None:
         """Keep `tensor`, in the spool where there is one; `again` to replace what has been kept before."""
@@ -89,40 +88,6 @@ def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.to(wide) - right.to(wide)).abs().nan_to_num().max())
 
 
-def fresh_sample(sample: Sample, seed: int = 0, permuted: bool = True) -> Sample:
-    """Random data of the sample's shapes and ranges: integers and booleans are permuted, not invented.
-
-    Not `permuted`, these stay as they are. Floating-point tensors of one sign, such as probabilities, keep
-    their range; all others become normal noise.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def fresh(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() or tensor.is_complex():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            drawn = torch.empty_like(tensor.detach()).copy_(_in_range_of(tensor.detach(), noise))
-        elif permuted:
-            order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-            drawn = torch.empty_like(tensor.detach()).copy_(tensor.reshape(-1)[order].view(tensor.shape))
-        else:
-            drawn = tensor.detach().clone()
-        return drawn.requires_grad_(tensor.requires_grad)
-
-    return sample.with_tensors(
-        [fresh(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in sample.tensors]
-    )
-
-
-def _in_range_of(tensor: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Normal `noise`, made uniform between the extremes of `tensor` where these differ and are of one sign."""
-    if tensor.is_complex() or tensor.numel() == 0:
-        return noise
-    low, high = (float(bound) for bound in tensor.aminmax())
-    if low < 0 < high or low == high or not math.isfinite(high - low):
-        return noise
-    return low + (high - low) * torch.special.ndtr(noise)
-
-
 def record_step(
     module: torch.nn.Module,
     sample: Sample,
@@ -148,6 +113,7 @@ def record_step(
             outputs = leaves(forward(sample))
             for index, tensor in enumerate(outputs):
                 record.add(f"output {index}", tensor.detach().clone())
+                record.has_nan |= bool(tensor.isnan().any())
             backward_from(outputs)
         for name, parameter in module.named_parameters():
             record.add(f"gradient of {name}", _dense(name, parameter.grad), again=False)
@@ -174,12 +140,13 @@ def seed_streams(seed: int, module: torch.nn.Module, own: Sequence[OwnGenerator]
 
 def _move_on(module: torch.nn.Module, sample: Sample, seed: int) -> None:
     """One call on other data, for the sake of the state that it leaves behind."""
-    try:
-        fresh_sample(sample, seed).call(module)
-    except _REFUSALS as error:
-        if is_out_of_memory(error):
-            raise
-        sample.copy().call(module)  # integers in another order are nothing to this module: sorted lengths
+    for offer in offers(sample):
+        try:
+            offer.of(sample, seed).call(module)
+        except Exception as error:  # noqa: BLE001  whatever a user's module raises
+            refused(error)
+        else:
+            return
 
 
 @contextlib.contextmanager
@@ -234,11 +201,12 @@ def replay_check(
     low_memory: bool = False,
     may_branch: bool = False,
 ) -> str | None:
-    """Compare outputs, gradients, buffers and random stream of graph and module on fresh data.
+    """Compare outputs, gradients, buffers and random stream of graph and module on data that the trace has not seen.
 
-    Where a guard refuses fresh data, because the module would take another branch on them, and the graph `may_branch`,
-    the two are compared on fresh floating-point data beside the sample's integers, or on the sample's own: guards hold
-    every later run to that branch. Returns what the guard said then.
+    These are the first that the module takes of what `rkgb.tracing.fresh.offers` makes of the sample: random numbers, if
+    it takes them. Where a guard refuses them, because the module would take another branch on them, and the graph `may_branch`, the
+    two are compared on fresh floating-point data beside the sample's integers, or on the sample's own: guards hold
+    every later run to that branch. Returns what is to be told of that.
 
     Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
     module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the
@@ -254,10 +222,10 @@ def replay_check(
         def by_graph(data: Sample) -> StepRecord:
             return record_step(module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own)
 
-        fresh, expected = _reference(module, sample, spool, own)
+        reference = _reference(module, sample, eagerly)
+        fresh, expected, told = reference.data, reference.record, reference.told(module)
         # Integers and masks mostly choose the way, which beside other floating-point data is the same.
-        others = [fresh_sample(sample, permuted=False), sample] if may_branch else []
-        told = None
+        others = [offer for offer in reference.left if offer.integers_as_given] if may_branch else []
         try:
             while True:
                 try:
@@ -266,14 +234,17 @@ def replay_check(
                 except GuardError as error:
                     if not others:
                         raise
-                    told = told or str(error)
-                    fresh = others.pop(0)
-                    expected = eagerly(fresh)
+                    read = str(error).partition(": it would go")[0]
+                    told = told or f"{read}: data that take another branch than the sample are traced by themselves."
+                    taken = _reference(module, sample, eagerly, others)
+                    fresh, expected, others = taken.data, taken.record, taken.left
         except GuardError as error:
             raise ReplayMismatch(
                 f"the trace of {type(module).__name__} does not hold for other data: {error}{_count_read(module)}"
             ) from error
-        except RuntimeError as error:  # such as a write into a leaf, which the module made where the trace cannot tell
+        except RockmateError:
+            raise
+        except Exception as error:  # such as a write into a leaf, which the module made where the trace cannot tell
             if is_out_of_memory(error):
                 raise
             raise ReplayMismatch(f"the trace of {type(module).__name__} fails on other data: {error}") from error
@@ -311,20 +282,63 @@ def _count_read(module: torch.nn.Module) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Data that a module takes, its own step on them, and what it did not take."""
+
+    data: Sample
+    record: StepRecord
+    offer: Offer
+    tried: list[tuple[Offer, str]]  # offers that it refused, and its words
+    left: list[Offer]  # those that prove less
+
+    def told(self, module: torch.nn.Module) -> str | None:
+        """What the user is to know of it: nothing where random data were taken."""
+        if self.offer.is_random:
+            return None
+        names = "; ".join(f"{offer.words} ({words})" for offer, words in self.tried)
+        return (
+            f"{type(module).__name__} takes no random data: its trace was compared with it on {self.offer.words}. "
+            f"Tried before: {names}. That the trace holds for other batches is shown by less than usual: what Python "
+            "reads out of the data is still checked at every run. rockmate.verify compares on a batch that you choose."
+        )
+
+
 def _reference(
-    module: torch.nn.Module, sample: Sample, spool: Spool | None, own: Sequence[OwnGenerator]
-) -> tuple[Sample, StepRecord]:
-    """Fresh data that the module accepts, and its own step on them."""
-    try:
-        fresh = fresh_sample(sample)
-        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
-    except RockmateError:
-        raise
-    except _REFUSALS as error:
-        if is_out_of_memory(error):
+    module: torch.nn.Module,
+    sample: Sample,
+    eagerly: Callable[[Sample], StepRecord],
+    among: list[Offer] | None = None,
+) -> _Reference:
+    """Of what is offered, the data that prove most of those that the module takes.
+
+    Raises `TraceError` where it takes none, not even the sample.
+    """
+    remaining, tried = list(offers(sample)) if among is None else list(among), list[tuple[Offer, str]]()
+    blind: _Reference | None = None
+    while remaining:
+        offer = remaining.pop(0)
+        try:
+            data = offer.of(sample, 0)
+            record = eagerly(data)
+        except RockmateError:
             raise
-        fresh = fresh_sample(sample, permuted=False)
-        return fresh, record_step(module, fresh.copy(), lambda data: data.call(module), 0, spool, own)
+        except Exception as error:  # noqa: BLE001  whatever a user's module raises
+            tried.append((offer, refused(error)))
+            continue
+        found = _Reference(data, record, offer, list(tried), list(remaining))
+        if not record.has_nan:
+            return found
+        blind = blind or found  # of a model that gives NaN for all data, this is as good as any
+        tried.append((offer, "gives NaN"))
+    if blind is not None:
+        return blind
+    names = "; ".join(f"{offer.words} ({words})" for offer, words in tried)
+    raise TraceError(
+        f"{type(module).__name__} ran on the sample when it was traced, but now fails on all data that were tried: "
+        f"{names}. Run a forward and a backward twice on the sample: if the second fails, its first call changes it. "
+        "On a GPU, an index out of range ends every later call, so plan once on the CPU to see which."
+    )
 
 
 def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fresh: Sample, entry: str) -> str | None:

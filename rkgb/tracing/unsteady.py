@@ -13,9 +13,10 @@ from rkgb.errors import GuardError
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.fresh import offers
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.opaque import OpaqueCall
-from rkgb.tracing.replay import fresh_sample, given
+from rkgb.tracing.replay import given
 from rkgb.tracing.varying import Noting
 
 # What differs in all of them differs in nearly every batch; a branch with two ways does so once in sixteen times.
@@ -23,7 +24,7 @@ _ROUNDS = 4
 # As training does, though more at once: of the standard deviation of a parameter.
 _STEP = 0.1
 # How a run ends in which what comes next in the trace does not fit what was read.
-_END = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+_END = Exception
 
 
 def unsteady_submodules(graph: BGraph, module: torch.nn.Module, sample: Sample) -> list[str]:
@@ -61,9 +62,19 @@ def _innermost(node: BNode) -> str:
 
 def _what_differs(graph: BGraph, module: torch.nn.Module, sample: Sample, seed: int) -> set[str]:
     """Names of guards and opaque calls that refuse one run, as far as it comes."""
+    for offer in offers(sample):
+        if offer.integers_as_given:
+            different, ended = _what_one_run_reads(graph, module, offer.of(sample, seed), seed)
+            if ended or different:  # else these data are none for the module
+                return different
+    return set()
+
+
+def _what_one_run_reads(graph: BGraph, module: torch.nn.Module, data: Sample, seed: int) -> tuple[set[str], bool]:
+    """Names of guards and opaque calls that refuse a run on `data`, and whether it came to its end."""
     different: set[str] = set()
     torch.manual_seed(seed)
-    values: dict[str, Any] = dict(given(graph, module, fresh_sample(sample, seed, permuted=False).tensors))
+    values: dict[str, Any] = dict(given(graph, module, data.tensors))
     for name, leaf in graph.leaves.items():
         if leaf.kind is LeafKind.PARAMETER and values[name].is_floating_point():
             values[name] = values[name] + _STEP * values[name].std(correction=0) * torch.randn_like(values[name])
@@ -81,4 +92,5 @@ def _what_differs(graph: BGraph, module: torch.nn.Module, sample: Sample, seed: 
     except _END as error:
         if is_out_of_memory(error):
             raise
-    return different
+        return different, False
+    return different, True

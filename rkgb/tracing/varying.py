@@ -15,8 +15,8 @@ from rkgb.errors import GuardError, TraceError
 from rkgb.inspection import b_to_d
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.fresh import offers
 from rkgb.tracing.guard import Guard
-from rkgb.tracing.replay import fresh_sample
 from rkgb.tracing.same import argument_pairs, same_function
 from rkgb.tracing.trace import trace
 from rkgb.tree import is_tensor
@@ -79,8 +79,8 @@ def _what_varies(
                 varying.add(name)
 
     for seed in range(_ROUNDS):
-        for permuted in (True, False):  # integers in another order are nothing to some modules: sorted lengths
-            fresh = fresh_sample(sample, seed, permuted)
+        for offer in offers(sample):  # integers in another order are nothing to some modules: sorted lengths
+            fresh = offer.of(sample, seed)
             before = set(guards), set(varying)
             with borrowed(module, own=graph.generators), torch.no_grad(), contextlib.suppress(Exception):
                 torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from rkgb import DGraph, Sample
 from rkgb.errors import TraceWarning
 from rkgb.pipeline import exact_trace
 from rkgb.state import borrowed
-from rkgb.tracing.replay import fresh_sample
+from rkgb.tracing.fresh import fresh_sample
 from rkgb.tree import leaves
 from tests.graph.programs import bytes_of, state_of, with_gradients
 from tests.models.tracing import exact_graph, output_differences, sample_of, step_difference, tried

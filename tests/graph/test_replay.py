@@ -9,10 +9,10 @@ from torch import nn
 
 from rkgb import DNode, ReplayMismatch, b_to_d, make_sample, trace
 from rkgb.call import Call, Ref
+from rkgb.tracing.fresh import fresh_sample
 from rkgb.tracing.replay import (
     StepRecord,
     bitwise_equal,
-    fresh_sample,
     largest_difference,
     record_step,
     replay_check,
