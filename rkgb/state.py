@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from rkgb.surroundings import surroundings_aside
 from rkgb.tracing.generators import OwnGenerator, generators_for
 from rkgb.tracing.side_effects import attributes_kept, attributes_of, other_random_states_kept
+from rkgb.turns import TURNS
 from rkgb.uncompiled import never_compiled
 
 
@@ -82,8 +83,9 @@ def borrowed(
     Gradients are set aside, so that inside the block every parameter's ``.grad`` starts as None. Of the generators
     of the user's own, those of `own` are given back: a graph has them as `generators`.
     """
-    torch.clear_autocast_cache()  # of weights cast in runs that are not this one's
     with contextlib.ExitStack() as stack:
+        stack.enter_context(TURNS.planning(module))  # the streams are the process's
+        torch.clear_autocast_cache()  # of weights cast in runs that are not this one's
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(other_random_states_kept())
         stack.enter_context(attributes_kept(module))
@@ -201,6 +203,7 @@ def _with_shadows(held: Any, shadows: dict[int, torch.Tensor]) -> Any:
 def for_planning(module: torch.nn.Module) -> Iterator[None]:
     """`module` in training mode, its runs unseen by hooks on its parameters and on itself, and by what is around."""
     with (
+        TURNS.planning(module),
         surroundings_aside(),
         torch.inference_mode(mode=False),  # a plan may be made ahead in the middle of an evaluation
         training_mode(module),

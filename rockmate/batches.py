@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from rk_solvers import Problem
 from rkgb import Sample, make_sample
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
+from rkgb.turns import TURNS
 from rockmate.errors import BatchError
 from rockmate.planning.costs import LossFunction
 
@@ -44,7 +46,7 @@ def find_batch(model: torch.nn.Module, sample: Any, loss: LossFunction | None = 
     """
     arguments = make_sample(model, sample)
     tried: list[str] = []
-    with _Evaluated(model):
+    with _evaluated(model):
         expected = leaves(arguments.call(model))
         again = leaves(arguments.call(model))
         is_random = not all(map(_close, expected, again))
@@ -74,24 +76,17 @@ def _maker(model: torch.nn.Module, sample: Sample, loss: LossFunction | None, fo
     return lambda batch: (model, _resized(sample, found.dimension, found.size, found.inputs, batch), loss)
 
 
-class _Evaluated:
+@contextlib.contextmanager
+def _evaluated(model: torch.nn.Module) -> Iterator[None]:
     """Context: `model` in eval mode, without gradients, left as it was."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._modes = [(submodule, submodule.training) for submodule in model.modules()]
-        self._contexts = (torch.no_grad(), borrowed(model))
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-        self._model.eval()
-
-    def __exit__(self, *error: Any) -> None:
-        for submodule, mode in self._modes:
-            submodule.training = mode
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
+    with TURNS.planning(model), torch.no_grad(), borrowed(model):
+        modes = [(submodule, submodule.training) for submodule in model.modules()]
+        try:
+            model.eval()
+            yield
+        finally:
+            for submodule, mode in modes:
+                submodule.training = mode
 
 
 def _candidates(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, tuple[int, ...]]]:

@@ -27,6 +27,10 @@ class FragmentationWarning(UserWarning):
     """On CUDA, a plan's step reserves more memory than a tenth above its budget: the allocator leaves gaps."""
 
 
+class ExportWarning(UserWarning):
+    """A planned module in training mode is recorded by another tracer, which makes a module without a plan of it."""
+
+
 class CheckpointingWarning(UserWarning):
     """A model's own checkpointing is switched on. Planned steps run without it: the plan chooses what is recomputed."""
 

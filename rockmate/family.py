@@ -17,7 +17,8 @@ import torch
 from rkgb import GuardError, RockmateError, Sample, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
-from rockmate.errors import CheckpointingWarning, NothingToTrain, ReplanWarning, ShapesError
+from rkgb.turns import TURNS, TurnsOf, warnings_collected
+from rockmate.errors import CheckpointingWarning, ExportWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.member import Member, Untrained
 from rockmate.memory.budget import AboveResidents
 from rockmate.plan_files.content import PlanFile
@@ -30,7 +31,6 @@ from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
 from rockmate.running.transforms import reason_to_run_unplanned, refuse_transforms
-from rockmate.running.turns import Turns
 from rockmate.units import format_bytes
 
 Shapes = Literal["replan", "nearest", "eager", "error"]
@@ -79,7 +79,7 @@ class PlanFamily:
         self._expected: list[tuple[CallPattern, Decisions]] = []
         self._own_checkpointing = OwnCheckpointing(model)
         self._untrained: list[Untrained] = []
-        self._turns = Turns()
+        self._turns = TurnsOf(model)
         self._made = 0  # plans so far
         self._given: PlanFile | None = None  # the plan of a file, for the first call
 
@@ -298,14 +298,24 @@ class PlanFamily:
         if news is not None:
             self._tell(news, CheckpointingWarning)
 
+    def tell_of_tracer(self, tracer: str) -> None:
+        """Tell that what `tracer` makes of the module has no plan; not of planning itself, of what holds the module."""
+        if not TURNS.is_planner():
+            name = type(self._model).__name__
+            self._tell(
+                f"{tracer} records {name}, which is planned, as the module itself: what it makes of it trains without "
+                f"the plan, and without a budget. Record it in eval mode if it is for inference ({name}.eval()), or "
+                "train the planned module itself.",
+                ExportWarning,
+            )
+
     def _tell_of_eager(self, refusal: RockmateError) -> None:
         self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {_first_clause(refusal)}.")
 
     @contextlib.contextmanager
     def _told_once(self) -> Iterator[None]:
         """What planning warns of comes once, and not for every plan."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_collected() as caught:
             yield
         for told in caught:
             self._tell(str(told.message), told.category)

@@ -168,8 +168,10 @@ class Rockmate(Transparent):
         with contextlib.nullcontext() if compiling else self._family.turn():
             if not self.original.training or not torch.is_grad_enabled():
                 return self.original.forward(*args, **kwargs)  # hooks are called around this one
-            if torch.compiler.is_exporting() or (not compiling and torch._C._is_tracing()):
-                return self.original.forward(*args, **kwargs)  # by others, for whom a plan is nothing
+            tracer = _tracer_at_work(compiling)
+            if tracer is not None:
+                _tell_of_tracer(self._family, tracer)
+                return self.original.forward(*args, **kwargs)
         return self._run_planned(self._family, *args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> None:
@@ -265,7 +267,8 @@ class Rockmate(Transparent):
     def __deepcopy__(self, memo: dict[int, Any]) -> Rockmate:
         twin = self._own_class()._empty()
         memo[id(self)] = twin
-        original = copy.deepcopy(self.original, memo)
+        with self._family.turn():  # or the copy would be of what planning has put in
+            original = copy.deepcopy(self.original, memo)
         twin._adopt(original, self._family.copy_for(original))
         for name, value in self._notes().items():
             twin.__dict__[name] = copy.deepcopy(value, memo)
@@ -287,6 +290,8 @@ class Rockmate(Transparent):
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """What `torch.jit.script` takes in its place."""
+        if self.original.training:
+            self._family.tell_of_tracer("torch.jit.script")
         return self.original
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -311,6 +316,21 @@ class Rockmate(Transparent):
     def extra_repr(self) -> str:
         """The plan, on one line."""
         return str(self.plan) if self._family.members else "planned with the first training batch"
+
+
+def _tracer_at_work(compiling: bool) -> str | None:
+    """Who records the calls of this thread, and is to meet the module itself; None where it simply runs."""
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    return None if compiling or not torch._C._is_tracing() else "torch.jit.trace"
+
+
+def _tell_of_tracer(family: PlanFamily, tracer: str) -> None:
+    family.tell_of_tracer(tracer)
+
+
+# What it does is no part of what torch.export records. By hand: the function that marks it imports the compiler.
+_tell_of_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_alone(plan: object, request: PlanRequest) -> None:

@@ -15,6 +15,7 @@ from rk_solvers import Problem
 from rkgb import Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
+from rkgb.turns import TURNS
 from rockmate.module import Rockmate
 from rockmate.plan_files.content import PlanFile
 from rockmate.planning.costs import LossFunction
@@ -104,7 +105,7 @@ def profile(
     tell = progress or (lambda stage, done, total: None)
     run = _Runs(arguments, loss, main_device(module_devices(model, arguments.tensors)))
     own = planned._member.measured.graphs.D_graph.generators
-    with training_mode(planned), borrowed(model, {run.device}, own):
+    with TURNS.planning(model), training_mode(planned), borrowed(model, {run.device}, own):
         tell("peaks", 0, 2)
         plan_peak = run.peak_bytes(planned)
         tell("peaks", 1, 2)

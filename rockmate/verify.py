@@ -19,6 +19,7 @@ from rkgb.tracing.opaque import compile_like
 from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
 from rkgb.tracing.side_effects import attributes_of, other_random_states_kept
 from rkgb.tree import is_tensor, leaves
+from rkgb.turns import TURNS
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
@@ -92,6 +93,7 @@ def verify(
         raise ValueError(f"no optimizer is called {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give one")
     arguments = make_sample(model.original if isinstance(model, Rockmate) else model, sample)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(TURNS.planning(model.original if isinstance(model, Rockmate) else model))
         stack.enter_context(_streams_restored(random_states(module_devices(model, arguments.tensors))))
         stack.enter_context(other_random_states_kept())
         planned = copied(model)

@@ -24,7 +24,10 @@ from typing import Any, TypeVar
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType
+from torch.autograd import profiler
 from torch.autograd.profiler import profile
+
+from rkgb.turns import ALLOCATIONS
 
 Result = TypeVar("Result")
 
@@ -49,7 +52,8 @@ class AllocationLog:
 
     After the block, `events` holds the allocations and releases in order, and ``marks[k]`` the
     number of events before the k-th call of `mark`. Releases of what was allocated before the
-    block are left out. Logs cannot be nested, nor run under another profiler.
+    block are left out. Logs cannot be nested, nor run under another profiler, in whichever thread that was started; a
+    log waits for that of another thread to end.
 
     On CUDA, every stream of `device` counts, and no other device. Raises `RuntimeError` where the allocator keeps no
     history, where somebody else has it record one, and at the end of the block where events were lost.
@@ -68,10 +72,18 @@ class AllocationLog:
         torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self.device)
 
     def __enter__(self) -> AllocationLog:
+        ALLOCATIONS.acquire()
+        try:
+            return self._started()
+        except BaseException:
+            ALLOCATIONS.release()
+            raise
+
+    def _started(self) -> AllocationLog:
         if self.device.type == "cuda":
             self._start_history()
             return self
-        if _profiler_enabled():
+        if _profiler_runs():
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
         self._profile = profile(use_cpu=True, profile_memory=True)
         self._quiet.__enter__()
@@ -83,6 +95,14 @@ class AllocationLog:
         return self
 
     def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._end(kind, error, traceback)
+        finally:
+            ALLOCATIONS.release()
+
+    def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self.device.type == "cuda":
@@ -147,6 +167,11 @@ class AllocationLog:
     def peak_bytes(self) -> int:
         """Most bytes alive at once, of those allocated inside the block."""
         return highest_level(self.events)
+
+
+def _profiler_runs() -> bool:
+    """Whether a profiler is on, in this thread or another one: two at once end the process."""
+    return bool(_profiler_enabled() or profiler._is_profiler_enabled)
 
 
 def highest_level(events: list[AllocationEvent]) -> int:
@@ -296,7 +321,11 @@ def out_of_memory_told(doing: str, advice: str) -> Iterator[None]:
             del cause
 
 
-_NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
+_NOISE = (
+    b"USDT:",
+    b"Memory block of unknown size was allocated before the profiling started",
+    b"External init callback must run in same thread as registerClient",
+)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ from rkgb.tracing.side_effects import (
     refuse_wrappers,
 )
 from rkgb.tree import is_tensor, leaves, map_leaves
+from rkgb.turns import replaced_here
 
 # What the user's code calls to read a number; within other functions it is PyTorch that reads, mostly to check.
 _NUMBER_READS = frozenset(
@@ -324,12 +325,8 @@ def recording(recorder: Recorder, frugal: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def as_if_by_jit() -> Iterator[None]:
     """Let modules believe that ``torch.jit.trace`` runs them: some take another way then."""
-    before = torch._C._is_tracing
-    torch._C._is_tracing = lambda: True
-    try:
+    with replaced_here(torch._C, "_is_tracing", lambda: True):
         yield
-    finally:
-        torch._C._is_tracing = before
 
 
 class BackwardInside(TraceError):

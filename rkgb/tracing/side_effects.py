@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from rkgb.errors import TraceError
 from rkgb.source import caller_is_torch, python_location
+from rkgb.turns import replaced_here
 
 _PLAIN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # those that every module has
 _SHOWN = 3  # attributes named in a message
@@ -194,18 +195,15 @@ def _no_packing_of_its_own() -> Iterator[None]:
     enter = kind.__enter__
 
     def checked(self: Any) -> None:
-        if type(self) is kind and not caller_is_torch(1):
+        if type(self) is kind and not caller_is_torch(2):  # above what tells threads apart
             raise TraceError(
                 f"at {python_location()} forward packs its saved tensors with hooks of its own: the graph would run "
                 "without them. Put them around the call of the module."
             )
         enter(self)
 
-    kind.__enter__ = checked
-    try:
+    with replaced_here(kind, "__enter__", checked):
         yield
-    finally:
-        kind.__enter__ = enter
 
 
 def refuse_function(name: str, args: Any) -> None:

@@ -10,7 +10,6 @@ last word on both.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_
 from rkgb.tracing.side_effects import SideEffects
 from rkgb.tracing.statistics import with_statistics_hidden
 from rkgb.tree import leaves, map_leaves
+from rkgb.turns import warnings_collected
 
 FrontEnd = Literal["jit", "record"]
 Tracer = Literal["auto"] | FrontEnd
@@ -89,9 +89,8 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
         borrowed(module, own=generators.found),
         nothing_saved(frugal),
         Interception(opaque, JitCalls(opaque_calls(recorder.nodes))).on(),
-        warnings.catch_warnings(record=True) as caught,
+        warnings_collected() as caught,
     ):
-        warnings.simplefilter("always")
         try:
             traced = torch.jit.trace(flat, tuple(sample.tensors), check_trace=False, strict=False)
         except TraceError:

@@ -19,6 +19,7 @@ from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import RockmateError, Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
+from rkgb.turns import TURNS
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
@@ -100,7 +101,7 @@ def plan_blocks(
     news = checkpointing.news()
     if news is not None:
         warnings.warn(news, CheckpointingWarning, stacklevel=2)
-    with checkpointing.switched_off(), computed_as(model, mp_policy), training_mode(model):
+    with TURNS.planning(model), checkpointing.switched_off(), computed_as(model, mp_policy), training_mode(model):
         classes = classes_of(Forward(model, arguments, found, mp_policy), _measured)
         step = _WholeStep(model, arguments, loss, mp_policy, classes)
         search = _Search(step, budget, time_limit)

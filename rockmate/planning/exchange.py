@@ -22,6 +22,7 @@ import torch
 
 from rk_solvers import Problem, Solver
 from rkgb.errors import RockmateError
+from rkgb.turns import TURNS
 from rockmate import errors
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
 from rockmate.memory.budget import RESERVE, Budget, is_what_is_free, read_budget, resolve_budget
@@ -112,7 +113,8 @@ class PlanExchange:
                     f"the rank that began to plan has published nothing for {self._timeout_s:.0f} s: it may have "
                     "ended, or be slower than its time_limit lets expect."
                 )
-            time.sleep(pause_s)
+            with TURNS.others_plan():  # perhaps that rank is a thread of this process
+                time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return str(self._store.get(f"{place}/text").decode())
 

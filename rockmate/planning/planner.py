@@ -19,6 +19,7 @@ from rkgb.measuring.available import available_bytes
 from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import borrowed, for_planning, module_devices
 from rkgb.surroundings import surroundings_aside
+from rkgb.turns import TURNS
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.memory.budget import AboveResidents, resolve_budget
@@ -256,7 +257,7 @@ def planning(model: torch.nn.Module) -> Iterator[None]:
     try:
         doing = f"while {type(model).__name__} was planned"
         told = out_of_memory_told(doing, "Free some memory first.")
-        with surroundings_aside(), told, OwnCheckpointing(model).switched_off():
+        with TURNS.planning(model), surroundings_aside(), told, OwnCheckpointing(model).switched_off():
             yield
     finally:
         gc.collect()  # what traces leave goes in circles, and would hold the model when its user has let it go

@@ -9,7 +9,6 @@ exactly as long as the autograd graph does.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,13 +21,10 @@ import torch
 from rkgb.normalisation import normalised
 from rkgb.state import autocast_is_on, never_unpacked, without_autocast
 from rkgb.surroundings import hooks_allowed
+from rkgb.turns import STREAMS
 from rkgb.uncompiled import never_compiled
 from rockmate.errors import PlanMismatch
 from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
-
-# The random streams belong to the process, and so does the lock on them: while one thread repeats an operation with
-# the numbers of its forward, or notes where a stream is before it draws, no other may draw or put the stream elsewhere.
-_streams = threading.RLock()
 
 # Between other operations none of what is called here is in a cache, and each call and attribute takes its time, which
 # benchmarks/calls.py measures: these are bound once.
@@ -153,11 +149,11 @@ class Step:
 
         The stream is PyTorch's own of a device, given by that, or a generator of the user's.
         """
-        return _streams if stream == "" else self._noting(op, stream)
+        return STREAMS if stream == "" else self._noting(op, stream)
 
     @contextlib.contextmanager
     def _noting(self, op: str, stream: str | torch.Generator) -> Iterator[None]:
-        with _streams:
+        with STREAMS:
             self._random[op] = self._generator(op, stream).get_state()
             yield
 
@@ -233,7 +229,7 @@ class Step:
         if not code.is_random:
             yield
             return
-        with _streams:
+        with STREAMS:
             outer, self._rewound = self._rewound, []
             try:
                 yield

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
+import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from rkgb.state import borrowed, training_mode
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.opaque import as_written, is_compiled_wrapper
 from rkgb.tracing.side_effects import attributes_of
+from rkgb.turns import warnings_collected
 from rockmate.running.checkpointing import CHECKPOINTING_FLAGS
 
 _MOST_ENTRIES = 64  # of a container that is compared: longer ones are data, not settings
@@ -74,7 +75,7 @@ class Settings:
             MeetingGenerators(met),
             torch.no_grad(),
             as_written(),
-            warnings.catch_warnings(action="ignore"),  # of a run without gradients, which nobody asked for
+            warnings_collected(),  # of a run without gradients, which nobody asked for
         ):
             holders = _holders(module)
             before = {key: (_values(holder), _tensors(holder)) for key, (holder, *_) in holders.items()}
@@ -270,8 +271,11 @@ def _reads_noted(kind: type, note: Callable[[Any, str], object]) -> Iterator[Non
     own = vars(kind).get("__getattribute__")
     inherited: Any = kind.__getattribute__
 
+    me = threading.get_ident()
+
     def noting(holder: Any, name: str) -> Any:
-        note(holder, name)
+        if threading.get_ident() == me:
+            note(holder, name)
         return inherited(holder, name)
 
     any_kind: Any = kind
