@@ -42,7 +42,8 @@ class Attempt:
     budget_bytes: int
     peak_bytes: int
     slowdown: float  # predicted; 1.1 is 10 % more than without recomputation
-    fits: bool
+    fits: bool  # whether the plan's peak is within the budget
+    is_fast_enough: bool  # whether it takes at most as much longer as was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class CheapestBudget:
     """The smallest budget found whose plan is fast enough."""
 
     budget_bytes: int
+    asked_slowdown: float  # the slowdown that was asked for
     slowdown: float  # predicted, of that plan
     plan_file: PlanFile
     attempts: tuple[Attempt, ...]
@@ -151,6 +153,7 @@ def smallest_budget(
             planned = _within_its_peak(measured, request, model, plan)
     return CheapestBudget(
         budget_bytes=planned.budget_bytes,
+        asked_slowdown=slowdown,
         slowdown=1 + planned.overhead,
         plan_file=plan_file_of(model, measured, planned, replace(request, budget=planned.budget_bytes)),
         attempts=tuple(attempts),
@@ -172,9 +175,10 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
         middle = (low + high) // 2
         solution = _solved(measured, request, middle)
         peak_bytes, time_ms = peak_and_time(problem, solution.recompute)
-        fits = peak_bytes <= middle
-        attempts.append(Attempt(middle, peak_bytes, time_ms / problem.keep_all_time_ms, fits))
-        if time_ms <= limit_ms and peak_bytes < high:
+        is_fast_enough = time_ms <= limit_ms
+        taken = time_ms / problem.keep_all_time_ms
+        attempts.append(Attempt(middle, peak_bytes, taken, peak_bytes <= middle, is_fast_enough))
+        if is_fast_enough and peak_bytes < high:
             best, high = solution.recompute, peak_bytes  # a plan that does not fit this budget may be the best yet
         if high > middle:
             low = middle

@@ -203,10 +203,10 @@ def replay_check(
 ) -> str | None:
     """Compare outputs, gradients, buffers and random stream of graph and module on data that the trace has not seen.
 
-    These are the first that the module takes of what `rkgb.tracing.fresh.offers` makes of the sample: random numbers, if
-    it takes them. Where a guard refuses them, because the module would take another branch on them, and the graph `may_branch`, the
-    two are compared on fresh floating-point data beside the sample's integers, or on the sample's own: guards hold
-    every later run to that branch. Returns what is to be told of that.
+    These are the first that the module takes of what `rkgb.tracing.fresh.offers` makes of the sample: random numbers,
+    if it takes them. Where a guard refuses them, because the module would take another branch on them, and the graph
+    `may_branch`, the two are compared on fresh floating-point data beside the sample's integers, or on the sample's
+    own: guards hold every later run to that branch. Returns what is to be told of that.
 
     Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
     module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the

@@ -10,7 +10,7 @@ import click
 
 from rockmate import plan_files
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Chosen, output_options, solver_options, target_options
+from rockmate.cli.options import BudgetText, Chosen, OutputFile, output_options, solver_options, target_options
 from rockmate.cli.output import GOOD, counted, table, tell, tell_json, wants_progress
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Source
@@ -44,9 +44,7 @@ from rockmate.verify import OPTIMIZERS
 )
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Under --scope total, whose state counts.")
 @solver_options
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan of the answer to a file."
-)
+@click.option("-o", "--output", type=OutputFile(), help="Write the plan of the answer to a file.")
 @output_options
 def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **asked: Any) -> int:
     """Find the largest batch of MODEL that can be trained within --budget, or the smallest budget for --slowdown.
@@ -125,10 +123,11 @@ def _budget_text(found: CheapestBudget) -> tuple[str, list[tuple[str, str]]]:
             format_bytes(attempt.peak_bytes),
             f"{attempt.slowdown:.3f}×",
             "yes" if attempt.fits else "no",
+            "yes" if attempt.is_fast_enough else "no",
         )
         for attempt in found.attempts
     ]
-    tried = table(("budget", "peak found", "time", "fits"), rows, left=0)
+    tried = table(("budget", "peak found", "time", "fits", f"within {found.asked_slowdown:g}×"), rows, left=0)
     answer = [
         ("smallest budget", f"{format_bytes(found.budget_bytes)}, {counted(found.budget_bytes, 'byte')}"),
         ("slowdown", f"{found.slowdown:.3f}×, predicted"),
@@ -160,6 +159,7 @@ def _batch_content(found: LargestBatch) -> dict[str, Any]:
 def _budget_content(found: CheapestBudget) -> dict[str, Any]:
     return {
         "budget_bytes": found.budget_bytes,
+        "asked_slowdown": found.asked_slowdown,
         "slowdown": found.slowdown,
         "eager_peak_bytes": found.eager_peak_bytes,
         "attempts": found.attempts,

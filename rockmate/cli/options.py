@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -42,6 +44,24 @@ class Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]
             return parse_bytes(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, context)
+
+
+class OutputFile(click.Path):
+    """A file to be written at the end of a command. What stands against that is told before the work begins."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        """The path. Fails for a folder that is not there, or may not be written to."""
+        path = Path(super().convert(value, param, context))
+        if not path.parent.is_dir():
+            self.fail(
+                f"there is no folder {str(path.parent)!r} to write {path.name!r} to; make it first", param, context
+            )
+        if not path.exists() and not os.access(path.parent, os.W_OK):
+            self.fail(f"the folder {str(path.parent)!r} may not be written to", param, context)
+        return path
 
 
 def combined(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:

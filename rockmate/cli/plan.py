@@ -14,6 +14,7 @@ from rockmate.cli.app import examples
 from rockmate.cli.options import (
     BudgetText,
     Chosen,
+    OutputFile,
     output_options,
     solver_options,
     target_options,
@@ -55,9 +56,7 @@ from rockmate.verify import OPTIMIZERS
 @click.option("--pin", multiple=True, metavar="NAME", help="An operation, or the path of a submodule, always kept.")
 @click.option("--opaque", multiple=True, metavar="PATH", help="A submodule whose call is one operation.")
 @solver_options
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan; packed, if it ends in .gz."
-)
+@click.option("-o", "--output", type=OutputFile(), help="Write the plan; packed, if it ends in .gz.")
 @click.option("--cache/--no-cache", default=True, help="Whether to look for the plan in the cache, and keep it there.")
 @output_options
 def command(

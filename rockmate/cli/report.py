@@ -9,7 +9,7 @@ import click
 from rkgb import RockmateError
 from rockmate import plan_files
 from rockmate.cli.app import examples
-from rockmate.cli.options import plan_argument, quiet_option, threads_option
+from rockmate.cli.options import OutputFile, plan_argument, quiet_option, threads_option
 from rockmate.cli.output import GOOD, tell, wants_progress
 from rockmate.cli.targets import TargetError, find_source
 from rockmate.module import Rockmate
@@ -34,7 +34,7 @@ from rockmate.module import Rockmate
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="A page (.html) or a figure (.png, .pdf, .svg); without it, text is printed.",
 )
 @quiet_option

@@ -14,7 +14,7 @@ import msgspec
 from rk_solvers import SOLVERS
 from rk_solvers.registry import DEFAULT_GAP
 from rockmate.cli.app import examples
-from rockmate.cli.options import Chosen, output_options, target_options
+from rockmate.cli.options import Chosen, OutputFile, output_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, finite, table, tell, tell_json, wants_progress
 from rockmate.errors import BudgetError
 from rockmate.memory.budget import read_budget
@@ -100,8 +100,8 @@ def spread(budgets: Any, steps: int) -> list[int | float]:
     show_default=True,
     help="A search ends once no plan is faster by more than this share of the time.",
 )
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows as JSON.")
-@click.option("--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw it: .png, .pdf, .svg or .html.")
+@click.option("-o", "--output", type=OutputFile(), help="Write all rows as JSON.")
+@click.option("--figure", type=OutputFile(), help="Draw it: .png, .pdf, .svg or .html.")
 @output_options
 def command(
     chosen: Chosen,

@@ -12,7 +12,7 @@ import torch
 from rkgb import make_sample
 from rockmate import plan_files, zoo
 from rockmate.cli.app import examples
-from rockmate.cli.options import json_option
+from rockmate.cli.options import OutputFile, json_option
 from rockmate.cli.output import GOOD, pairs, table, tell, tell_json
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import TargetError
@@ -109,7 +109,7 @@ def _unknown(name: str) -> TargetError:
     metavar="SHARE",
     help="Where NAME is a model: the plan of the largest budget that is at most this part of its eager peak.",
 )
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file.")
+@click.option("-o", "--output", required=True, type=OutputFile(), help="The file.")
 @json_option
 def get_command(name: str, budget: float | None, output: Path, as_json: bool) -> int:
     """Write a plan of the zoo to a file, for `rockmate explain`, `check`, `report`, or Rockmate(..., plan=file)."""

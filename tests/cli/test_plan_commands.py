@@ -10,8 +10,10 @@ from torch import nn
 
 from rockmate import Rockmate, plan_files
 from rockmate.cli import main
+from rockmate.cli.max_batch import _budget_text
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
 from rockmate.explain import explain
+from rockmate.inverse import Attempt, CheapestBudget
 from rockmate.plan_files import cache
 from rockmate.running.runtime import Step
 from tests.cli.command_line import MODEL, run, run_json
@@ -275,6 +277,33 @@ def test_max_batch_of_a_slowdown_tells_the_smallest_budget(capsys, tmp_path):
     assert content["slowdown"] <= 1.2
     assert content["budget_bytes"] == content["plan"]["budget_bytes"] < content["eager_peak_bytes"]
     assert plan_files.load(tmp_path / "plan.json").promise.budget_bytes == content["budget_bytes"]
+
+
+def test_max_batch_tells_what_fits_apart_from_what_is_fast_enough():
+    slow = Attempt(budget_bytes=1000, peak_bytes=900, slowdown=1.137, fits=True, is_fast_enough=False)
+    found = CheapestBudget(2000, 1.1, 1.05, plan_file=None, attempts=(slow,), eager_peak_bytes=3000)
+    tried, _ = _budget_text(found)
+    heading, _, row = tried.splitlines()
+    assert heading.split()[-3:] == ["fits", "within", "1.1×"]
+    assert row.split()[-3:] == ["1.137×", "yes", "no"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", TARGET, "--budget", "0.8"),
+        ("max-batch", TARGET, "--budget", "200KiB"),
+        ("sweep", TARGET),
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_output_in_a_missing_folder_fails_before_the_model_is_looked_for(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("rockmate.cli.options.find_source", lambda *_: pytest.fail("the work began"))
+    status, out, err = run(capsys, *command, "-o", tmp_path / "nowhere" / "plan.json")
+    assert status == WRONG_INPUT
+    assert f"there is no folder '{tmp_path / 'nowhere'}'" in err
+    assert not (tmp_path / "nowhere").exists()
+    assert out == ""
 
 
 def test_max_batch_takes_one_question_at_a_time(capsys):

@@ -247,7 +247,9 @@ def test_the_plan_of_the_smallest_budget_is_fast_enough_and_was_measured_to_fit(
         plan = found.plan_file.plan
         assert plan.measured_peak_bytes <= plan.budget_bytes == found.budget_bytes
         assert found.budget_bytes <= found.eager_peak_bytes
-        fast = [attempt for attempt in found.attempts if attempt.slowdown <= slowdown]
+        fast = [attempt for attempt in found.attempts if attempt.is_fast_enough]
+        assert all(attempt.is_fast_enough == (attempt.slowdown <= slowdown * (1 + 1e-6)) for attempt in found.attempts)
+        assert all(attempt.fits == (attempt.peak_bytes <= attempt.budget_bytes) for attempt in found.attempts)
         assert all(plan.peak_bytes <= attempt.peak_bytes for attempt in fast)
     assert cheapest[2].budget_bytes <= cheapest[1.1].budget_bytes <= cheapest[1].budget_bytes
 

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from rk_solvers.combine import combination
 from rk_solvers.milp import Limits, solve
 from rk_solvers.oracle import least_peak
 from rk_solvers.search import FAR, Search, SearchOptions
-from rk_solvers.side_process import SideProcess
+from rk_solvers.side_process import SideProcess, SideProcessWarning
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
 
@@ -67,13 +68,56 @@ def test_it_is_given_up_at_its_limit_and_serves_again():
         assert process.wait(None) == 2.0
 
 
-def test_a_call_that_fails_or_kills_the_process_gives_the_alternative():
+def test_a_call_that_raises_gives_the_alternative_and_tells_the_exception_once():
     with SideProcess() as process:
-        for function, argument in ((math.sqrt, -1), (os._exit, 3)):
-            process.start(30.0, function, argument)
+        process.start(30.0, math.sqrt, -1)
+        with pytest.warns(SideProcessWarning, match=r"call of sqrt .* raised ValueError: math domain error"):
             assert process.wait("failed") == "failed"
-            process.start(30.0, math.sqrt, 4)
-            assert process.wait(None) == 2.0
+        process.start(30.0, math.sqrt, -1)
+        assert process.wait("failed") == "failed"  # a second warning would fail the test
+        process.start(30.0, math.sqrt, 4)
+        assert process.wait(None) == 2.0
+
+
+def test_a_call_that_kills_the_process_gives_the_alternative_and_says_so():
+    with SideProcess() as process:
+        process.start(30.0, os._exit, 3)
+        with pytest.warns(SideProcessWarning, match="ended the process with status 3"):
+            assert process.wait("failed") == "failed"
+        process.start(30.0, math.sqrt, 4)
+        assert process.wait(None) == 2.0
+
+
+def test_an_answer_that_cannot_be_sent_is_told():
+    with SideProcess() as process:
+        process.start(30.0, threading.Lock)
+        with pytest.warns(SideProcessWarning, match="TypeError: the answer cannot be sent"):
+            assert process.wait("failed") == "failed"
+
+
+def test_the_exception_of_a_call_made_here_is_told_as_well(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with SideProcess() as process:
+        process.start(30.0, math.sqrt, -1)
+        with pytest.warns(SideProcessWarning, match="math domain error"):
+            assert process.wait("failed") == "failed"
+
+
+def test_a_relaxation_that_raises_is_told_once_and_the_search_ends_with_a_valid_plan(monkeypatch):
+    monkeypatch.setattr("rk_solvers.refinement.Refinement.advanced", refuse_to_advance)
+    monkeypatch.setattr("rk_solvers.auto._is_small", lambda problem: False)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # another process would not know of the patch
+    problem, _ = gpt2(2)
+    budget = budget_of(problem, 0.8)
+    with pytest.warns(SideProcessWarning, match="raised") as told:
+        solution = Auto(time_limit_s=3.0).solve(problem, budget)
+    assert len(told) == 1
+    check(problem, solution.schedule, budget)
+    assert solution.status.fits
+
+
+def refuse_to_advance(*_: object) -> None:
+    raise ZeroDivisionError("what nobody expected")
 
 
 def test_calls_are_made_here_where_no_process_can_be_started(monkeypatch):
