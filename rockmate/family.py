@@ -21,6 +21,7 @@ from rkgb.turns import TURNS, TurnsOf, warnings_collected
 from rockmate.errors import CheckpointingWarning, ExportWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.member import Member, Untrained
 from rockmate.memory.budget import AboveResidents
+from rockmate.memory.optimizer_state import with_parameters
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_or_reuse
@@ -87,7 +88,12 @@ class PlanFamily:
         """The same plans for a copy of the module."""
         paths = {part: path for path, part in self._model.named_modules()}
         pins = tuple(model.get_submodule(paths[pin]) if pin in paths else pin for pin in self.request.pin)
-        twin = PlanFamily(model, replace(self.request, pin=pins), self.shapes, self.progress, self.use_cache)
+        optimizer = self.request.optimizer
+        others = {id(held): model.get_parameter(path) for path, held in self._model.named_parameters()}
+        if any(id(other) != held for held, other in others.items()):
+            optimizer = with_parameters(optimizer, others)
+        request = replace(self.request, pin=pins, optimizer=optimizer)
+        twin = PlanFamily(model, request, self.shapes, self.progress, self.use_cache)
         twin._known = self._known  # what blocks take does not depend on which module has them
         twin._given = self._given
         twin._expected = self._expected

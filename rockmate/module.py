@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from rockmate.errors import BudgetError, IntegrationError, NotPlanned, PickleWar
 from rockmate.family import PlanFamily, Shapes
 from rockmate.member import Member
 from rockmate.memory.budget import Budget
-from rockmate.memory.optimizer_state import OptimizerLike
+from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.memory.split import MemorySplit, Scope
 from rockmate.plan import Plan
 from rockmate.plan_files.content import PlanFile
@@ -299,7 +300,7 @@ class Rockmate(Transparent):
         return _restored, (
             self._own_class(),
             self.original,
-            _picklable(self._family.request),
+            _picklable(self._family.request, self.original),
             self._family.shapes,
             self._family.decisions(),
             {name: value for name, value in self._notes().items() if not callable(value)},
@@ -358,25 +359,39 @@ def _check_model(model: object) -> None:
         make_sample(model, None)  # type: ignore[arg-type]  # raises
 
 
-def _picklable(request: PlanRequest) -> PlanRequest:
-    """`request` without what cannot be pickled, such as a loss that is a lambda; warns of it."""
+def _picklable(request: PlanRequest, model: torch.nn.Module) -> PlanRequest:
+    """`request` without what cannot be pickled, such as a loss that is a lambda; warns of it.
+
+    Of an optimizer goes what tells how much it keeps, and not what it keeps: it is saved by itself, as ever.
+    """
+    itself = {id(parameter): parameter for parameter in model.parameters()}
+    request = replace(request, optimizer=with_parameters(request.optimizer, itself))
     plain = PlanRequest(request.budget)
-    lost = {}
-    for field in fields(request):
-        if field.name in ("loss", "solver", "optimizer", "pin"):
-            try:
-                pickle.dumps(getattr(request, field.name))
-            except Exception:  # noqa: BLE001  whatever the objects of the user's raise
-                lost[field.name] = getattr(plain, field.name)
-    if lost:
-        names = " and ".join(lost)
+    names = [name for name in ("loss", "solver", "optimizer", "pin") if not _can_be_pickled(getattr(request, name))]
+    if names:
         warnings.warn(
-            f"the {names} given for planning cannot be pickled: what is saved will be planned without. Make it a "
-            "function at the top of a module, or plan model.original anew once it is loaded.",
+            f"the {' and '.join(names)} given for planning cannot be pickled: what is saved will be planned without. "
+            "Make it a function at the top of a module, or plan model.original anew once it is loaded.",
             PickleWarning,
             stacklevel=2,
         )
+    lost = {name: getattr(plain, name) for name in names}
     return replace(request, progress=no_progress, follow=None, **lost)
+
+
+class _Trial(pickle.Pickler):
+    """Sees whether something can be pickled; of tensors and modules, which can be, no byte is copied."""
+
+    def persistent_id(self, held: Any) -> int | None:
+        return id(held) if isinstance(held, torch.Tensor | torch.nn.Module) else None
+
+
+def _can_be_pickled(held: Any) -> bool:
+    try:
+        _Trial(io.BytesIO()).dump(held)
+    except Exception:  # noqa: BLE001  whatever the objects of the user's raise
+        return False
+    return True
 
 
 def _restored(

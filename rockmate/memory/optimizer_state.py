@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -74,6 +74,26 @@ def optimizer_state_bytes(
                 seen[key] = _state_bytes(tensors, optimizer.param_groups[index], device)
             coming += seen[key]
     return present + coming, present
+
+
+def with_parameters(optimizer: OptimizerLike | None, others: Mapping[int, torch.nn.Parameter]) -> OptimizerLike | None:
+    """What is counted like `optimizer`, of other parameters: those that `others` names by the identities of its own.
+
+    An optimizer becomes one without state, of the same groups and options; parameters that `others` does not name are
+    left out of it. Whatever makes an optimizer makes one of any parameters, and is returned as it is.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return optimizer
+    twin = object.__new__(type(optimizer))  # its constructor may do anything
+    plain = {name: value for name, value in vars(optimizer).items() if not leaves(value) and not callable(value)}
+    hooks = {name: OrderedDict[int, Any]() for name in plain if name.endswith("_hooks")}
+    twin.__dict__ = {**plain, **hooks, "defaults": optimizer.defaults}
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": [others[id(parameter)] for parameter in group["params"] if id(parameter) in others]}
+        for group in optimizer.param_groups
+    ]
+    return twin
 
 
 def _made(make: Callable[..., Optimizer], stand_ins: list[torch.nn.Parameter]) -> Optimizer:

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import pickle
 import re
+import tracemalloc
 from functools import partial
 
 import pytest
@@ -326,3 +328,53 @@ def test_the_table_shows_every_part():
     text = capture.get()
     assert all(name in text for name, _ in split.parts())
     assert "100 %" in text
+
+
+# ---- copies of a module whose budget counts an optimizer ---------------------------------------------------
+
+
+def planned_with_an_optimizer(**options):
+    model = Wide()
+    groups = [{"params": model.layers[:2].parameters(), "lr": 0.1}, {"params": model.layers[2:].parameters()}]
+    optimizer = ADAMW(groups, **options)
+    sample = MODELS["parameters"][1]()
+    return Rockmate(model, sample, "4MiB", loss=squares, scope="total", optimizer=optimizer, cache=False), optimizer
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deep", "shallow", "pickle"],
+)
+def test_a_copy_counts_an_optimizer_like_the_one_that_was_given(copied, trained):
+    model, optimizer = planned_with_an_optimizer(amsgrad=True)
+    if trained:
+        squares(model(torch.randn(64, 96))).backward()
+        optimizer.step()
+    groups, states = copy.deepcopy(optimizer.param_groups), len(optimizer.state)
+    twin = copied(model)
+    squares(twin(torch.randn(32, 96))).backward()  # another shape: planned anew
+    assert twin.memory_split.residents.optimizer_bytes == model.memory_split.residents.optimizer_bytes > 0
+    assert len(optimizer.state) == states
+    assert [sorted(group) for group in optimizer.param_groups] == [sorted(group) for group in groups]
+
+
+def test_pickling_neither_saves_nor_copies_what_an_optimizer_keeps():
+    model, optimizer = planned_with_an_optimizer()
+    before = len(pickle.dumps(model))
+    squares(model(torch.randn(64, 96))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state_bytes = sum(held.nbytes for state in optimizer.state.values() for held in state.values())
+    assert state_bytes > before // 2
+    tracemalloc.start()
+    try:
+        after = pickle.dumps(model)
+        most_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(after) < before + 1000
+    # The module's own bytes, and the pickler's buffer, which grows by doubling.
+    assert most_bytes < 3.5 * before
