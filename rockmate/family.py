@@ -24,7 +24,7 @@ from rockmate.memory.budget import AboveResidents
 from rockmate.memory.optimizer_state import with_parameters
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
-from rockmate.plan_files.reuse import plan_or_reuse
+from rockmate.plan_files.reuse import plan_above, plan_or_reuse
 from rockmate.planning.follow import Decisions
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import Progress, progress_display
@@ -43,6 +43,10 @@ SHAPES: tuple[str, ...] = get_args(Shapes)
 _MOST_PLANS = 64
 # A module that reads something else out of every batch would be planned for ever.
 _MOST_BRANCHES = 8
+# Plans for one kind of call, each for steps before which other gradients are there.
+_MOST_GRADIENTS = 4
+# Calls that find all gradients there, before they are worth a plan of their own: one or two are no habit.
+_HABIT = 4
 _OWN_CODE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
 
 
@@ -168,10 +172,13 @@ class PlanFamily:
         """Whether a plan holds for `call`, and what the module returns by it; or why the first plan does not."""
         refusal: RockmateError | None = None
         traits = self._traits()
-        for member in tuple(self.members):
+        # The plan for most gradients that are there has most room for the rest.
+        for member in sorted(self.members, key=lambda one: -len(one.measured.gradients)):
             assert traits is not None
-            mismatch = member.mismatch(call, traits)
+            mismatch = member.mismatch(call, traits) or member.gradients_mismatch()
             if mismatch is None:
+                if self.shapes != "error" and member.is_due_for_another(_HABIT):
+                    return False, None, None
                 try:
                     output = member.runner.run(call)
                 except GuardError as error:
@@ -220,7 +227,8 @@ class PlanFamily:
     def _unplanned(self, call: Sample, refusal: RockmateError | None, made: int) -> Any:
         if refusal is not None and self.shapes == "error":
             raise refusal
-        if refusal is not None and self.shapes == "eager":
+        alike = None if isinstance(refusal, GuardError) else self._alike(call)
+        if refusal is not None and self.shapes == "eager" and alike is None:
             self._tell_of_eager(refusal)
             return self._by_the_module(call)
         with self._turns.planning():
@@ -228,6 +236,12 @@ class PlanFamily:
                 ran, output, refusal = self._by_a_plan(call)
                 if ran:
                     return output
+                alike = None if isinstance(refusal, GuardError) else self._alike(call)
+            if alike is not None:
+                try:
+                    return self._planned_above(alike, call, refusal).runner.run(call)
+                except GuardError as error:
+                    refusal = error  # the data are of another branch than those that the plan was made of
             first = not self.members
             try:
                 member = self._trained_plan_for(call, refusal)
@@ -238,6 +252,34 @@ class PlanFamily:
                     self._tell_of_plan(member, refusal)
                 return member.runner.run(call)
         return self._by_the_module(call)
+
+    def _alike(self, call: Sample) -> Member | None:
+        """A plan for such calls, whatever gradients are there before their steps."""
+        traits = self._traits()
+        return next((one for one in self.members if traits is not None and one.mismatch(call, traits) is None), None)
+
+    def _planned_above(self, alike: Member, call: Sample, refusal: RockmateError | None) -> Member:
+        """A plan for such calls as `alike` is for, before whose steps other gradients are there.
+
+        Without a `refusal` that plan holds, too, and stays where no other one can be made.
+        """
+        gradients = alike.gradients_now()
+        known = {one.measured.gradients for one in self.members if one.is_for_calls_of(alike)}
+        if len(known) >= _MOST_GRADIENTS:
+            gradients = frozenset()  # a plan that makes them all holds whichever are there
+        with progress_display(self.progress) as tell, self._told_once():
+            request = replace(self.request, progress=tell, follow=None)
+            try:
+                found = plan_above(self._model, alike.measured, make_sample(self._model, call), request, gradients)
+            except Exception:
+                if refusal is not None:
+                    raise
+                return alike  # no call fails for the sake of a better plan
+        member = Member.of(self._model, *found)
+        self.adopt(member)
+        if refusal is not None:
+            self._tell_of_plan(member, refusal)
+        return member
 
     def _by_the_module(self, call: Sample) -> Any:
         with self._turns.running():
@@ -275,7 +317,7 @@ class PlanFamily:
         return min(found)[2] if found else None
 
     def _refuse_more_branches(self, refusal: GuardError) -> None:
-        alike = max((sum(one.is_like(other) for other in self.members) for one in self.members), default=0)
+        alike = max((sum(one.is_for_calls_of(other) for other in self.members) for one in self.members), default=0)
         if alike >= _MOST_BRANCHES:
             refusal.add_note(
                 f'{alike} plans for such calls are there, each for other data. Say shapes="eager" to run what none '
@@ -344,6 +386,13 @@ def _frames_to_the_user() -> int:
 def _first_clause(refusal: RockmateError | None) -> str:
     """What differed, without what to do about it."""
     text = str(refusal)
-    for end in (": the plan holds", ". Put it back", ". Plan the module", ". Trace with", ". Call and plan"):
+    for end in (
+        ": the plan holds",
+        ". Put it back",
+        ". Plan the module",
+        ". Trace with",
+        ". Call and plan",
+        ": a step that makes",
+    ):
         text = text.partition(end)[0]
     return text

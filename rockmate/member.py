@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from rkgb import RockmateError, Sample
+from rockmate.errors import PlanMismatch
+from rockmate.memory.split import gradient_is_there, gradients_made, gradients_there
 from rockmate.plan import Plan
 from rockmate.planning.follow import Decisions
 from rockmate.planning.measured import Measured
@@ -27,6 +29,7 @@ class Member:
     _runner: Runner | None = None
     # Compared with what the module held when it was planned, or copied: a tensor put there since is another.
     _settings: BoundSettings | None = None
+    _found_gradients: int = 0  # calls that found all gradients there, of which the plan makes some
 
     @staticmethod
     def of(model: torch.nn.Module, measured: Measured, planned: Planned) -> Member:
@@ -46,6 +49,51 @@ class Member:
         """The module has other parts now: neither run those that the code reads, nor keep them."""
         self._runner = None
 
+    def gradients_mismatch(self) -> PlanMismatch | None:
+        """Why the plan does not hold before the gradients that are there now; None where it does.
+
+        It holds where more are there than it was made for: then a step takes less than it may.
+        """
+        if not self.measured.gradients:
+            return None
+        missing = self.measured.gradients - gradients_there(self.model, self.measured.graphs.D_graph)
+        if not missing:
+            return None
+        path = self.measured.graphs.D_graph.leaves[min(missing)].path
+        return PlanMismatch(
+            f"{len(missing)} of {len(self.measured.gradients)} gradients that a step was planned to add to are not "
+            f"there, such as that of {path!r}: a step that makes them takes more. Put them back: keep gradients "
+            "between steps by zero_grad(set_to_none=False), or set each parameter's grad to zeros before the step."
+        )
+
+    def gradients_now(self) -> frozenset[str]:
+        """Those that a step would make, by the names of their parameters in the graph, and that are there already."""
+        graphs = self.measured.graphs
+        return gradients_there(self.model, graphs.D_graph).intersection(gradients_made(graphs))
+
+    def is_due_for_another(self, habit: int) -> bool:
+        """Told of each call: whether it is the one of that number which finds all gradients there.
+
+        Only of a plan that makes some of them, and recomputes to have room for them, so that another one would gain.
+        """
+        if not self._would_gain():
+            return False
+        self._found_gradients += 1
+        return self._found_gradients == habit
+
+    def is_for_calls_of(self, other: Member) -> bool:
+        """Whether the two are for the same calls and modules, whatever gradients are there."""
+        return self.measured.pattern == other.measured.pattern and self.measured.traits == other.measured.traits
+
+    def _would_gain(self) -> bool:
+        if not self.plan.recomputations or self.measured.residents is not None:
+            return False
+        made = gradients_made(self.measured.graphs).keys()
+        if self.measured.gradients >= made:
+            return False
+        leaves = self.measured.graphs.D_graph.leaves
+        return all(gradient_is_there(self.model.get_parameter(leaves[name].path)) for name in made)
+
     def mismatch(self, call: Sample, traits: ModuleTraits) -> RockmateError | None:
         """Why the plan does not hold for `call` on the module as it is, with `traits`; None where it does."""
         if self._runner is None:  # then there may be no such parts any more
@@ -63,11 +111,6 @@ class Member:
     def decisions(self) -> Decisions:
         """What the plan recomputes, for others to follow."""
         return Decisions.of(self.measured.problem, self.plan.recompute, self.plan.solver)
-
-    def is_like(self, other: Member) -> bool:
-        """Whether the two differ in what the module read out of the data, and in nothing else."""
-        same_calls = self.measured.pattern == other.measured.pattern
-        return same_calls and self.measured.traits == other.measured.traits
 
 
 @dataclass(eq=False, slots=True)

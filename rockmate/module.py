@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.measured import Measured
+from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.pinned import Pins, as_pins, check_pins
 from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest, check_request, no_progress
@@ -236,13 +237,15 @@ class Rockmate(Transparent):
         member = self._family.member_for(call)
         file = plan_file_of(self.original, member.measured, member.plan, self._family.request)
         loss = self._family.request.loss if loss is None else loss
-        own = member.measured.graphs.D_graph.generators
+        measured, device = member.measured, member.measured.device
+        graph = measured.graphs.D_graph
+        borrow = partial(borrowed_with_gradients, self.original, {device}, graph, measured.gradients)
         with self._family.alone():
-            measured = observe(self.original, member.runner, call, loss, member.measured.device, own)
+            seen = observe(self.original, member.runner, call, loss, device, borrow)
             if operations:
                 times_ms = measured_operations(self.original, call, loss, self._family.request.opaque)
-                measured = replace(measured, operation_ms=times_ms)
-        return write_report(file, path, measured)
+                seen = replace(seen, operation_ms=times_ms)
+        return write_report(file, path, seen)
 
     @property
     def code(self) -> str:

@@ -32,6 +32,8 @@ class Plan:
     # What CUDA's allocator held at most in that real step, gaps included, above what was allocated before it.
     measured_reserved_bytes: int | None = None  # None on the CPU
     calls: str = ""  # the tensors of the calls that it is for
+    # Of the gradients that are there before the step, which adds to them; 0 where it is for steps that make them all.
+    gradient_bytes: int = 0
 
     @property
     def whole_budget_bytes(self) -> int:
@@ -58,7 +60,8 @@ class Plan:
     def __str__(self) -> str:
         return (
             f"Plan(budget {self._budget_text()}, peak {format_bytes(self.peak_bytes)}"
-            f" of {format_bytes(self.baseline_peak_bytes)} eager, time {format_ms(self.time_ms)}"
+            f" of {format_bytes(self.baseline_peak_bytes)} eager{self._gradients_text()},"
+            f" time {format_ms(self.time_ms)}"
             f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations, {self.solver},"
             f"{self._reserved_text()}"
             f" planned in {self.planning_s:.1f} s)"
@@ -67,6 +70,9 @@ class Plan:
     def _budget_text(self) -> str:
         split = self.memory_split
         return format_bytes(self.budget_bytes) + (f" of {format_bytes(split.total_bytes)} in all" if split else "")
+
+    def _gradients_text(self) -> str:
+        return f" above {format_bytes(self.gradient_bytes)} of gradients" if self.gradient_bytes else ""
 
     def _reserved_text(self) -> str:
         reserved_bytes = self.measured_reserved_bytes

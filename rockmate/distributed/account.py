@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rk_solvers import Chain, KeepAll, KeepNone, Problem, Recompute, Solution, Solver, schedule_of
 from rockmate.distributed.blocks import BlockClass
 from rockmate.memory.split import above_gradients
-from rockmate.planning.costs import LOSS
+from rockmate.planning.costs import LOSS, assumed_loss_cost, build_problem
 from rockmate.planning.follow import Decisions
 from rockmate.planning.simulator import simulate
 
@@ -51,7 +51,8 @@ class BlockProblem:
     def of(blocks: BlockClass) -> BlockProblem:
         """That of a class of equal blocks."""
         measured = blocks.measured
-        return BlockProblem(above_gradients(measured.problem, measured.graphs), measured.chain, blocks.calls)
+        problem, chain = build_problem(measured.graphs, measured.loss or assumed_loss_cost(measured.graphs.K_graph))
+        return BlockProblem(above_gradients(problem, measured.graphs), chain, blocks.calls)
 
     def candidate(self, recompute: Recompute, solver: str) -> Candidate:
         """What a plan keeps and takes."""

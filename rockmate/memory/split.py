@@ -1,15 +1,15 @@
-"""What training holds beside a step, and what a budget for all of it leaves to the step."""
+"""What training holds beside a step: what a budget for all of it leaves to the step, and gradients that are there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from rk_solvers import Problem
-from rkgb import AllGraphs
+from rkgb import AllGraphs, DGraph, LeafKind
 from rkgb.measuring.memory import allocated_bytes
 from rkgb.measuring.profile import backward_stages
 from rockmate.errors import BudgetError, OptimizerError
@@ -125,8 +125,45 @@ def _new_storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, se
     return found
 
 
-def above_gradients(problem: Problem, graphs: AllGraphs) -> Problem:
-    """The same step, above gradients of parameters that are there from its start.
+# ---- gradients that are there before a step ----------------------------------------------------------------
+
+
+def gradients_there(model: torch.nn.Module, graph: DGraph) -> frozenset[str]:
+    """The parameters of `graph`, by their names in it, to whose gradients a backward would add in place now.
+
+    Not so where there is no gradient, and where autograd makes a new one of both: sparse gradients, other types.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    leaves = [leaf for leaf in graph.leaves.values() if leaf.kind is LeafKind.PARAMETER]
+    return frozenset(leaf.name for leaf in leaves if gradient_is_there(parameters[leaf.path]))
+
+
+def gradient_is_there(parameter: torch.Tensor) -> bool:
+    """Whether a backward adds to the parameter's gradient, in place of making one."""
+    gradient = parameter.grad
+    return gradient is not None and gradient.layout is torch.strided and gradient.dtype == parameter.dtype
+
+
+def gradients_made(graphs: AllGraphs) -> dict[str, int]:
+    """The parameters to which the backward gives a gradient, by their names in the graph, with its bytes."""
+    return {
+        name: size_bytes
+        for profile in graphs.profiles
+        for name, size_bytes in profile.parameter_gradient_bytes.items()
+        if graphs.D_graph.leaves[name].kind is LeafKind.PARAMETER
+    }
+
+
+def put_gradients(model: torch.nn.Module, graph: DGraph, names: Collection[str]) -> None:
+    """Give these parameters of `graph` gradients of zeros: a borrowed `model` then runs a step that adds to them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in sorted(names):
+        parameter = parameters[graph.leaves[name].path]
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def above_gradients(problem: Problem, graphs: AllGraphs, there: Collection[str] | None = None) -> Problem:
+    """The same step, above gradients of parameters that are there from its start: of these, by name, or of all.
 
     What a backward computes is then added to them and freed, so that it no longer counts from there on.
     """
@@ -136,6 +173,8 @@ def above_gradients(problem: Problem, graphs: AllGraphs) -> Problem:
     for index, (comp, profile) in enumerate(zip(stages, backward_stages(graphs.profiles), strict=True)):
         last[comp.block].update(dict.fromkeys(profile.nodes, index + 1))
     for name, block in _last_blocks(graphs).items():
+        if there is not None and name not in there:
+            continue
         stage = _stages_until(graphs, name, block, last[block])
         finished[stage] += graphs.profiles[block].parameter_gradient_bytes[name]
     first = len(problem.backward) - len(stages)  # those before are the loss's

@@ -106,6 +106,7 @@ class Asked(Record, frozen=True):
     scope: Literal["step", "total"] = "step"
     pinned: tuple[str, ...] = ()  # operations that are never recomputed
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation
+    gradients: tuple[str, ...] = ()  # parameters whose gradients are there before the step, which adds to them
     trained: tuple[str, ...] | None = None  # outputs that the loss hands a gradient to; None for all that take one
 
 
@@ -124,6 +125,7 @@ class Promise(Record, frozen=True):
     lower_bound_ms: float | None
     gap: float | None  # how much of the step's time a better plan could save at most
     memory_split: MemorySplit | None
+    gradient_bytes: int = 0  # of the gradients that are there before the step
 
     @property
     def whole_budget_bytes(self) -> int:

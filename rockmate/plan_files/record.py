@@ -58,6 +58,7 @@ def plan_file_of(model: torch.nn.Module, measured: Measured, plan: Plan, request
             scope=request.scope,
             pinned=measured.pinned,
             opaque=request.opaque,
+            gradients=tuple(sorted(measured.gradients)),
             trained=_trained(measured.graphs.D_graph),
         ),
         graph=graph_record(model, str(measured.pattern), measured.graphs.S_graph),

@@ -30,7 +30,6 @@ from rockmate.planning.measured import (
     Traced,
     joined,
     measure_traced,
-    problem_of,
     refuse_without_backward,
     trace_model,
 )
@@ -91,6 +90,7 @@ def restore_traced(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) 
     are not measured like that any more.
     """
     started = time.perf_counter()
+    traced.gradients = frozenset(plan_file.asked.gradients)
     try:
         measured = _recorded(model, traced, plan_file)
         planned = planned_as(plan_file.plan, measured, model)
@@ -132,10 +132,10 @@ def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Me
     split = plan_file.promise.memory_split
     residents = None if split is None else split.residents
     traced.loss = _loss_of(plan_file)
-    problem, parts = problem_of(graphs, traced.loss, residents)
-    if problem != plan_file.problem or parts != plan_file.solver_chain:
+    measured = joined(traced, graphs, residents, found.eager_peak_bytes)
+    if measured.problem != plan_file.problem or measured.chain != plan_file.solver_chain:
         raise ValueError("the problem of the graph is another than the file's")
-    return joined(traced, graphs, problem, parts, found.eager_peak_bytes, traced.tracing_s, residents)
+    return measured
 
 
 def _loss_of(plan_file: PlanFile) -> LossCost | None:
@@ -194,7 +194,7 @@ def _followed(
     """What the plan recomputes, with the costs of this place."""
     decisions = Decisions.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
     budget_bytes = plan_file.promise.whole_budget_bytes
-    traced.loss = _loss_of(plan_file)
+    traced.loss, traced.gradients = _loss_of(plan_file), frozenset(plan_file.asked.gradients)
     measured = measure_traced(model, traced, request)
     try:
         planned = make_plan(measured, replace(request, budget=budget_bytes, solver=Follow(decisions)), model)

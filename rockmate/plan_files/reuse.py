@@ -13,7 +13,7 @@ import torch
 
 import rk_solvers
 import rkgb
-from rkgb import RecordMismatch
+from rkgb import RecordMismatch, Sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
@@ -22,7 +22,7 @@ from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.exchange import default_exchange, plan_with_others, solver_text
-from rockmate.planning.measured import Measured, Traced, measure_traced, trace_model
+from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import Planned, make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
 
@@ -50,6 +50,20 @@ def plan_or_reuse(
             measured, planned = found
     measured.sample = None
     return measured, planned
+
+
+def plan_above(
+    model: torch.nn.Module, measured: Measured, sample: Sample, request: PlanRequest, gradients: frozenset[str]
+) -> tuple[Measured, Planned]:
+    """Plan what was `measured` of calls like `sample` once more, for steps before which other gradients are there.
+
+    `gradients` are parameters by their names in the graph. Raises as `make_plan`.
+    """
+    with planning(model):
+        other = measured_above(model, measured, sample, request, gradients)
+        other, planned = plan_with_others(other, request, model, make_plan)
+    other.sample = None
+    return other, planned
 
 
 def _reused(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: str) -> tuple[Measured, Planned] | None:
@@ -95,6 +109,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         None if request.follow is None else request.follow.to_json(),
         None if traced.loss is None else traced.loss.peak_bytes,
         request.opaque,
+        sorted(traced.gradients),
     ]
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +17,17 @@ from rkgb import AllGraphs, BGraph, DGraph, KGraph, ModelError, Sample, SGraph, 
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
-from rkgb.state import autocast_in_force, for_planning, main_device, module_devices
+from rkgb.state import autocast_in_force, borrowed, for_planning, main_device, module_devices
 from rockmate.errors import NothingToTrain
 from rockmate.memory.optimizer_state import optimizer_state_bytes
-from rockmate.memory.split import Residents, above_gradients, count_residents
+from rockmate.memory.split import (
+    Residents,
+    above_gradients,
+    count_residents,
+    gradients_made,
+    gradients_there,
+    put_gradients,
+)
 from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
 from rockmate.planning.pinned import check_pins, pinned_operations
 from rockmate.planning.real_step import eager_peak_bytes
@@ -34,7 +44,8 @@ class Measured:
 
     `eager_peak_bytes` was measured, or is what keep-all is predicted to take where the eager step does not fit the
     device. Where the budget is for all of training there are `residents`, gradients of parameters among them: then
-    `problem` and `eager_peak_bytes` are of a step above them.
+    `problem` and `eager_peak_bytes` are of a step above them; so they are, without, above the `gradients` that were
+    there before the step.
     """
 
     sample: Sample | None  # None once planned: its tensors are the user's to free
@@ -50,6 +61,14 @@ class Measured:
     residents: Residents | None = None
     pinned: tuple[str, ...] = ()  # operations that the user wants to be saved
     loss: LossCost | None = None  # None where no loss was given
+    # Parameters, by their names in the graph, whose gradients are there before the step: it adds to them.
+    gradients: frozenset[str] = frozenset()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are there before the step."""
+        made = gradients_made(self.graphs)
+        return sum(made[name] for name in self.gradients)
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +88,7 @@ class Traced:
         tuple[int, int] | None
     )  # of the optimizer, in all and already there, where the budget is for all of training
     tracing_s: float
+    gradients: frozenset[str]  # parameters whose gradients are there now; none where the budget counts all gradients
 
 
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None) -> Measured:
@@ -124,6 +144,7 @@ def trace_model(
         loss_cost,
         state_bytes,
         time.perf_counter() - started,
+        frozenset() if request.scope == "total" else gradients_there(model, dataflow),
     )
 
 
@@ -140,18 +161,52 @@ def measure_traced(
         leaves = graphs.D_graph.leaves.values()
         constants = [leaf.constant for leaf in leaves if leaf.constant is not None]
         residents = count_residents(model, traced.sample.tensors, constants, traced.device, traced.state_bytes)
+    measured = joined(traced, graphs, residents)
+    _measure_eager(model, measured, request)
+    measured.measuring_s = traced.tracing_s + time.perf_counter() - started
+    return measured
+
+
+def measured_above(
+    model: torch.nn.Module, measured: Measured, sample: Sample, request: PlanRequest, gradients: frozenset[str]
+) -> Measured:
+    """What was `measured` of calls like `sample`, for steps before which other gradients are there.
+
+    Nothing is traced, and nothing measured anew but the eager step.
+    """
+    started = time.perf_counter()
+    problem, chain = problem_of(measured.graphs, measured.loss, None, gradients)
+    other = replace(measured, sample=sample, problem=problem, chain=chain, gradients=gradients)
+    _measure_eager(model, other, request)
+    other.measuring_s = time.perf_counter() - started
+    return other
+
+
+def _measure_eager(model: torch.nn.Module, measured: Measured, request: PlanRequest) -> None:
+    """Fill in what the eager step takes."""
+    request.progress("eager step", 0, 1)
+    assert measured.sample is not None
     with for_planning(model):
-        problem, chain = problem_of(graphs, traced.loss, residents)
-        request.progress("eager step", 0, 1)
-        keep_all_peak = KeepAll().solve(problem, sys.maxsize).peak_bytes
-        own = graphs.D_graph.generators
-        eager = eager_peak_bytes(model, traced.sample, request.loss, traced.device, keep_all_peak, residents, own)
-        if eager is None:
-            request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
-            eager = keep_all_peak
-        request.progress("eager step", 1, 1)
-    measuring_s = traced.tracing_s + time.perf_counter() - started
-    return joined(traced, graphs, problem, chain, eager, measuring_s, residents)
+        keep_all_peak = KeepAll().solve(measured.problem, sys.maxsize).peak_bytes
+        graph = measured.graphs.D_graph
+        borrow = partial(borrowed_with_gradients, model, {measured.device}, graph, measured.gradients)
+        eager = eager_peak_bytes(
+            model, measured.sample, request.loss, measured.device, keep_all_peak, measured.residents, borrow
+        )
+    if eager is None:
+        request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
+    measured.eager_peak_bytes = keep_all_peak if eager is None else eager
+    request.progress("eager step", 1, 1)
+
+
+@contextlib.contextmanager
+def borrowed_with_gradients(
+    model: torch.nn.Module, devices: set[torch.device], graph: DGraph, gradients: frozenset[str]
+) -> Iterator[None]:
+    """`borrowed`, where the parameters of `graph` that are named have gradients, as before the step that is planned."""
+    with borrowed(model, devices, graph.generators):
+        put_gradients(model, graph, gradients)
+        yield
 
 
 def refuse_without_backward(model: torch.nn.Module, graph: KGraph) -> None:
@@ -163,22 +218,28 @@ def refuse_without_backward(model: torch.nn.Module, graph: KGraph) -> None:
         )
 
 
-def problem_of(graphs: AllGraphs, loss: LossCost | None, residents: Residents | None) -> tuple[Problem, Chain]:
-    """What the solvers are given: a step with that loss, above the gradients that are resident, if any are."""
+def problem_of(
+    graphs: AllGraphs, loss: LossCost | None, residents: Residents | None, gradients: frozenset[str] = frozenset()
+) -> tuple[Problem, Chain]:
+    """What the solvers are given: a step with that loss, above the gradients that are there.
+
+    Those are all where there are `residents`, which they belong to, and else those named.
+    """
     problem, chain = build_problem(graphs, loss or assumed_loss_cost(graphs.K_graph))
-    return (problem if residents is None else above_gradients(problem, graphs)), chain
+    if residents is not None:
+        return above_gradients(problem, graphs), chain
+    return (above_gradients(problem, graphs, gradients) if gradients else problem), chain
 
 
 def joined(
     traced: Traced,
     graphs: AllGraphs,
-    problem: Problem,
-    chain: Chain,
-    eager_peak_bytes: int,
-    measuring_s: float,
     residents: Residents | None,
+    eager_peak_bytes: int = 0,  # 0 until it is measured
 ) -> Measured:
     """What was traced, with what was measured of it."""
+    gradients = traced.gradients.intersection(gradients_made(graphs))
+    problem, chain = problem_of(graphs, traced.loss, residents, gradients)
     return Measured(
         traced.sample,
         traced.pattern,
@@ -187,12 +248,13 @@ def joined(
         chain,
         eager_peak_bytes,
         traced.device,
-        measuring_s,
+        traced.tracing_s,
         traced.traits,
         traced.settings,
         residents,
         traced.pinned,
         traced.loss,
+        gradients,
     )
 
 

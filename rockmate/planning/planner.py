@@ -17,7 +17,7 @@ from rk_solvers import Effort, KeepAll, Solution, check, solver_named
 from rk_solvers.bound import lower_bound_ms
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.memory import out_of_memory_told
-from rkgb.state import borrowed, for_planning, module_devices
+from rkgb.state import for_planning, module_devices
 from rkgb.surroundings import surroundings_aside
 from rkgb.turns import TURNS
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
@@ -28,7 +28,7 @@ from rockmate.plan import Plan
 from rockmate.planning.costs import LOSS, LossFunction
 from rockmate.planning.follow import Follow
 from rockmate.planning.graph_solver import GraphSolver
-from rockmate.planning.measured import Measured
+from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.real_step import real_peak_bytes, warm_step
 from rockmate.planning.refusal import too_small
 from rockmate.planning.request import PlanRequest, Progress
@@ -219,6 +219,7 @@ def _planned(
         recompute=solution.recompute,
         memory_split=split,
         calls=str(measured.pattern),
+        gradient_bytes=measured.gradient_bytes,
     )
     return planned_as(plan, measured, module)
 
@@ -237,8 +238,8 @@ def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> Plann
 def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> StepPeak:
     """Peak of one real step of the plan on the sample. The module is left as it was."""
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
-    doing, own = "when the module was set aside for a real step of the plan", measured.graphs.D_graph.generators
-    borrow = partial(borrowed, module, {measured.device}, own)
+    doing, graph = "when the module was set aside for a real step of the plan", measured.graphs.D_graph
+    borrow = partial(borrowed_with_gradients, module, {measured.device}, graph, measured.gradients)
     with out_of_memory_told(doing, "Free some memory first."), for_planning(module):
         warm_step(runner, measured.sample, loss, measured.device, borrow)
         with borrow():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from rkgb import Sample
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
-from rkgb.state import borrowed, without_autocast
-from rkgb.tracing.generators import OwnGenerator
+from rkgb.state import without_autocast
 from rkgb.tree import leaves
 from rockmate.memory.allocators import StepPeak, end_peak, start_peak
 from rockmate.memory.split import Residents
@@ -71,7 +69,7 @@ def warm_step(
 def real_peak_bytes(
     step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device, residents: Residents | None
 ) -> StepPeak:
-    """Peak of a real step, from no gradients of parameters; above `residents`, if given, with and without gradients.
+    """Peak of a real step, from the gradients that are there; above `residents`, if given, from none and from all.
 
     The module is to be borrowed: the first step leaves the gradients to which the second adds. Raises what the
     allocator raises where the step does not fit the device, with a note of what does.
@@ -105,15 +103,14 @@ def eager_peak_bytes(
     device: torch.device,
     keep_all_peak_bytes: int,
     residents: Residents | None,
-    own: Iterable[OwnGenerator] = (),
+    borrow: Callable[[], AbstractContextManager[None]],
 ) -> int | None:
-    """Peak of the eager step, measured; None where eager does not fit the device. The generators `own` are given back.
+    """Peak of the eager step, measured within `borrow`; None where eager does not fit the device.
 
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
     """
     if device.type == "cpu" and keep_all_peak_bytes > available_bytes(device):
         return None  # not even tried: where the system promises more than it has, it would end the process
-    borrow = partial(borrowed, model, {device}, tuple(own))
 
     def run() -> int:
         warm_step(model, sample, loss, device, borrow)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rk_solvers import Compute, Forget, Problem, Solution
+from rk_solvers import Compute, Effort, Forget, Problem, Solution, solver_named
 from rk_solvers.least_peak import least_peak_bytes
 from rockmate.errors import BudgetTooSmall
-from rockmate.memory.split import MemorySplit
+from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
-from rockmate.planning.measured import Measured
+from rockmate.planning.measured import Measured, problem_of
 from rockmate.planning.simulator import simulate
 from rockmate.units import format_apart, format_bytes
 
@@ -30,7 +30,7 @@ def too_small(
     smallest = max(lowest_bytes, budget_bytes + 1)
     proven = solution.proven_bytes or least_peak_bytes(problem, max(solution.peak_bytes, 1), _PROOF_S)
     proven = min(smallest, proven)
-    advice = " ".join(_advice(measured, _moment(problem, solution, op), smallest))
+    advice = " ".join(_advice(measured, _moment(problem, solution, op), smallest, budget_bytes))
     divided = ""
     if split is not None:
         _, needed = format_apart(split.step_bytes, smallest)
@@ -95,12 +95,16 @@ def _moment(problem: Problem, solution: Solution, peak_op: str) -> _Moment:
     return _Moment(peak_op, held_bytes, once)
 
 
-def _advice(measured: Measured, moment: _Moment, smallest_bytes: int) -> Iterator[str]:
+def _least_above_gradients(measured: Measured, budget_bytes: int) -> int:
+    """What a step takes, as predicted, that adds to gradients: under the budget, or the least that was found."""
+    problem, chain = problem_of(measured.graphs, measured.loss, None, frozenset(gradients_made(measured.graphs)))
+    return solver_named("greedy", Effort(chain, _PROOF_S)).solve(problem, budget_bytes).peak_bytes
+
+
+def _advice(measured: Measured, moment: _Moment, smallest_bytes: int, budget_bytes: int) -> Iterator[str]:
     """Sentences, the most helpful first."""
-    parameters_bytes = sum(
-        {name: size for profile in measured.graphs.profiles for name, size in profile.parameter_gradient_bytes.items()}
-        .values()
-    )  # fmt: skip
+    made = gradients_made(measured.graphs)
+    parameters_bytes = sum(made[name] for name in made.keys() - measured.gradients)
     if measured.residents is not None:
         parameters_bytes = 0  # counted beside the step
     fixed_bytes = min(parameters_bytes, smallest_bytes)
@@ -118,6 +122,14 @@ def _advice(measured: Measured, moment: _Moment, smallest_bytes: int) -> Iterato
         )
     if parameters_bytes > _MUCH * smallest_bytes:
         yield f"freeze parameters (their gradients take {format_bytes(parameters_bytes)} at the end of the step);"
+        above_bytes = _least_above_gradients(measured, budget_bytes)
+        if above_bytes < budget_bytes or above_bytes < (1 - _MUCH) * smallest_bytes:
+            does = "this budget does" if above_bytes <= budget_bytes else f"about {format_bytes(above_bytes)} do"
+            yield (
+                "have gradients before the step, which is then planned above them: set each parameter's grad to zeros "
+                "once, and keep them by zero_grad(set_to_none=False) "
+                f"({does}, above {format_bytes(sum(made.values()))} of gradients);"
+            )
     if moment.op.split()[-1] == LOSS:
         yield "compute the loss in parts, as the peak is there."
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -12,7 +12,6 @@ import torch
 from rkgb import Sample
 from rkgb.measuring.memory import if_it_fits, out_of_memory_told
 from rkgb.state import borrowed, for_planning
-from rkgb.tracing.generators import OwnGenerator
 from rockmate.memory.peak import MemoryUse, PeakMemory
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import measure
@@ -33,15 +32,15 @@ def observe(
     sample: Sample,
     loss: LossFunction | None,
     device: torch.device,
-    own: Iterable[OwnGenerator] = (),
+    borrow: Borrow | None = None,
 ) -> MeasuredSteps:
     """Run the step by `planned`, and by `model` itself, several times each: first observed, then timed.
 
-    The module's parameters, buffers, gradients, modes and random streams, and the generators `own`, are given back as
-    they were. Without a loss, gradients of ones are handed to what the model returns. Raises what the allocator raises
-    where a planned step does not fit the device; where the eager one does not, it is left out.
+    The module's parameters, buffers, gradients, modes and random streams are given back as they were, by `borrow`
+    around each step if it is given. Without a loss, gradients of ones are handed to what the model returns. Raises what
+    the allocator raises where a planned step does not fit the device; where the eager one does not, it is left out.
     """
-    borrow: Borrow = partial(borrowed, model, {device}, tuple(own))
+    borrow = borrow or partial(borrowed, model, {device})
     doing = f"when steps of {type(model).__name__} were observed for a report"
     with (
         out_of_memory_told(doing, "Free some memory first."),
