@@ -11,6 +11,7 @@ import torch
 
 from rkgb.call import Call, ref_names
 from rkgb.errors import GraphError
+from rkgb.tracing.attributes import AttributeWrite
 from rkgb.tracing.generators import OwnGenerator
 
 
@@ -74,18 +75,24 @@ class BGraph:
     varying: frozenset[str] = frozenset()  # values that had another shape on other data
     side_effects: list[str] = field(default_factory=list)  # what forward does that no run of the graph repeats
     generators: tuple[OwnGenerator, ...] = ()  # those of the user's own that it draws from
+    attributes: tuple[AttributeWrite, ...] = ()  # what forward leaves in attributes: tensors of the graph, plain values
 
     def __iter__(self) -> Iterator[BNode]:
         return iter(self.nodes)
 
     @property
     def output_names(self) -> list[str]:
-        """Names of the tensors in the output, each once."""
-        return ref_names(self.output)
+        """Names of the tensors in the output, and of those left in attributes, each once."""
+        return ref_names(kept_trees(self))
 
     def verify(self) -> None:
         """Check that names are unique and defined before use; raise `GraphError` otherwise."""
         verify_order(self.nodes, self.leaves, self.output_names)
+
+
+def kept_trees(graph: Any) -> list[Any]:
+    """Of B and D: what is alive when the forward is over. The output, and what is left in attributes."""
+    return [graph.output, *(write.value for write in graph.attributes)]
 
 
 def verify_order(nodes: list[Any], leaves: dict[str, Leaf], output_names: list[str]) -> None:

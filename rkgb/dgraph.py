@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from rkgb.bgraph import Leaf, LeafKind, Source, verify_order
+from rkgb.bgraph import Leaf, LeafKind, Source, kept_trees, verify_order
 from rkgb.call import Call, bind, ref_names
 from rkgb.state import without_autocast
+from rkgb.tracing.attributes import AttributeWrite
 from rkgb.tracing.generators import OwnGenerator
 from rkgb.values import ValueInfo
 
@@ -56,14 +57,15 @@ class DGraph:
     trained: frozenset[str] | None = None  # outputs that the loss hands a gradient to; None: all that take one
     generators: tuple[OwnGenerator, ...] = ()  # those of the user's own that it draws from
     handed: frozenset[str] = frozenset()  # values whose storage the one operation that reads them takes over
+    attributes: tuple[AttributeWrite, ...] = ()  # what forward leaves in attributes: tensors of the graph, plain values
 
     def __iter__(self) -> Iterator[DNode]:
         return iter(self.nodes)
 
     @property
     def output_names(self) -> list[str]:
-        """Names of the tensors in the output, each once."""
-        return ref_names(self.output)
+        """Names of the tensors in the output, and of those left in attributes, each once."""
+        return ref_names(kept_trees(self))
 
     @property
     def gradient_outputs(self) -> list[str]:

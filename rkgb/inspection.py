@@ -43,6 +43,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         values=inspector.values,
         varying=graph.varying,
         generators=graph.generators,
+        attributes=graph.attributes,
     )
     result = with_indices_apart(result)
     result.verify()

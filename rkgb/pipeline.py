@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from rkgb.bgraph import BGraph, LeafKind
+from rkgb.call import is_ref, ref_names
 from rkgb.cut import Block, chain, cut
-from rkgb.dgraph import DGraph
+from rkgb.dgraph import DGraph, run_nodes
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
 from rkgb.inspection import b_to_d
@@ -29,12 +30,14 @@ from rkgb.partition import SubGraph, partition
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import autocast_in_force, borrowed, for_planning, module_devices
+from rkgb.tracing.attributes import Writing, is_a_loss
 from rkgb.tracing.expand import expand_composites
-from rkgb.tracing.replay import replay_check, run_graph
+from rkgb.tracing.left_behind import CarriedState
+from rkgb.tracing.replay import given, replay_check
 from rkgb.tracing.trace import FrontEnd, Tracer, trace
 from rkgb.tracing.unsteady import unsteady_submodules
 from rkgb.tracing.varying import without_varying_guards
-from rkgb.tree import leaves, map_leaves
+from rkgb.tree import map_leaves
 
 Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
@@ -136,24 +139,25 @@ def measured_graphs(
 
 
 def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
-    """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient."""
+    """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient.
+
+    Single numbers that forward leaves in attributes are losses by themselves, whether or not `backward` knows of them.
+    """
     doing = f"while the loss ran on the output of {type(model).__name__}, to see what it takes"
     with out_of_memory_told(doing, _ADVICE), borrowed(model, own=graph.generators):
-        values: dict[str, torch.Tensor] = {}
+        values = given(graph, model, sample.copy().tensors)
         with torch.no_grad():
-            output = run_graph(graph, model, sample.copy())
-
-        def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            name = names[id(tensor)]
-            if name not in values:
-                values[name] = tensor.detach().requires_grad_(graph.values[name].requires_grad)
-            return values[name]
-
-        distinct = {id(tensor): tensor for tensor in leaves(output)}
-        names = dict(zip(distinct, graph.output_names, strict=True))
+            run_nodes(graph.nodes, values, graph.output_names)
+        outputs = {
+            name: values[name].detach().requires_grad_(graph.values[name].requires_grad) for name in graph.output_names
+        }
+        del values
+        Writing(graph.attributes, model).write(lambda ref: outputs[ref.name], is_ref)  # the loss may read them there
         with torch.enable_grad():
-            backward(map_leaves(leaf, output))
-    return replace(graph, trained=frozenset(name for name, tensor in values.items() if tensor.grad is not None))
+            backward(map_leaves(lambda ref: outputs[ref.name], graph.output, is_ref))
+    left = ref_names([write.value for write in graph.attributes])
+    losses = {name for name in left if graph.values[name].requires_grad and is_a_loss(graph.values[name].shape)}
+    return replace(graph, trained=losses | {name for name, tensor in outputs.items() if tensor.grad is not None})
 
 
 def _say_nothing(name: str, done: int, total: int) -> None:
@@ -217,7 +221,19 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
     tell = check.tell
     # On copies: a forward that writes into its input would change the user's data at each run.
     tell("trace", 0, 4)
-    basic = trace(model, sample.copy(), tracer, check.opaque)
+    try:
+        basic = trace(model, sample.copy(), tracer, check.opaque)
+    except CarriedState as error:
+        whole = check.with_opaque(filter(None, [error.path]), model)
+        if tracer == "jit" or len(whole.opaque) == len(check.opaque):
+            raise
+        with contextlib.suppress(TraceError):  # then it is refused for what it keeps
+            basic, dataflow = _front_end(model, sample, tracer, whole)
+            basic.side_effects.append(
+                f"submodule {error.path!r} is one operation of the graph, and is never recomputed: {error}"
+            )
+            return basic, dataflow
+        raise
     tell("trace", 1, 4)
     try:
         dataflow = b_to_d(basic, model, sample.copy())

@@ -10,8 +10,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rkgb.surroundings import surroundings_aside
+from rkgb.tracing.attributes import attributes_of
 from rkgb.tracing.generators import OwnGenerator, generators_for
-from rkgb.tracing.side_effects import attributes_kept, attributes_of, other_random_states_kept
+from rkgb.tracing.side_effects import attributes_kept, other_random_states_kept
 from rkgb.turns import TURNS
 from rkgb.uncompiled import never_compiled
 
@@ -154,8 +155,8 @@ def root_hooks_aside(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shadow_parameters(module: torch.nn.Module) -> Iterator[None]:
-    """Let `module` hold other parameters of the same storages while it runs for nobody's training.
+def shadow_parameters(module: torch.nn.Module, copied: bool = False) -> Iterator[None]:
+    """Let `module` hold other parameters of the same storages, or `copied` ones, while it runs for nobody's training.
 
     No hook fires then that someone has put on a parameter: DDP's, that of an optimizer which steps in the backward,
     the user's own. Lists of parameters in attributes, such as those of `torch.nn.LSTM`, hold the others, too.
@@ -166,7 +167,7 @@ def shadow_parameters(module: torch.nn.Module) -> Iterator[None]:
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None and not is_lazy(parameter):
-                shadows.setdefault(id(parameter), _shadow(parameter))
+                shadows.setdefault(id(parameter), _shadow(parameter, copied))
                 places.append((submodule._parameters, name, parameter))
         places += [(vars(submodule), name, held) for name, held in attributes_of(submodule).items()]
     try:
@@ -183,8 +184,9 @@ def shadow_parameters(module: torch.nn.Module) -> Iterator[None]:
             parameter.grad = gradient  # of one that forward finds by another way
 
 
-def _shadow(parameter: torch.Tensor) -> torch.Tensor:
-    shadow = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+def _shadow(parameter: torch.Tensor, copied: bool) -> torch.Tensor:
+    value = parameter.detach()
+    shadow = torch.nn.Parameter(value.clone() if copied else value, parameter.requires_grad)
     shadow.grad = parameter.grad
     shadow.__dict__.update(parameter.__dict__)
     return shadow

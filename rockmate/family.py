@@ -102,7 +102,7 @@ class PlanFamily:
         twin._given = self._given
         twin._expected = self._expected
         for member in reversed(self.members):
-            if member.measured.settings.have_tensors:  # of the module's own, which the copy has others of
+            if member.measured.settings.have_tensors and model is not self._model:  # of these, a copy has others
                 twin._expected = [(member.measured.pattern, member.decisions), *twin._expected]
             else:
                 twin.adopt(Member(model, member.measured, member.planned))

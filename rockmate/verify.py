@@ -1,24 +1,25 @@
-"""Check a planned module against eager training: the claim of this project, on the user's own model."""
+"""Check a planned module against eager training: the claim of this project, on the user's own model.
+
+On the model itself, not on copies: functions that it holds may hold parts of it, and a copy would share them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rkgb import ModelError, RockmateError, Sample, TraceWarning, make_sample
-from rkgb.state import module_devices, random_states
+from rkgb import RockmateError, Sample, make_sample
+from rkgb.state import borrowed, for_planning, module_devices, random_states, shadow_parameters, training_mode
+from rkgb.tracing.attributes import FreshTensors, Snapshot
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import OwnGenerator
-from rkgb.tracing.opaque import compile_like
 from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
-from rkgb.tracing.side_effects import attributes_of, other_random_states_kept
-from rkgb.tree import is_tensor, leaves
+from rkgb.tracing.side_effects import other_random_states_kept
+from rkgb.tree import leaves
 from rkgb.turns import TURNS
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
@@ -75,17 +76,17 @@ def verify(
     learning_rate: float = 1e-2,
     optimizer: str | MakeOptimizer = "sgd",
 ) -> Verification:
-    """Train copies of `model` for `steps` steps, eagerly twice and under a plan, and compare everything.
+    """Train `model` for `steps` steps, eagerly twice and under a plan, from the same state each time, and compare all.
 
-    Compared bit by bit: after each step outputs, gradients, buffers and random streams, at the end the
-    parameters. `model` may be a `Rockmate`: then its own plan is followed, and `budget` is not used. `optimizer`
-    is one of "sgd", "momentum", "adam", "adamw", used with `learning_rate`, or a function from the list of
-    parameters to an optimizer. The model, the sample and the random streams are left as they were; hooks on
-    parameters are not copied. Planning raises as `Rockmate` does.
+    Compared bit by bit: after each step outputs, what forward leaves in attributes, gradients (those that come by these
+    attributes, too), buffers and random streams, at the end the parameters. `model` may be a `Rockmate`: then its own
+    plan is followed, and `budget` is not used. `optimizer` is one of "sgd", "momentum", "adam", "adamw", used with
+    `learning_rate`, or a function from the list of parameters to an optimizer. The steps train copies of the
+    parameters, which the model holds meanwhile: hooks on parameters do not fire. The model, the sample and the random
+    streams are left as they were. Planning raises as `Rockmate` does.
 
     Raises:
         ValueError: `steps` is less than 1, or no optimizer is called `optimizer`.
-        ModelError: the model cannot be copied.
     """
     if steps < 1:
         raise ValueError(f"verify needs at least 1 step to compare, not {steps}")
@@ -96,17 +97,16 @@ def verify(
         stack.enter_context(TURNS.planning(model.original if isinstance(model, Rockmate) else model))
         stack.enter_context(_streams_restored(random_states(module_devices(model, arguments.tensors))))
         stack.enter_context(other_random_states_kept())
-        planned = copied(model)
-        if not isinstance(planned, Rockmate):
-            planned = Rockmate(planned, arguments.copy(), budget, loss=loss)
-        elif not planned.plans:  # its forward reads tensors of which the copy has others: the plan is made for these
-            planned.plan_for(sample)
-        own = planned._member.measured.graphs.D_graph.generators
-        # Copies have copies of what the module's attributes hold, and share what closures hold.
-        stack.enter_context(_streams_restored([(one.generator, one.generator.get_state()) for one in own]))
-        training = _Training(arguments, loss, steps, learning_rate, optimizer, own)
         original = model.original if isinstance(model, Rockmate) else model
-        expected, repeated = (training.run(copied(original)) for _ in range(2))
+        if isinstance(model, Rockmate):
+            planned = model._of_an_equal(original)
+            if not planned.plans:
+                planned.plan_for(sample)
+        else:
+            planned = Rockmate(original, arguments.copy(), budget, loss=loss)
+        graph = planned._member.measured.graphs.D_graph
+        training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators)
+        expected, repeated = (training.run(original) for _ in range(2))
         itself = _first_difference(expected, repeated)
         found = training.run(planned)
         difference = _first_difference(expected, found)
@@ -133,48 +133,6 @@ def _streams_restored(states: list[tuple[torch.Generator, torch.Tensor]]) -> Ite
             generator.set_state(state)
 
 
-# ---- copies ----------------------------------------------------------------------------------------------
-
-
-def copied(module: torch.nn.Module) -> torch.nn.Module:
-    """A deep copy of `module`, also of one whose attributes hold results of its last forward.
-
-    The weights that `torch.nn.utils.weight_norm` makes are such attributes. The copy holds their values.
-
-    Raises:
-        ModelError: something in the module cannot be copied.
-    """
-    memo: dict[int, Any] = {id(t): t.detach().clone() for t in _computed_tensors(module)}
-    try:
-        twin = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise ModelError(
-            f"{type(module).__name__} is compared on copies, but cannot be copied: {type(error).__name__}: {error} "
-            "Take what is not data (locks, files, results of autograd) out of the module while it is verified, or "
-            "give it a __deepcopy__."
-        ) from error
-    lost = compile_like(_root(module), _root(twin))
-    if lost:
-        warnings.warn(
-            f"{', '.join(lost)} of {type(module).__name__} is compiled in a way that cannot be repeated on a copy: "
-            "what is verified runs as it is written. Use torch.compile(submodule) in its place.",
-            TraceWarning,
-            stacklevel=4,
-        )
-    return twin
-
-
-def _root(module: torch.nn.Module) -> torch.nn.Module:
-    return module.original if isinstance(module, Rockmate) else module
-
-
-def _computed_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors in a module's attributes and buffers that autograd knows the origin of: it refuses to copy them."""
-    for submodule in _root(module).modules():
-        for held in (*attributes_of(submodule).values(), *submodule._buffers.values()):
-            yield from (tensor for tensor in leaves(held) if is_tensor(tensor) and tensor.grad_fn is not None)
-
-
 # ---- training --------------------------------------------------------------------------------------------
 
 
@@ -190,10 +148,13 @@ class _Training:
     generators: tuple[OwnGenerator, ...]
 
     def run(self, module: torch.nn.Module) -> list[StepRecord]:
-        """What each step left behind; the parameters are in the last record."""
-        if not module.training:
-            module.train()
+        """What each step left behind; the parameters are in the last record. `module` is left as it was."""
         traced = module.original if isinstance(module, Rockmate) else module
+        devices = module_devices(traced, self.sample.tensors)
+        with training_mode(traced), shadow_parameters(traced, copied=True), borrowed(traced, devices, self.generators):
+            return self._run(module, traced)
+
+    def _run(self, module: torch.nn.Module, traced: torch.nn.Module) -> list[StepRecord]:
         seed_streams(_SEED, traced, self.generators)
         optimizer = self._optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
         records: list[StepRecord] = []
@@ -207,6 +168,9 @@ class _Training:
                 optimizer.step()
         for name, parameter in module.named_parameters():
             records[-1].tensors[f"parameter {name}"] = parameter.detach()
+        if len(records) > 1:  # what a first call makes for all others, such as a table of positions, is not compared
+            for name in records[0].plain.keys() - records[1].plain.keys():
+                records[0].drop_held(name)
         return records
 
     def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -219,16 +183,21 @@ class _Training:
 
 def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) -> StepRecord:
     torch.clear_autocast_cache()  # of the weights before the last optimizer step
+    traced = module.original if isinstance(module, Rockmate) else module
+    before, fresh = Snapshot(traced.named_modules()), FreshTensors(traced)
     with torch.enable_grad():
         output = sample.call(module)
         outputs = leaves(output)
         record = StepRecord({})
         for index, tensor in enumerate(outputs):
             record.add(f"output {index}", tensor.detach().clone())
+        for write in before.writes():
+            record.add_held(str(write), write.value)
+        left = fresh.now()
         if loss is None:
-            backward_from(outputs)
+            backward_from([*outputs, *left])
         else:
-            loss(output).backward()
+            backward_from([loss(output), *left])
     for name, parameter in module.named_parameters():
         record.add(f"gradient of {name}", parameter.grad)
     for index, tensor in enumerate(sample.tensors):
@@ -310,14 +279,14 @@ class _CheckedStep(Step):
 def _place_of(difference: _Difference, training: _Training, original: torch.nn.Module, planned: Rockmate) -> str | None:
     """The operation where a difference arises: of the recomputations, else of the forward; None if it is not found."""
     wrong: list[tuple[str, int]] = []
-    again = Rockmate._following(copied(original), planned._member.measured, planned._member.planned)
+    again = Rockmate._following(original, planned._member.measured, planned._member.planned)
     again._member.runner.make_step = lambda tables: _CheckedStep(tables, wrong)
     training.run(again)
     if wrong:
         return _wrong_recomputation(planned, *wrong[0])
     graph = planned._member.measured.graphs.D_graph
-    with contextlib.suppress(RockmateError, RuntimeError):
-        return first_difference_place(graph, copied(original), training.sample.copy(), difference.entry)
+    with contextlib.suppress(RockmateError, RuntimeError), for_planning(original):
+        return first_difference_place(graph, original, training.sample.copy(), difference.entry)
     return None
 
 

@@ -18,12 +18,13 @@ from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.sgraph import d_to_s
 from rkgb.state import borrowed, module_devices, random_states
+from rkgb.tracing.attributes import attributes_of, differ
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import GeneratorsMet
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.opaque import Traits, as_written, held_by, is_compiled, outline
 from rkgb.tracing.record import Recorder, recording
-from rkgb.tracing.side_effects import attributes_of, differ, has_hooks_of_its_own
+from rkgb.tracing.side_effects import has_hooks_of_its_own
 from rkgb.tree import leaves, map_leaves
 from rkgb.uncompiled import never_compiled
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.errors import TraceError
-from rkgb.tracing.side_effects import attributes_of as attributes_of_module
+from rkgb.tracing.attributes import attributes_of as attributes_of_module
 from rkgb.tree import attributes_of, leaves
 
 

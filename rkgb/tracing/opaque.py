@@ -188,20 +188,6 @@ def as_written() -> Iterator[None]:
         yield
 
 
-def compile_like(original: torch.nn.Module, twin: torch.nn.Module) -> list[str]:
-    """Compile in `twin`, a copy, what is compiled in place in `original`: copies lose that. Names what it could not."""
-    lost = []
-    for (path, part), other in zip(original.named_modules(), twin.modules(), strict=True):
-        if part._compiled_call_impl is not None and other._compiled_call_impl is None:
-            # What `Module.compile` made: PyTorch has no other way to ask how.
-            compiler = inspect.getclosurevars(part._compiled_call_impl).nonlocals.get("self")
-            if callable(compiler):
-                other._compiled_call_impl = compiler(other._call_impl)
-            else:
-                lost.append(path)
-    return lost
-
-
 class OpaqueModules:
     """The submodules of a module whose calls are one operation each: compiled ones, and those declared."""
 

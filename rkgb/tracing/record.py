@@ -39,6 +39,7 @@ from rkgb.tracing.side_effects import (
     refuse_drawn,
     refuse_function,
     refuse_storage,
+    refuse_unregistered,
     refuse_wrappers,
 )
 from rkgb.tree import is_tensor, leaves, map_leaves
@@ -190,9 +191,21 @@ class Recorder(TorchDispatchMode):
             original = base[0]()
             if original is not None and original.dtype == tensor.dtype and _same_storage(original, tensor):
                 return self._alias(base[1], tensor)  # such as `.data`, which the dispatcher does not see
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            refuse_unregistered(tensor, str(self.source()))
         leaf = Leaf(self._namer.numbered("constant"), LeafKind.CONSTANT, constant=tensor.detach())
         self.leaves[leaf.name] = leaf
         return self._name(tensor, leaf.name)
+
+    def alive(self) -> dict[str, torch.Tensor]:
+        """By name, the tensors made by operations on data that something still holds."""
+        found = {name: reference() for reference, name in self._names.values() if name not in self.leaves}
+        return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_from_data(tensor)}
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` was given, or an operation made it."""
+        known = self._names.get(id(tensor))
+        return known is not None and known[0]() is tensor
 
     def _named(self, thing: torch.Tensor | torch.Generator) -> Ref | OwnGenerator:
         return self.ref(thing) if isinstance(thing, torch.Tensor) else self.generators.own(thing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.state import borrowed, module_devices, random_states
+from rkgb.tracing.attributes import AttributeWrite, Writing, outline, written
 from rkgb.tracing.digest import computed_digests, digest
 from rkgb.tracing.fresh import Offer, offers, refused
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
@@ -35,12 +36,31 @@ class StepRecord:
     tensors: dict[str, torch.Tensor | Spooled | None]
     spool: Spool | None = None
     has_nan: bool = False  # in an output: what a NaN comes to is a NaN, whatever an operation does
+    plain: dict[str, Any] = field(default_factory=dict)  # outlines of what is left in attributes
 
     def add(self, name: str, tensor: torch.Tensor | None, again: bool = True) -> None:
         """Keep `tensor`, in the spool where there is one; `again` to replace what has been kept before."""
         if not again and name in self.tensors:
             return
         self.tensors[name] = tensor if tensor is None or self.spool is None else self.spool.put(tensor)
+
+    def add_attribute(self, write: AttributeWrite, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Keep what there is in the place of `write` now; the tensors in it."""
+        return self.add_held(str(write), written([write], module)[0])
+
+    def add_held(self, name: str, value: Any) -> list[torch.Tensor]:
+        """Keep what an attribute holds: its tensors, which of them require gradients, and its plain values."""
+        tensors: list[torch.Tensor] = leaves(value)
+        self.plain[name] = (outline(value, by_identity=False), [tensor.requires_grad for tensor in tensors])
+        for index, tensor in enumerate(tensors):
+            self.add(name if len(tensors) == 1 else f"{name}, tensor {index}", tensor.detach().clone())
+        return tensors
+
+    def drop_held(self, name: str) -> None:
+        """Forget what an attribute held."""
+        del self.plain[name]
+        for entry in [entry for entry in self.tensors if entry == name or entry.startswith(f"{name}, tensor ")]:
+            del self.tensors[entry]
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """What was kept under `name`; None where there was nothing."""
@@ -57,6 +77,10 @@ class StepRecord:
 
     def first_difference_at(self, other: StepRecord) -> tuple[str, str] | None:
         """Name of the first entry that is not bitwise equal, and the sentence that says so; or None."""
+        for name in {**self.plain, **other.plain}:
+            value = self.plain.get(name)
+            if value != other.plain.get(name):
+                return name, f"the {name} is {_shown(other.plain.get(name))} instead of {_shown(value)}"
         for name in self.tensors:
             mine, theirs = self.tensor(name), other.tensor(name)
             if mine is None and theirs is None:
@@ -71,6 +95,14 @@ class StepRecord:
             if not bitwise_equal(mine, theirs):
                 return name, f"{name} differs by up to {largest_difference(mine, theirs):.3g}"
         return None
+
+
+def _shown(held: Any) -> str:
+    """What an attribute held, in words."""
+    if held is None:
+        return "nothing"
+    found, gradients = held
+    return f"{found}{' requiring a gradient' if any(gradients) else ''}"
 
 
 def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -95,10 +127,12 @@ def record_step(
     seed: int = 0,
     spool: Spool | None = None,
     own: Sequence[OwnGenerator] = (),
+    attributes: Sequence[AttributeWrite] = (),
 ) -> StepRecord:
     """Forward and backward by `forward`, from a seed; `module` and the generators `own` are given back unchanged.
 
-    The backward starts from fixed random gradients, so that no cancellation hides a difference. With a
+    The backward starts from fixed random gradients, so that no cancellation hides a difference, at the outputs and at
+    what is left in `attributes`. With a
     `spool`, what autograd saves and every gradient go to disk: it takes little more memory than inference.
     """
     devices = module_devices(module, sample.tensors)
@@ -114,7 +148,8 @@ def record_step(
             for index, tensor in enumerate(outputs):
                 record.add(f"output {index}", tensor.detach().clone())
                 record.has_nan |= bool(tensor.isnan().any())
-            backward_from(outputs)
+            left = [record.add_attribute(write, module) for write in attributes]
+            backward_from([*outputs, *(tensor for tensors in left for tensor in tensors)])
         for name, parameter in module.named_parameters():
             record.add(f"gradient of {name}", _dense(name, parameter.grad), again=False)
         for index, tensor in enumerate(sample.tensors):
@@ -181,9 +216,10 @@ def backward_from(outputs: list[torch.Tensor], seed: int = 0) -> None:
 
 
 def run_graph(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -> Any:
-    """The module's output, computed by the graph's operations."""
+    """The module's output, computed by the graph's operations; attributes are left as by the module."""
     values = given(graph, module, sample.tensors)
     run_nodes(graph.nodes, values, graph.output_names)
+    Writing(graph.attributes, module).write(lambda ref: values[ref.name], is_ref)
     return map_leaves(lambda ref: values[ref.name], graph.output, is_ref)
 
 
@@ -217,10 +253,12 @@ def replay_check(
         own = graph.generators
 
         def eagerly(data: Sample) -> StepRecord:
-            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own)
+            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, graph.attributes)
 
         def by_graph(data: Sample) -> StepRecord:
-            return record_step(module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own)
+            return record_step(
+                module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own, graph.attributes
+            )
 
         reference = _reference(module, sample, eagerly)
         fresh, expected, told = reference.data, reference.record, reference.told(module)

@@ -1,7 +1,7 @@
-"""What a forward does besides computing: attributes that it sets, hooks, other random numbers.
+"""What a forward does besides computing: hooks, other random numbers, attributes that it sets.
 
-Nothing of it happens when a graph runs. Whatever it changes in the results, the replay check finds;
-the rest is told in warnings, or refused where a later run could be wrong.
+But for the attributes, nothing of it happens when a graph runs. Whatever it changes in the results, the replay check
+finds; the rest is told in warnings, or refused where a later run could be wrong.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from rkgb.errors import TraceError
 from rkgb.source import caller_is_torch, python_location
+from rkgb.tracing.attributes import Snapshot, accesses_noted, attributes_of
 from rkgb.turns import replaced_here
 
-_PLAIN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # those that every module has
-_SHOWN = 3  # attributes named in a message
-
-
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """What forward may set on `module`, by name: no parameter, buffer, submodule or hook."""
-    return {name: value for name, value in vars(module).items() if name not in _PLAIN_ATTRIBUTES}
+_SHOWN = 3  # submodules named in a message
 
 
 class SideEffects:
@@ -33,9 +28,11 @@ class SideEffects:
 
     def __init__(self, submodules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """`submodules` are those whose own code no graph runs, by path: all but what is within opaque ones."""
+        parts = list(submodules)
+        self.was_set: set[tuple[int, str]] = set()  # by the object's identity and name: attributes that forward set
         self.told: list[str] = []
-        self._paths = {submodule: path or "(root)" for path, submodule in submodules}
-        self._attributes = {submodule: attributes_of(submodule) for submodule in self._paths}
+        self._paths = {submodule: path or "(root)" for path, submodule in parts}
+        self.held = Snapshot(parts)
         self._states = _other_random_states()
         self._running: list[str] = []  # paths of the modules that are in their forward
         self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
@@ -45,8 +42,11 @@ class SideEffects:
         """Run the forward inside."""
         entering = torch.nn.modules.module.register_module_forward_pre_hook(self._entered)
         leaving = torch.nn.modules.module.register_module_forward_hook(self._left, always_call=True)
+        kinds = {type(one.thing) for one in self.held.held.values()} | {torch.nn.Module}
+        plain = [kind for kind in kinds if kind is torch.nn.Module or not issubclass(kind, torch.nn.Module)]
+        note = accesses_noted(plain, lambda holder, name, _: self.was_set.add((id(holder), name)), reads=False)
         try:
-            with _no_packing_of_its_own():
+            with _no_packing_of_its_own(), note:
                 yield
         finally:
             entering.remove()
@@ -65,22 +65,17 @@ class SideEffects:
 
         return called
 
-    def tell(self, run_again: Callable[[], object]) -> None:
-        """Fill `told`. `run_again` runs the forward once more, where attributes were set: perhaps only at first."""
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are forward hooks, of which nothing happens when a graph runs: that is told."""
+        return bool(self._hooked)
+
+    def tell(self) -> None:
+        """Fill `told`."""
         if self._hooked:
             self.told.append(
                 f"submodule {_several(self._hooked)} has forward hooks: what they computed while the module was traced "
                 "is part of the graph, but they do not fire when it runs. Use the module itself where they must."
-            )
-        if not self._changed_attributes():
-            return
-        self._attributes = {submodule: attributes_of(submodule) for submodule in self._paths}
-        with contextlib.suppress(Exception):
-            run_again()
-        for submodule, names in self._changed_attributes().items():
-            self.told.append(
-                f"forward sets the attribute {_several(names)} of submodule {self._paths[submodule]!r}: a graph "
-                "computes the same results, but leaves attributes alone. Return what you need, or keep it in a buffer."
             )
 
     def _entered(self, submodule: torch.nn.Module, *_: Any) -> None:
@@ -102,17 +97,6 @@ class SideEffects:
                 )
         self._states = states
 
-    def _changed_attributes(self) -> dict[torch.nn.Module, list[str]]:
-        found: dict[torch.nn.Module, list[str]] = {}
-        for submodule, before in self._attributes.items():
-            if any(is_torchs_own(hook) for hook in submodule._forward_pre_hooks.values()):
-                continue  # weights that such a hook makes of parameters are attributes
-            after = attributes_of(submodule)
-            changed = [name for name, value in after.items() if name not in before or differ(before[name], value)]
-            if changed:
-                found[submodule] = changed
-        return found
-
 
 def _several(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
@@ -126,15 +110,6 @@ def has_hooks_of_its_own(module: torch.nn.Module) -> bool:
 
 def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [held for name, held in vars(module).items() if "_hooks" in name and isinstance(held, dict)]
-
-
-def differ(before: Any, after: Any) -> bool:
-    """Whether an attribute has changed; of tensors and unknown objects, whether it is another one."""
-    if before is after:
-        return False
-    if isinstance(before, (int, float, str, bool, type(None), torch.Size, torch.dtype, torch.device)):
-        return type(before) is not type(after) or before != after
-    return True
 
 
 def is_torchs_own(hook: Any) -> bool:
@@ -166,10 +141,13 @@ def other_random_states_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Take back what a forward sets on the module and its submodules: attributes, states of generators, and hooks."""
-    before = [(submodule, attributes_of(submodule)) for submodule in module.modules()]
-    generators = [held for _, attributes in before for held in attributes.values() if isinstance(held, torch.Generator)]
-    states = [(generator, generator.get_state()) for generator in generators]
+    """Take back what a forward leaves in the module and its submodules.
+
+    That is attributes, what is in the lists, dictionaries and objects that they hold, states of generators, and hooks.
+    """
+    before = Snapshot(module.named_modules())
+    attributes = [value for submodule in module.modules() for value in attributes_of(submodule).values()]
+    states = [(held, held.get_state()) for held in attributes if isinstance(held, torch.Generator)]
     # Together: models that add hooks at their first call note in an attribute that they have.
     hooks = [(held, dict(held)) for submodule in module.modules() for held in _hooks_of(submodule)]
     try:
@@ -179,11 +157,7 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
             if held.keys() != earlier.keys():
                 held.clear()
                 held.update(earlier)
-        for submodule, attributes in before:
-            for name in attributes_of(submodule):
-                if name not in attributes:
-                    del submodule.__dict__[name]
-            submodule.__dict__.update(attributes)
+        before.restore()
         for generator, state in states:
             generator.set_state(state)
 
@@ -264,4 +238,14 @@ def refuse_storage(place: str) -> None:
     raise TraceError(
         f"at {place} forward takes the raw storage of a tensor: the graph cannot follow what becomes of it. Use the "
         "tensor itself."
+    )
+
+
+def refuse_unregistered(tensor: torch.Tensor, place: str) -> None:
+    """Raise the error for a tensor that takes a gradient, and is no parameter that the module holds."""
+    raise TraceError(
+        f"at {place} forward uses a tensor of shape {list(tensor.shape)} that requires a gradient, and comes neither "
+        "from the arguments nor from the module's parameters (a function that holds a parameter itself, or a module in "
+        "a plain list): a planned step would give it none. Read parameters from the modules that hold them, and "
+        "register those (nn.ModuleList, nn.Parameter)."
     )

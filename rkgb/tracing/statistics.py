@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from rkgb.bgraph import BGraph, BNode
-from rkgb.call import Call, ref_names
+from rkgb.call import Call
 
 _NATIVE = torch.ops.aten.native_batch_norm.default
 _WHOLE = torch.ops.aten.batch_norm.default
@@ -20,7 +20,7 @@ _WHOLE = torch.ops.aten.batch_norm.default
 
 def with_statistics_hidden(graph: BGraph) -> BGraph:
     """`graph` with the operation that returns its output alone in place of each such batch normalisation."""
-    read = {name for node in graph.nodes for name in node.call.inputs} | set(ref_names(graph.output))
+    read = {name for node in graph.nodes for name in node.call.inputs} | set(graph.output_names)
     return replace(graph, nodes=[_without_statistics(node, read) for node in graph.nodes])
 
 

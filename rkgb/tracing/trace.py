@@ -10,7 +10,7 @@ last word on both.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -18,16 +18,19 @@ import torch
 from torch.jit._trace import TracerWarning
 
 from rkgb.bgraph import BGraph
-from rkgb.call import opaque_calls
+from rkgb.call import Ref, is_ref, opaque_calls
 from rkgb.errors import TraceError
 from rkgb.sample import Sample
 from rkgb.state import borrowed
+from rkgb.tracing.attributes import AttributeWrite, Snapshot, with_refs
 from rkgb.tracing.generators import MeetingGenerators
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.jit_walker import JitWalker
+from rkgb.tracing.left_behind import CarriedState, LeftBehind, tensors_again
 from rkgb.tracing.opaque import Interception, OpaqueModules
 from rkgb.tracing.opaque_calls import recorded_call, refuse_uncalled, told_of_calls
 from rkgb.tracing.opaque_jit import JitCalls
+from rkgb.tracing.outliving import outliving
 from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
 from rkgb.tracing.side_effects import SideEffects
 from rkgb.tracing.statistics import with_statistics_hidden
@@ -41,15 +44,16 @@ Tracer = Literal["auto"] | FrontEnd
 class _Flat(torch.nn.Module):
     """The module as the tracer wants it: flat tensors in, a tuple of tensors out."""
 
-    def __init__(self, module: torch.nn.Module, sample: Sample) -> None:
+    def __init__(self, module: torch.nn.Module, sample: Sample, attributes: Callable[[], list[torch.Tensor]]) -> None:
         super().__init__()
         self.wrapped = module
         self.sample = sample
+        self._left_behind = attributes  # the tensors that forward has left in attributes
         self.output: Any = None  # what the module returned: the structure to rebuild
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.output = self.sample.with_tensors(list(tensors)).call(self.wrapped)
-        return tuple(leaves(self.output))
+        return (*leaves(self.output), *self._left_behind())
 
 
 def trace(
@@ -81,9 +85,9 @@ def trace(
 
 
 def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules) -> tuple[BGraph, Any]:
-    flat = _Flat(module, sample)
+    effects, recorder, writes = _refuse_reads(module, sample, frugal, opaque)
+    flat = _Flat(module, sample, partial(tensors_again, effects.held, writes))
     flat.training = module.training
-    effects, recorder = _refuse_reads(module, sample, frugal, opaque)
     generators = recorder.generators
     with (
         borrowed(module, own=generators.found),
@@ -110,34 +114,36 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
         warnings=told,
         side_effects=effects.told,
         generators=generators.found,
+        attributes=tuple(with_refs(write, lambda _: next(remaining), is_ref) for write in writes),
     )
     return graph, output
 
 
 def _refuse_reads(
     module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules
-) -> tuple[SideEffects, Recorder]:
+) -> tuple[SideEffects, Recorder, list[AttributeWrite]]:
     """Refuse what reads out of its data on the way that it takes under ``torch.jit.trace``.
 
     That tracer takes all that Python reads for fixed. Whether it read of shapes or of data shows when the
     same way is recorded; some models only skip an all-true mask where nobody traces them.
     """
     recorder = Recorder(module, sample)
-    effects = _record(module, sample, recorder, frugal, opaque, as_if_by_jit())[1]
+    _, effects, writes = _record(module, sample, recorder, frugal, opaque, as_if_by_jit())
     guards = [node.call.function for node in recorder.nodes if isinstance(node.call.function, Guard)]
     if guards:
         raise TraceError(
             f"{type(module).__name__} reads out of its data: {guards[0]!r} at {guards[0].place}. torch.jit.trace takes "
             'what it read for fixed, and nothing would check it: use tracer="record".'
         )
-    return effects, recorder
+    # Without the tensors: those of the trace are others, and these would be held meanwhile.
+    return effects, recorder, [with_refs(write, lambda _: Ref("")) for write in writes]
 
 
 def _trace_by_recording(
     module: torch.nn.Module, sample: Sample, frugal: bool, opaque: OpaqueModules
 ) -> tuple[BGraph, Any]:
     recorder = Recorder(module, sample)
-    output, effects = _record(module, sample, recorder, frugal, opaque, contextlib.nullcontext())
+    output, effects, writes = _record(module, sample, recorder, frugal, opaque, contextlib.nullcontext())
     result = map_leaves(recorder.ref, output)
     graph = BGraph(
         recorder.nodes,
@@ -145,6 +151,7 @@ def _trace_by_recording(
         result,
         side_effects=effects.told,
         generators=recorder.generators.found,
+        attributes=tuple(with_refs(write, recorder.ref) for write in writes),
     )
     return graph, output
 
@@ -156,7 +163,7 @@ def _record(
     frugal: bool,
     opaque: OpaqueModules,
     inside: contextlib.AbstractContextManager[None],
-) -> tuple[Any, SideEffects]:
+) -> tuple[Any, SideEffects, list[AttributeWrite]]:
     effects = SideEffects(opaque.outside)
     calls = Interception(opaque, effects.passed_over(partial(recorded_call, recorder)))
     with borrowed(module), recorder.generators.given_back():
@@ -167,11 +174,51 @@ def _record(
                 raise
             except Exception as error:
                 raise _failed(module, error) from error
-        with nothing_saved(frugal), MeetingGenerators(recorder.generators):
-            effects.tell(lambda: sample.copy().call(module))
+        effects.tell()
+        _refuse_outliving(recorder, module, (output, sample), effects)
+        writes = _left_behind(module, sample, recorder, frugal, effects)
     effects.told += told_of_calls(recorder.nodes)
     refuse_uncalled(module, opaque, calls.called)
-    return output, effects
+    return output, effects, writes
+
+
+def _refuse_outliving(recorder: Recorder, module: torch.nn.Module, known: Any, effects: SideEffects) -> None:
+    """Raise `TraceError` for tensors that are put where no run of the graph puts any; of hooks, that is told."""
+    held = [*Snapshot(module.named_modules()).tensors(), *module.parameters(), *module.buffers()]
+    found = outliving(recorder.alive(), [*leaves(known), *held])
+    if found is None or effects.has_hooks:
+        return
+    name, holder = found
+    node = next(node for node in recorder.nodes if name in node.output_names)
+    raise TraceError(
+        f"forward puts the tensor %{name} ({node.source}) into {holder}: a planned call would put none there. Keep it "
+        "in an attribute of the module, or return it."
+    )
+
+
+def _left_behind(
+    module: torch.nn.Module, sample: Sample, recorder: Recorder, frugal: bool, effects: SideEffects
+) -> list[AttributeWrite]:
+    """What the forward that was recorded has left in attributes, as other calls do."""
+    left = LeftBehind(module, effects.held)
+    if not left.look(effects.was_set):
+        return []
+
+    def run_again() -> None:
+        with nothing_saved(frugal), MeetingGenerators(recorder.generators):
+            try:
+                sample.copy().call(module)
+            except TraceError:
+                raise
+            except Exception as error:
+                raise _failed(module, error) from error
+
+    writes = left.writes(run_again, recorder.is_from_data)
+    for write in writes:
+        for tensor in leaves(write.value):
+            if tensor.requires_grad and not recorder.is_known(tensor):
+                raise CarriedState("keeps a tensor that none of its operations computes", f"the {write}", write.path)
+    return writes
 
 
 def _failed(module: torch.nn.Module, error: Exception) -> TraceError:

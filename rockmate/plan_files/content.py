@@ -74,6 +74,7 @@ class GraphRecord(Record, frozen=True):
     leaves: tuple[LeafRecord, ...]
     operations: tuple[OperationRecord, ...]
     output: str  # the structure of what the module returns
+    attributes: tuple[str, ...] = ()  # what it leaves in attributes, and where
 
 
 class MeasuredBlock(Record, frozen=True):

@@ -16,6 +16,8 @@ def differences(here: GraphRecord, planned: GraphRecord) -> list[str]:
     found = [*_of_leaves(here.leaves, planned.leaves), *_of_operations(here.operations, planned.operations)]
     if here.output != planned.output:
         found.append(f"it returns {_cut(here.output)}, but returned {_cut(planned.output)}")
+    found += [f"it writes the {write}, but did not" for write in here.attributes if write not in planned.attributes]
+    found += [f"it wrote the {write}, but does not" for write in planned.attributes if write not in here.attributes]
     if not found and here.digest != planned.digest:
         found.append(
             "its operations read the same, but a tensor of it has other strides or storage, a constant or a part that "

@@ -135,6 +135,7 @@ def graph_record(model: torch.nn.Module, calls: str, graph: SGraph) -> GraphReco
         leaves=leaves,
         operations=tuple(operations),
         output=output,
+        attributes=tuple(f"{write}: {write.kind.value} {_text(write.value)}" for write in dgraph.attributes),
     )
 
 
@@ -151,6 +152,8 @@ def _digest_of(
         exact.update(f"{name} {info}\n".encode())
     fingerprints = [op.call.function.traits.fingerprint for op in graph if isinstance(op.call.function, OpaqueCall)]
     exact.update(f"{output} {sorted(graph.trained or ())} {graph.trained is None} {fingerprints}".encode())
+    for write in graph.attributes:
+        exact.update(f"{write} {write.kind} {_text(write.value)} {write.detached}\n".encode())
     return exact.hexdigest()
 
 

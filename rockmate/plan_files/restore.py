@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 
 from rkgb import AllGraphs, DGraph, RecordMismatch
+from rkgb.bgraph import kept_trees
+from rkgb.call import is_ref
 from rkgb.cut import chain, cut
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import GraphError
@@ -18,6 +20,7 @@ from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.measuring.recorded import recorded_profiles
 from rkgb.state import for_planning
+from rkgb.tracing.attributes import written
 from rkgb.tree import leaves
 from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
 from rockmate.plan_files.content import Made, PlanFile
@@ -64,7 +67,7 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
                 f"{report(here, plan_file.graph)}\nPlan this module by itself, or give the module and the sample for "
                 "which the plan was made."
             )
-        request = replace(request, loss=request.loss or _stand_in(traced.graph.dgraph))
+        request = replace(request, loss=request.loss or _stand_in(model, traced.graph.dgraph))
         made, told = made_here(traced.device), plan_file.made
         why_followed = _made_elsewhere(told, made)
         if not why_followed:
@@ -148,12 +151,16 @@ def _put_stages(graph: KGraph, stages: tuple[tuple[int, int], ...]) -> None:
         comp.resident_bytes, comp.peak_bytes = resident_bytes, peak_bytes
 
 
-def _stand_in(graph: DGraph) -> LossFunction:
+def _stand_in(model: torch.nn.Module, graph: DGraph) -> LossFunction:
     """A loss that hands gradients to what the plan's loss trains, and takes nothing itself."""
 
     def loss(output: Any) -> torch.Tensor:
-        distinct = {id(tensor): tensor for tensor in leaves(output)}
-        named = dict(zip(graph.output_names, distinct.values(), strict=True))
+        attributes = written(graph.attributes, model)
+        named = {
+            ref.name: tensor
+            for tree, held in zip(kept_trees(graph), (output, *attributes), strict=True)
+            for ref, tensor in zip(leaves(tree, is_ref), leaves(held), strict=False)
+        }
         value: torch.Tensor = FreshGradients.apply(*(named[name] for name in graph.gradient_outputs))  # type: ignore[no-untyped-call]
         return value
 

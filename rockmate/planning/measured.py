@@ -131,7 +131,7 @@ def trace_model(
         basic, dataflow, asked_for, loss_cost = _trace(model, arguments, request, trained)
         pinned = {**asked_for, **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
-        settings = Settings.read_by(model, arguments)
+        settings = Settings.read_by(model, arguments, dataflow.attributes)
     return Traced(
         arguments,
         CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors))),

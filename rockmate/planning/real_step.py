@@ -13,6 +13,7 @@ from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
 from rkgb.state import without_autocast
+from rkgb.tracing.attributes import FreshTensors, is_a_loss
 from rkgb.tree import leaves
 from rockmate.memory.allocators import StepPeak, end_peak, start_peak
 from rockmate.memory.split import Residents
@@ -23,19 +24,25 @@ StepFunction = Callable[..., Any]  # called like the module
 
 
 def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> None:
-    """One forward and backward, holding the output to the end as training loops do."""
+    """One forward and backward, holding the output to the end as training loops do.
+
+    What forward leaves in attributes takes gradients, too: single numbers, which are losses, always; all where there
+    is no `loss` that would say which.
+    """
+    attributes = FreshTensors(getattr(step, "original", step))
     with torch.enable_grad():
         output = step(*sample.args, **sample.kwargs)
+        left = [tensor for tensor in attributes.now() if tensor.requires_grad]
         if loss is None:
             # As a loss would: its gradients belong to autograd, which frees them once they are used.
-            differentiable = [tensor for tensor in leaves(output) if tensor.requires_grad]
-            value = FreshGradients.apply(*differentiable)  # type: ignore[no-untyped-call]
+            tensors = {id(tensor): tensor for tensor in (*leaves(output), *left) if tensor.requires_grad}
+            roots = [FreshGradients.apply(*tensors.values())]  # type: ignore[no-untyped-call]
         else:
-            value = evaluate_loss(loss, output)
+            roots = [evaluate_loss(loss, output), *(tensor for tensor in left if is_a_loss(tensor.shape))]
         # Training calls it behind its autocast context, the end of which lets go of the weights that were cast.
         torch.clear_autocast_cache()
         with without_autocast():
-            value.backward()
+            torch.autograd.backward(roots)
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:

@@ -14,6 +14,7 @@ from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
 from rkgb.state import autocast_in_force, random_states, without_autocast
 from rkgb.surroundings import hooks_allowed
+from rkgb.tracing.attributes import AttributeGone, Writing
 from rkgb.tracing.generators import generators_for
 from rkgb.tracing.guard import Guard
 from rkgb.tree import map_leaves
@@ -56,6 +57,11 @@ class Runner:
         self.make_step: Callable[[StepTables], Step] = Step  # another one may watch what a step does
 
     @property
+    def original(self) -> torch.nn.Module:
+        """The module that it stands for."""
+        return self._module
+
+    @property
     def source(self) -> str:
         """The generated code."""
         return self._compiled.code.source
@@ -77,6 +83,7 @@ class Runner:
             or self._autocast_mismatch()
             or traits.mismatch(self._traits)
             or self._settings_mismatch()
+            or self._attributes_mismatch()
         )
 
     def run(self, call: Sample) -> Any:
@@ -94,6 +101,8 @@ class Runner:
         values = dict(zip(self._output_names, results, strict=True))
         if self._input_outputs:
             values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}
+        if self._graph.attributes:
+            Writing(self._graph.attributes, self._module).write(lambda ref: values[ref.name], is_ref)
         return map_leaves(lambda ref: values[ref.name], self._graph.output, is_ref)
 
     @contextlib.contextmanager
@@ -115,6 +124,16 @@ class Runner:
     def _settings_mismatch(self) -> PlanMismatch | None:
         difference = self.settings.difference()
         return None if difference is None else PlanMismatch(f"{difference}. Put it back, or plan the module again.")
+
+    def _attributes_mismatch(self) -> PlanMismatch | None:
+        """Why the forward may leave something else in attributes than when it was planned."""
+        if not self._graph.attributes:
+            return None
+        try:
+            refusal = Writing(self._graph.attributes, self._module).refusal()
+        except AttributeGone as error:
+            refusal = str(error)
+        return None if refusal is None else PlanMismatch(f"{refusal}. Put it back, or plan the module again.")
 
     def _autocast_mismatch(self) -> PlanMismatch | None:
         cast = autocast_in_force(self._devices)

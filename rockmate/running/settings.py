@@ -20,9 +20,9 @@ import torch
 
 from rkgb import Sample
 from rkgb.state import borrowed, training_mode
+from rkgb.tracing.attributes import AttributeWrite, attributes_of
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.opaque import as_written, is_compiled_wrapper
-from rkgb.tracing.side_effects import attributes_of
 from rkgb.turns import warnings_collected
 from rockmate.running.checkpointing import CHECKPOINTING_FLAGS
 
@@ -65,8 +65,12 @@ class Settings:
     settings: tuple[Setting, ...]
 
     @classmethod
-    def read_by(cls, module: torch.nn.Module, sample: Sample) -> Settings:
-        """Run the forward once, without gradients, and note what it reads and leaves as it is. All is given back."""
+    def read_by(cls, module: torch.nn.Module, sample: Sample, writes: Iterable[AttributeWrite] = ()) -> Settings:
+        """Run the forward once, without gradients, and note what it reads and leaves as it is. All is given back.
+
+        What it is known to write is none of these.
+        """
+        written = {(write.path, *(step.key for step in write.steps)) for write in writes}
         met = GeneratorsMet(module)
         with (
             training_mode(module),
@@ -86,7 +90,11 @@ class Settings:
                     stack.enter_context(_reads_noted(kind, lambda holder, name: reads.setdefault((id(holder), name))))
                 sample.copy().call(module)
             noted = [(*holders[key], name, *before[key]) for key, name in reads if key in holders]
-            noted = [entry for entry in noted if _is_setting(entry[0], entry[3])]
+            noted = [
+                (holder, path, held_by, name, *before)
+                for holder, path, held_by, name, *before in noted
+                if _is_setting(holder, name) and (path, *filter(None, [held_by]), name) not in written
+            ]
             found = [
                 Setting(path, held_by, name, value, bool(held))
                 for holder, path, held_by, name, values, tensors in noted

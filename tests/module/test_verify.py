@@ -2,13 +2,16 @@
 
 import copy
 import dataclasses
+import functools
+import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from rockmate import BudgetTooSmall, ModelError, Rockmate, SampleError, Verification, verify
+from rkgb.tracing.attributes import Writing
+from rockmate import BudgetTooSmall, Rockmate, SampleError, Verification, verify
 from rockmate.running.runtime import Step
 from rockmate.verify import OPTIMIZERS
 from tests.module.models import WIDTH, Layers, Normalised, TwoHeads, built, images, rows
@@ -166,11 +169,105 @@ def test_a_model_whose_attributes_are_results_of_its_last_forward_is_verified(wr
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out():
+def test_a_model_that_cannot_be_copied_is_verified():
     model = built(Layers)
     model.lock = threading.Lock()
-    with pytest.raises(ModelError, match=r"Layers is compared on copies, but cannot be copied: .*lock.* Take what is"):
-        verify(model, rows(), budget=0.8)
+    assert verify(model, rows(), budget=0.8).exact
+
+
+class Held(nn.Module):
+    """Calls a part of itself through something that no copy of the module would copy."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.layers = built(Layers)
+        self.hold = hold(self.layers)
+
+    def forward(self, x):
+        return self.hold(x)
+
+
+class Shared:
+    """Its copy holds the same part."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __call__(self, x):
+        return self.part(x)
+
+    def __deepcopy__(self, memo):
+        return Shared(self.part)
+
+
+HOLDING = {
+    "closure": lambda part: lambda x: part(x),
+    "partial": lambda part: functools.partial(lambda part, x: part(x), part),
+    "bound_method": lambda part: part.forward,
+    "deepcopy_of_its_own": Shared,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDING.values(), ids=HOLDING)
+def test_a_function_that_holds_a_part_of_the_model_changes_nothing(hold):
+    model = Held(hold)
+    before = copy.deepcopy(model.state_dict())
+    assert verify(model, rows(), budget=0.8, loss=squares).exact
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Leaving(nn.Module):
+    """Leaves a part of the loss, and plain values, in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = built(Layers), 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.aux = self.layers(x).tanh().mean()
+        return self.layers(x)
+
+
+def test_what_forward_leaves_in_attributes_is_compared(monkeypatch):
+    model = Leaving()
+    assert verify(model, rows(), budget=0.8, loss=squares).exact
+    assert model.calls == 0
+    assert not hasattr(model, "aux")
+    right = Writing.write
+    planned = Rockmate(model, rows(), 0.8, loss=squares)
+    for wrong, told in (
+        (lambda writing, tensor, named: None, "the attribute 'calls' of submodule '(root)' is nothing instead of"),
+        (
+            lambda writing, tensor, named: right(writing, lambda ref: tensor(ref).detach(), named),
+            "the attribute 'aux' of submodule '(root)' is ",
+        ),
+        (lambda writing, tensor, named: right(writing, lambda ref: tensor(ref) + 1, named), "attribute 'aux'"),
+    ):
+        monkeypatch.setattr(Writing, "write", wrong)
+        found = verify(planned, rows(), loss=squares)
+        assert not found.exact
+        assert told in found.first_difference
+        assert found.eager_is_deterministic
+
+
+def test_a_loss_that_reads_an_attribute_of_the_model_is_verified():
+    model = Leaving()
+    assert verify(model, rows(), budget=0.8, loss=lambda output: squares(output) + model.aux).exact
+
+
+def test_nothing_is_left_on_the_model_after_a_failure(monkeypatch):
+    model = Leaving()
+    model.layers.eval()
+    planned = Rockmate(model, rows(), 0.9)
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(sys.modules["rockmate.verify"], "backward_from", lambda outputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verify(planned, rows(), loss=squares)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (model.calls, model.training, model.layers.training) == (0, True, False)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_samples_keep_their_strides():
