@@ -250,15 +250,13 @@ def replay_check(
     """
     with Spool() if low_memory else contextlib.nullcontext() as spool:
         # Each run has its own copy of the data: a module may write into its inputs.
-        own = graph.generators
+        own, left = graph.generators, graph.attributes
 
         def eagerly(data: Sample) -> StepRecord:
-            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, graph.attributes)
+            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, left)
 
         def by_graph(data: Sample) -> StepRecord:
-            return record_step(
-                module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own, graph.attributes
-            )
+            return record_step(module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own, left)
 
         reference = _reference(module, sample, eagerly)
         fresh, expected, told = reference.data, reference.record, reference.told(module)
