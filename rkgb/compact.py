@@ -128,7 +128,7 @@ def _two_values(graph: DGraph, node: SNode) -> TwoValues | None:
         return None
     if any(not _writes_alone(graph, op, owner) for op in node.ops[1:]):
         return None
-    values = torch.tensor([0.0, 1.0], dtype=value.dtype)
+    values = torch.tensor([0.0, 1.0], dtype=value.dtype, device="cpu")
     for op in node.ops[2:]:
         factor = op.call.args[1]
         if op.call.function not in _SCALES or op.call.kwargs or not isinstance(factor, int | float):

@@ -17,7 +17,7 @@ def writable(value: torch.Tensor) -> torch.Tensor:
 
     Autograd lets nothing write into a leaf that requires a gradient, nor into a view of one.
     """
-    made: torch.Tensor = _Computed.apply(torch.empty(0, requires_grad=True), [value.detach()])  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Computed.apply(torch.empty(0, device="cpu", requires_grad=True), [value.detach()])  # type: ignore[no-untyped-call]
     return made
 
 

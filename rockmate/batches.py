@@ -150,10 +150,9 @@ def _trained(tensor: torch.Tensor) -> torch.Tensor:
 def _check_loss(model: torch.nn.Module, loss: LossFunction | None, output: Any, size: int) -> None:
     if loss is None:
         return
-    fresh = map_leaves(_trained, output)
     try:
         with torch.enable_grad():
-            loss(fresh)
+            loss(map_leaves(lambda tensor: _trained(tensor).clone(), output))  # it may write into what was computed
     except Exception as error:  # whatever the user's code raises
         raise BatchError(
             f"the loss given for {type(model).__name__} takes a batch of {size} only ({type(error).__name__}: {error})."

@@ -76,7 +76,7 @@ def _bytes_of(held: list[tuple[torch.Tensor, dict[str, Any]]]) -> bytes:
     for tensor, form in held:
         form["offset"] = tensor.storage_offset() - first // tensor.element_size()
         ends.append((form["offset"] + _extent(form["shape"], form["stride"])) * tensor.element_size())
-    result = torch.zeros(max(ends), dtype=torch.uint8)
+    result = torch.zeros(max(ends), dtype=torch.uint8, device="cpu")
     for tensor, form in held:
         if tensor.numel():
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -152,7 +152,8 @@ class TensorReader:
             raise self._place.error(f"the file has no storage number {number}")
         if (number, device) not in self._found:
             data = self._trees.bytes(self._forms[number])
-            plain = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            plain = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else empty
             self._found[number, device] = plain.to(device, copy=True)  # into memory that PyTorch has aligned
         return self._found[number, device]
 

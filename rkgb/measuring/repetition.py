@@ -107,8 +107,8 @@ def _others_bytes(graph: DGraph, ops: Mapping[str, OpProfile]) -> int:
 def _handling_ms(others_bytes: int) -> float:
     """What it takes to pack something else for a saved tensor, and to be asked for the tensor: Python's part of it."""
     clock = ColdClock(others_bytes)
-    factor = torch.zeros(1)
-    given = torch.zeros(1, requires_grad=True)
+    factor = torch.zeros(1, device="cpu")
+    given = torch.zeros(1, device="cpu", requires_grad=True)
 
     def forward() -> torch.Tensor:
         with torch.enable_grad():
@@ -265,9 +265,9 @@ def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
 
     A model starts with weights of one and biases of zero, with which any order of the products and sums gives the same.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     weight, bias = (
-        None if given is None else torch.randn(given.shape, dtype=given.dtype, generator=generator)
+        None if given is None else torch.randn(given.shape, dtype=given.dtype, generator=generator, device="cpu")
         for given in (weight, bias)
     )
     output, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, 1e-5)

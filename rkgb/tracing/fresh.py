@@ -91,13 +91,13 @@ def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if tensor.is_complex():
-        return torch.randn(tensor.shape, generator=generator, dtype=torch.complex128)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.complex128, device="cpu")
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
     return noise if tensor.numel() == 0 else _in_range_of(tensor, noise)
 
 
@@ -131,13 +131,13 @@ def _columns_of_ids(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+    order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
     return tensor.reshape(-1)[order].view(tensor.shape)
 
 
 def _shuffled_within_columns(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
-    shuffled = rows[torch.randperm(len(rows), generator=generator).to(tensor.device)].view(tensor.shape)
+    shuffled = rows[torch.randperm(len(rows), generator=generator, device="cpu").to(tensor.device)].view(tensor.shape)
     return _shuffled(tensor, generator) if torch.equal(shuffled, tensor) else shuffled  # such as equal rows
 
 
@@ -151,7 +151,7 @@ def _rows_in_another_order(sample: Sample, seed: int) -> Sample:
             return tensor
         count = len(tensor)
         if count not in orders:
-            orders[count] = torch.randperm(count, generator=generator)
+            orders[count] = torch.randperm(count, generator=generator, device="cpu")
         return tensor[orders[count].to(tensor.device)]
 
     return _each(sample, reordered)
@@ -170,7 +170,7 @@ def _perturbed(sample: Sample, seed: int) -> Sample:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided:
             return tensor
         step = max(_PERTURBATION, 2 * torch.finfo(tensor.dtype).eps)
-        by = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+        by = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").to(tensor.device)
         whole = (tensor == tensor.round()) | ~tensor.isfinite()
         return torch.where(whole, tensor.double(), tensor.double() * (1 + step * by))
 

@@ -121,7 +121,7 @@ class JitWalker:
             for output, item in zip(node.outputs(), self._read(inputs[0]), strict=True):
                 self._values[output.debugName()] = item
         elif kind == "NumToTensor":
-            self._define(node, _Number(torch.tensor(self._read(inputs[0]))))
+            self._define(node, _Number(torch.tensor(self._read(inputs[0]), device="cpu")))
         elif kind in ("device", "dtype"):
             self._define(node, getattr(self._type_of(inputs[0]), kind)())
         elif kind == "PythonOp":

@@ -209,8 +209,9 @@ def _dense(name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
 def backward_from(outputs: list[torch.Tensor], seed: int = 0) -> None:
     """Backward from every differentiable output, with fixed random gradients."""
     roots = [tensor for tensor in outputs if tensor.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
-    gradients = [torch.randn(root.shape, generator=generator).to(root.device, root.dtype) for root in roots]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = [torch.randn(root.shape, generator=generator, device="cpu") for root in roots]
+    gradients = [one.to(root.device, root.dtype) for one, root in zip(drawn, roots, strict=True)]
     if roots:
         torch.autograd.backward(roots, gradients)
 

@@ -100,7 +100,7 @@ class Spool:
 
     def get(self, place: Spooled) -> torch.Tensor:
         """Read a tensor back: same bytes, size and strides, in a storage of its own. Raises `OSError`."""
-        data = torch.empty(place.size_bytes, dtype=torch.uint8)
+        data = torch.empty(place.size_bytes, dtype=torch.uint8, device="cpu")
         self._file.seek(place.offset_bytes)
         if self._file.readinto(data.numpy().data) != place.size_bytes:
             raise OSError(errno.EIO, f"the temporary file of saved tensors in {self._folder} has been cut short")

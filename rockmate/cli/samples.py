@@ -85,12 +85,12 @@ class TensorText:
         """Such a tensor, on the CPU."""
         shape = [dimension.resolved(batch) for dimension in self.shape]
         if self.fill is not None:
-            tensor = torch.full(shape, self.fill, dtype=self.dtype)
+            tensor = torch.full(shape, self.fill, dtype=self.dtype, device="cpu")
         elif self.dtype.is_floating_point or self.dtype.is_complex:
-            tensor = torch.randn(shape, dtype=self.dtype, generator=generator)
+            tensor = torch.randn(shape, dtype=self.dtype, generator=generator, device="cpu")
         else:
             below = 2 if self.below is None else self.below
-            tensor = torch.randint(below, shape, generator=generator).to(self.dtype)
+            tensor = torch.randint(below, shape, generator=generator, device="cpu").to(self.dtype)
         return tensor.requires_grad_(self.requires_grad)
 
 

@@ -55,9 +55,9 @@ def _sample_for(model: torch.nn.Module, plan_file: PlanFile, shape: tuple[int, .
     if planned != shape or not isinstance(dtype, torch.dtype):
         raise PlanFileMismatch(f"the plan is for an input {inputs[0]}, and input_shape is {list(shape)}.")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are left alone
+    generator = torch.Generator("cpu").manual_seed(0)  # the caller's random numbers are left alone
     if dtype.is_floating_point or dtype.is_complex:
-        sample = torch.randn(shape, generator=generator, dtype=dtype)
+        sample = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
     else:
-        sample = torch.zeros(shape, dtype=dtype)  # an index that is always there
+        sample = torch.zeros(shape, dtype=dtype, device="cpu")  # an index that is always there
     return sample.to(device).requires_grad_("grad" in inputs[0].split())

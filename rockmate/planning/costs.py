@@ -16,7 +16,7 @@ from rkgb.measuring.memory import AllocationLog, allocated_bytes, warm_up
 from rkgb.measuring.profile import SavedKind
 from rkgb.state import without_autocast
 from rkgb.tracing.opaque import OpaqueCall
-from rkgb.tree import leaves
+from rkgb.tree import leaves, map_leaves
 from rockmate.errors import LossError
 
 LOSS = "loss"
@@ -31,6 +31,7 @@ class LossCost:
 
     time_ms: float
     peak_bytes: int  # above the model's outputs, their gradients included
+    written: tuple[int, ...] = ()  # places of the outputs that it writes into
 
 
 def assumed_loss_cost(graph: KGraph) -> LossCost:
@@ -42,23 +43,55 @@ def assumed_loss_cost(graph: KGraph) -> LossCost:
 def measure_loss(loss: LossFunction, output: Any) -> LossCost:
     """Run `loss` on what the model gave, as leaves of autograd, and back, a few times; tell what it took."""
     device = leaves(output)[0].device
-    warm_up(device, lambda: _loss_and_back(loss, output))
+    written = _written_by(loss, output)
+    give = _as_computed if written else _as_it_is
+    warm_up(device, lambda: _loss_and_back(loss, give(output)))
     for leaf in leaves(output):
-        leaf.grad = None  # of the warm-up: the gradients are the loss's to allocate
+        leaf.grad = None  # of the runs before: the gradients are the loss's to allocate
+    given = give(output)
     with AllocationLog(device) as log:
-        _loss_and_back(loss, output)
-    times_ms = [_timed_ms(loss, output, device)]
+        _loss_and_back(loss, given)
+    del given
+    times_ms = [_timed_ms(loss, output, give, device)]
     while len(times_ms) < _TIMED_RUNS and sum(times_ms) < _TIMED_RUNS_MS:
-        times_ms.append(_timed_ms(loss, output, device))
-    return LossCost(min(times_ms), log.peak_bytes)  # what else the machine does only adds to a time
+        times_ms.append(_timed_ms(loss, output, give, device))
+    return LossCost(min(times_ms), log.peak_bytes, written)  # what else the machine does only adds to a time
 
 
-def _timed_ms(loss: LossFunction, output: Any, device: torch.device) -> float:
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
+def _as_computed(output: Any) -> Any:
+    """Copies that autograd knows the origin of: what a loss may write into."""
+    copies = {id(tensor): tensor.clone() for tensor in leaves(output)}
+    return map_leaves(lambda tensor: copies[id(tensor)], output)
+
+
+def _written_by(loss: LossFunction, output: Any) -> tuple[int, ...]:
+    """Which of the distinct tensors in `output` the loss writes into; those that take gradients are as they were."""
+    try:
+        return _written_in_one_run(loss, output)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+    return _written_in_one_run(loss, _as_computed(output))
+
+
+def _written_in_one_run(loss: LossFunction, output: Any) -> tuple[int, ...]:
+    given = list({id(tensor): tensor for tensor in leaves(output)}.values())
+    versions = [tensor._version for tensor in given]
+    loss(output)
+    return tuple(place for place, tensor in enumerate(given) if tensor._version != versions[place])
+
+
+def _timed_ms(loss: LossFunction, output: Any, give: Callable[[Any], Any], device: torch.device) -> float:
     for leaf in leaves(output):
         leaf.grad = None
+    given = give(output)
     _wait_for(device)
     started = time.perf_counter()
-    _loss_and_back(loss, output)
+    _loss_and_back(loss, given)
     _wait_for(device)
     return (time.perf_counter() - started) * 1e3
 

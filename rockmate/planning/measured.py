@@ -29,7 +29,7 @@ from rockmate.memory.split import (
     put_gradients,
 )
 from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
-from rockmate.planning.pinned import check_pins, pinned_operations
+from rockmate.planning.pinned import check_pins, pinned_operations, reading_what_is_written
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
@@ -129,7 +129,7 @@ def trace_model(
     with for_planning(model):
         traits = TraitsReader(model).read()
         basic, dataflow, asked_for, loss_cost = _trace(model, arguments, request, trained)
-        pinned = {**asked_for, **(pinned or {})}
+        pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments, dataflow.attributes)
     return Traced(

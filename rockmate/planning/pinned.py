@@ -10,6 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from rkgb import DGraph, DNode
 from rockmate.errors import PinError
+from rockmate.planning.costs import LossCost
 
 Pin = torch.nn.Module | OpOverload | OpOverloadPacket | str
 Pins = Pin | Iterable[Pin]
@@ -63,6 +64,19 @@ def pinned_operations(model: torch.nn.Module, graph: DGraph, pins: Sequence[Pin]
         for name in names:
             reasons.setdefault(name, f"{name} is {why}")
     return reasons
+
+
+def reading_what_is_written(graph: DGraph, loss: LossCost | None) -> dict[str, str]:
+    """Operations that read an output which the loss writes into, and so run once, with the reason."""
+    if loss is None or not loss.written:
+        return {}
+    written = {graph.owner(graph.output_names[place]): graph.output_names[place] for place in loss.written}
+    return {
+        op.name: f"{op.name} reads {written[graph.owner(name)]}, which the loss writes into"
+        for op in graph
+        for name in op.inputs
+        if graph.owner(name) in written
+    }
 
 
 def _is_call_of(operator: OpOverload | OpOverloadPacket, op: DNode) -> bool:

@@ -199,11 +199,18 @@ class _Writer:
             self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
             for name in op.output_names:
                 if name in self.program.forward_keeps:
-                    self._line(1, f"step.keep({name!r}, {name})")
+                    keep = "keep_output" if self._is_returned(name) else "keep"
+                    self._line(1, f"step.{keep}({name!r}, {name})")
             if op.name in self.program.packs:
                 self._line(1, f"step.pack({packed_key(self.program.packs[op.name].name)!r}, {op.output_names[0]})")
             self._delete(names)
         self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
+
+    def _is_returned(self, name: str) -> bool:
+        """Whether the user is given the storage of `name`, into which the forward itself writes nothing more."""
+        owner = self.graph.owner(name)
+        returned = any(self.graph.owner(output) == owner for output in self.graph.output_names)
+        return returned and not any(self.graph.owner(target) == owner for op in self.graph for target in op.written)
 
     def _write_segment(self, segment: Segment) -> None:
         self._lines += ["", "", f"def {_function_name(segment)}(step: Step):"]

@@ -117,7 +117,7 @@ class Step:
         self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back
         self._ran: set[int] = set()  # segments that have run, or run now
         self._leaves = {name: _Leaf(place[key], place, key) for name, (place, key) in tables.places.items()}
-        self._versions: dict[str, int] = {}  # of inputs that are kept
+        self._versions: dict[str, int] = {}  # of inputs and outputs that are kept
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
         self._handles: dict[str, dict[int, ref[Handle]]] = {}
 
@@ -139,6 +139,10 @@ class Step:
         """Keep an input, which the user may change, for a later segment."""
         self._values[name] = value.detach()
         self._versions[name] = value._version
+
+    def keep_output(self, name: str, value: torch.Tensor) -> None:
+        """Keep what is returned, which the user may change, for a later segment."""
+        self.keep_input(name, value)
 
     def pack(self, key: str, value: torch.Tensor) -> None:
         """Keep the smaller form of `value` for segments that need it again."""
@@ -275,6 +279,12 @@ class Step:
         if value is None:
             self._make(key)
             value = self._values[key]
+        elif value._version != self._versions.get(key, value._version):
+            raise RuntimeError(
+                f"%{key}, a tensor of shape {list(value.shape)} that the module has returned, has been modified by an "
+                "in-place operation since, but the backward recomputes from it. If the loss does so, give it when the "
+                "module is planned (loss=...); else change a copy."
+            )
         if last and self._is_over(self._tables.takers[key]):
             del self._values[key]
         return value
@@ -302,6 +312,7 @@ class Step:
             raise PlanMismatch(
                 f"the kept value {key} is gone: the backward ran a second time. Pass retain_graph=True to the first."
             )
+        self._versions.pop(key, None)  # a tensor of its own, which nobody else has
         self.run(self._tables.makers[key])
 
     def rewind(self, op: str, stream: str | torch.Generator, last: bool) -> None:
