@@ -32,6 +32,7 @@ from rkgb.sgraph import SGraph, d_to_s
 from rkgb.state import autocast_in_force, borrowed, for_planning, module_devices
 from rkgb.tracing.attributes import Writing, is_a_loss
 from rkgb.tracing.expand import expand_composites
+from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.left_behind import CarriedState
 from rkgb.tracing.replay import given, replay_check
 from rkgb.tracing.trace import FrontEnd, Tracer, trace
@@ -182,9 +183,9 @@ def exact_trace(
 
     A graph that `may_branch` is also accepted where it holds for data like the sample's alone, which its guards check.
 
-    Raises `TraceError` or `ReplayMismatch` with what the last one failed at; warns (`TraceWarning`) of side
-    effects of forward that no run of the graph repeats. Where autocast is on, its casts are operations of the
-    graph, which is run without it.
+    Raises `TraceError` or `ReplayMismatch` with what the last one failed at, or the module's own error where it does
+    not run on the sample; warns (`TraceWarning`) of side effects of forward that no run of the graph repeats. Where
+    autocast is on, its casts are operations of the graph, which is run without it.
     """
     tell = on_stage or _say_nothing
     cast = autocast_in_force(module_devices(model, sample.tensors))
@@ -216,6 +217,17 @@ def _believed_trace(model: torch.nn.Module, sample: Sample, tracer: Tracer, chec
             raise error from None
 
 
+def _raise_the_models_own(model: torch.nn.Module, sample: Sample) -> None:
+    """Run the module as it is: what it raises on the sample is its own error, and no reason against a trace."""
+    met = GeneratorsMet(model)
+    try:
+        with borrowed(model), met.given_back(), MeetingGenerators(met):
+            sample.copy().call(model)
+    except Exception as own:
+        own.add_note(f"(raised by {type(model).__name__} itself on the sample with which it was to be planned)")
+        raise own from None
+
+
 def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: _Check) -> tuple[BGraph, DGraph]:
     """The finest trace of one front end that the replay check accepts."""
     tell = check.tell
@@ -233,6 +245,10 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
                 f"submodule {error.path!r} is one operation of the graph, and is never recomputed: {error}"
             )
             return basic, dataflow
+        raise
+    except TraceError as error:
+        if error.__cause__ is not None and not is_out_of_memory(error):
+            _raise_the_models_own(model, sample)
         raise
     tell("trace", 1, 4)
     try:

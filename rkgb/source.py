@@ -18,6 +18,14 @@ def caller_is_torch(depth: int) -> bool:
     return sys._getframe(depth + 1).f_code.co_filename.startswith((_TORCH, OWN_FOLDER))
 
 
+def opaque_advice(place: str) -> str:
+    """How the code at `place`, as `Source` tells places, can become a part of one operation of the graph."""
+    path = place.split(" ")[0]
+    if path == "(root)":
+        return "move the code there into a submodule, and let its call be one operation (opaque=[it])"
+    return f"let the call of the submodule be one operation: opaque=[model.get_submodule({path!r})]"
+
+
 def python_location() -> str:
     """``file.py:12`` of the innermost frame of the user's model; empty where all its code is torch's."""
     frame: FrameType | None = sys._getframe(1)

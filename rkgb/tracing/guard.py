@@ -15,6 +15,7 @@ import torch
 
 from rkgb.call import function_name
 from rkgb.errors import GuardError
+from rkgb.source import opaque_advice
 
 _SHOWN = 60  # characters of a value in messages
 
@@ -49,8 +50,7 @@ class Guard:
             raise GuardError(
                 f"at {self.place} the module reads {_short(found)} out of its data ({function_name(self.read)}), but "
                 f"read {_short(self.expected)} when it was traced: it would go another way than the graph. Trace with "
-                "a sample that goes this way, keep such values in tensors, or let the submodule that reads them be one "
-                "operation (opaque=[it])."
+                f"a sample that goes this way, keep such values in tensors, or {opaque_advice(self.place)}."
             )
 
 

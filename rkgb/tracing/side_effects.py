@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from rkgb.errors import TraceError
-from rkgb.source import caller_is_torch, python_location
+from rkgb.source import caller_is_torch, opaque_advice, python_location
 from rkgb.tracing.attributes import Snapshot, accesses_noted, attributes_of
 from rkgb.turns import replaced_here
 
@@ -212,10 +212,11 @@ def refuse_collective(function: Any, place: str) -> None:
 
 def refuse_drawn(value: object, place: str) -> None:
     """Raise the error for a forward that reads, into Python, the random numbers that it draws."""
+    dropped = "where that drops layers, and a setting such as layerdrop is above 0, say layerdrop=0; "
+    others = f"{dropped if isinstance(value, bool) else ''}or {opaque_advice(place)}"
     raise TraceError(
         f"at {place} forward reads {value!r} out of random numbers that it drew, and so may go another way at every "
-        "call (layers dropped at random, for instance): a graph holds for one way. Switch that off (layerdrop=0), or "
-        "decide in tensors (torch.where)."
+        f"call: a graph holds for one way. Decide in tensors (torch.where); {others}."
     )
 
 

@@ -223,8 +223,8 @@ def _left_behind(
 
 def _failed(module: torch.nn.Module, error: Exception) -> TraceError:
     return TraceError(
-        f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}. Run the module on "
-        "the sample first; if it runs there, replace what depends on Python side effects."
+        f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}. The module runs "
+        "by itself: replace what depends on Python side effects, or let the submodule be one operation: opaque=[it]."
     )
 
 
@@ -240,8 +240,9 @@ def _refuse_backward_hooks(opaque: OpaqueModules) -> None:
 def _refuse_scripted(opaque: OpaqueModules) -> None:
     for path, submodule in opaque.outside:
         if isinstance(submodule, torch.jit.ScriptModule):
+            what = f"submodule {path!r}" if path else "the model itself"
+            instead = ", or let its call be one operation: opaque=[it]" if path else ""
             raise TraceError(
-                f"submodule {path or '(root)'!r} is compiled by torch.jit ({type(submodule).__name__}): its "
-                "operations cannot be told apart. Use the Python module that it was made from, or let its call be one "
-                "operation: opaque=[it]."
+                f"{what} is compiled by torch.jit ({type(submodule).__name__}): its operations cannot be told apart. "
+                f"Use the Python module that it was made from{instead}."
             )

@@ -63,7 +63,7 @@ def test_an_error_inside_leaves_the_module_as_it_was():
             raise ValueError("no")
 
     model = Around(Fails())
-    with pytest.raises(rkgb.TraceError, match="ValueError: no"):
+    with pytest.raises(ValueError, match="no"):
         rkgb.make_all_graphs(model, sample(), opaque=[model.inner])
     assert "_compiled_call_impl" not in vars(model.inner[0])
     assert not torch.nn.modules.module._global_forward_hooks

@@ -82,11 +82,24 @@ def test_samples_that_do_not_fit_the_signature_are_refused(sample, message):
         Rockmate(built(TwoInputs), sample, 0.5)
 
 
-def test_a_sample_on_which_the_module_fails_is_refused_with_its_own_reason():
-    with pytest.raises(
-        TraceError, match=r"Layers cannot be traced: RuntimeError: .*Run the module on the sample first"
-    ):
-        Rockmate(built(Layers), torch.randn(4, WIDTH + 1), 0.5)
+@pytest.mark.parametrize("lazily", [False, True], ids=["sample", "first batch"])
+def test_a_sample_on_which_the_module_fails_raises_the_modules_own_error(lazily):
+    model, wide = built(Layers), torch.randn(4, WIDTH + 1)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as expected:
+        model(wide)
+    before = snapshot_of(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as own:
+        Rockmate(model, budget=0.5)(wide) if lazily else Rockmate(model, wide, 0.5)
+    assert not isinstance(own.value, RockmateError)
+    assert str(own.value) == str(expected.value)
+    assert "raised by Layers itself on the sample" in own.value.__notes__[0]
+    assert snapshot_of(model) == before
+
+
+def snapshot_of(model):
+    return [
+        (name, value.clone().tolist(), value.requires_grad, value.grad) for name, value in model.state_dict().items()
+    ]
 
 
 # ---- modules ----------------------------------------------------------------------------------------
@@ -150,14 +163,14 @@ def test_a_module_without_gradients_is_refused(network, message):
 
 NO_AMOUNTS = (
     *(0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf),
-    *("lots", "", "GiB", "-1GiB", "0B", "1e3"),
+    *("lots", "", "GiB", "-1GiB", "0B", "-1e3"),
     *(True, False, [], (1 << 30,), {"bytes": 1}, 1j, object, torch.device("cpu")),
 )
 
 
 @pytest.mark.parametrize("budget", NO_AMOUNTS, ids=repr)
 def test_budgets_that_are_no_amount_of_memory_are_refused_before_anything_runs(budget):
-    with pytest.raises(BudgetError, match=re.escape('Give bytes (2_000_000_000), a size ("2GiB"), a fraction')):
+    with pytest.raises(BudgetError, match=r'Give bytes .*, a size \("2GiB"\), a fraction'):
         Rockmate(nn.Linear(1, 1), object(), budget)
 
 
@@ -274,6 +287,7 @@ def test_planning_leaves_everything_as_it_was_whether_it_succeeds_or_not(trained
     before.assert_unchanged()
 
 
+@pytest.mark.filterwarnings("ignore:.* gradients that a step was planned to add to:rockmate.ReplanWarning")
 def test_planning_in_eval_mode_leaves_the_mode(trained):
     model, sample = trained
     model.eval()
@@ -371,6 +385,6 @@ def test_an_interruption_of_any_stage_leaves_everything_as_it_was(trained, stage
 def test_an_operation_that_fails_midway_leaves_everything_as_it_was(trained):
     model, sample = trained
     before = Snapshot(model, sample)
-    with pytest.raises(TraceError):
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 2"):
         Rockmate(model, sample.detach()[:, :2], 0.9)
     before.assert_unchanged()
