@@ -10,7 +10,11 @@ Some decide what a step computes, and stay: autocast, default devices, flags of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import (
@@ -22,10 +26,18 @@ from torch._C._autograd import (
     _saved_tensors_hooks_get_disabled_error_message,
     _top_saved_tensors_default_hooks,
 )
+from torch.autograd import profiler
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
+
+from rkgb.turns import acting_for, current_thread
+
+Result = TypeVar("Result")
+
+_found_prepared: contextvars.ContextVar[bool | None] = contextvars.ContextVar("found_prepared", default=None)
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @contextlib.contextmanager
@@ -33,6 +45,7 @@ def surroundings_aside() -> Iterator[None]:
     """Run what is inside as if nothing of the user's was around it that looks on; all is put back as it was."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_unrecorded())
+        stack.enter_context(_looked_for_prepared())
         stack.enter_context(without_anomaly_detection())
         stack.enter_context(saved_tensors_hooks_aside())
         if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
@@ -150,3 +163,89 @@ def _unrecorded() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+# ---- profilers --------------------------------------------------------------------------------------
+
+
+def profiler_is_taken() -> bool:
+    """Whether a profiler of the user's runs in some thread, or is about to: a second one of its kind ends the process.
+
+    One that is only prepared, as in the warm-up of a schedule, is seen within `surroundings_aside`.
+    """
+    return bool(_profiler_enabled() or profiler._is_profiler_enabled or _found_prepared.get())
+
+
+def profiler_is_prepared() -> bool:
+    """Whether a profiler has been prepared and does not run yet. Nothing but the objects themselves tells."""
+    found = (one for one in gc.get_objects() if type(one) is profiler.profile)
+    return any(one.enabled and one.entered and one.kineto_results is None for one in found)
+
+
+@contextlib.contextmanager
+def _looked_for_prepared() -> Iterator[None]:
+    """Look once for what takes a while to be found."""
+    if _found_prepared.get() is not None:
+        yield
+        return
+    token = _found_prepared.set(profiler_is_prepared())
+    try:
+        yield
+    finally:
+        _found_prepared.reset(token)
+
+
+def unprofiled(device: torch.device, run: Callable[[], Result]) -> Result:
+    """What `run` gives, which logs the memory of `device`.
+
+    On the CPU a profiler tells it. Where one of the user's watches this thread, `run` is run in a thread of its own,
+    so that another may watch it there; autocast, default devices and gradients are there as they are here.
+    """
+    if device.type != "cpu" or not _profiler_enabled():
+        return run()
+    devices = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST_DEVICES]
+    grad, caller, context = torch.is_grad_enabled(), current_thread(), contextvars.copy_context()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def there() -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(acting_for(caller))
+                for kind, dtype, enabled in casts:
+                    if enabled:
+                        stack.enter_context(torch.autocast(kind, dtype=dtype))
+                for mode in devices:
+                    stack.enter_context(torch.device(mode.device))
+                stack.enter_context(torch.set_grad_enabled(grad))
+                results.append(run())
+        except BaseException as error:  # noqa: BLE001  it is raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=context.run, args=(there,), name="rockmate measures")
+    thread.start()
+    interrupt = _waited_for(thread)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()
+    if interrupt is not None:
+        raise interrupt
+    return results.pop()
+
+
+def _waited_for(thread: threading.Thread) -> KeyboardInterrupt | None:
+    """Wait to the end: what runs there may hold the user's module. An interrupt is for afterwards."""
+    interrupt = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    return interrupt
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]

@@ -17,6 +17,24 @@ from typing import Any
 
 import torch
 
+_acting_for: dict[int, int] = {}  # threads that do a part of what another one, which waits for them, does
+
+
+def current_thread() -> int:
+    """The thread whose turns are taken here."""
+    me = threading.get_ident()
+    return _acting_for.get(me, me)
+
+
+@contextlib.contextmanager
+def acting_for(thread: int) -> Iterator[None]:
+    """Do here what `thread` does, which waits meanwhile: its turns are this thread's."""
+    _acting_for[threading.get_ident()] = thread
+    try:
+        yield
+    finally:
+        del _acting_for[threading.get_ident()]
+
 
 class Turns:
     """Who runs which module, and who plans.
@@ -34,7 +52,7 @@ class Turns:
 
     def after_fork(self) -> None:
         """Of a process that was forked, only the thread that forked it is left, and its turns."""
-        me = threading.get_ident()
+        me = current_thread()
         self._changed = threading.Condition()
         for turns in (self._running, self._planned):
             for turn in [turn for turn, (thread, _) in turns.items() if thread != me]:
@@ -45,7 +63,7 @@ class Turns:
     @contextlib.contextmanager
     def running(self, module: torch.nn.Module) -> Iterator[None]:
         """Run `module` inside, once no other thread plans it, or what shares a submodule with it."""
-        turn, me = object(), threading.get_ident()
+        turn, me = object(), current_thread()
         with self._changed:
             if self._planned:
                 self._changed.wait_for(lambda: not _shared_by_others(self._planned, module, me))
@@ -60,7 +78,7 @@ class Turns:
     @contextlib.contextmanager
     def planning(self, module: torch.nn.Module) -> Iterator[None]:
         """Plan `module` inside, once no other thread plans anything, or runs what shares a submodule with it."""
-        turn, me = object(), threading.get_ident()
+        turn, me = object(), current_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._planner in (None, me) and not self._is_in_use(module, me))
             self._planner = me
@@ -79,7 +97,7 @@ class Turns:
     @contextlib.contextmanager
     def others_plan(self) -> Iterator[None]:
         """While this thread waits for what others make: they may plan, though not the modules that it plans."""
-        me = threading.get_ident()
+        me = current_thread()
         if self._planner != me:
             yield
             return
@@ -95,7 +113,7 @@ class Turns:
 
     def is_planner(self) -> bool:
         """Whether this thread plans."""
-        return self._planner == threading.get_ident()
+        return self._planner == current_thread()
 
     def _is_in_use(self, module: torch.nn.Module, me: int) -> bool:
         return _shared_by_others(self._running, module, me) or _shared_by_others(self._planned, module, me)
@@ -134,10 +152,10 @@ class TurnsOf:
 @contextlib.contextmanager
 def replaced_here(holder: Any, name: str, function: Any) -> Iterator[None]:
     """Meanwhile this thread finds `function` under `name` in `holder`, and all others what was there before."""
-    before, me = getattr(holder, name), threading.get_ident()
+    before, me = getattr(holder, name), current_thread()
 
     def by_thread(*args: Any, **kwargs: Any) -> Any:
-        return (function if threading.get_ident() == me else before)(*args, **kwargs)
+        return (function if current_thread() == me else before)(*args, **kwargs)
 
     setattr(holder, name, by_thread)
     try:
@@ -150,13 +168,13 @@ class _Collected:
     """What one thread warns of; in the place of a pattern of warning filters, it matches all that."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.thread = current_thread()
         self.is_on = True  # filters may stay where another thread's `warnings.catch_warnings` puts them back
         self.found: list[warnings.WarningMessage] = []
 
     def match(self, _: str) -> bool:
         """Whether it is that thread that warns."""
-        return self.is_on and threading.get_ident() == self.thread
+        return self.is_on and current_thread() == self.thread
 
 
 class _Warnings:

@@ -17,6 +17,7 @@ import torch
 from rkgb import GuardError, RockmateError, Sample, make_sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
+from rkgb.surroundings import profiler_is_taken
 from rkgb.turns import TURNS, TurnsOf, warnings_collected
 from rockmate.errors import CheckpointingWarning, ExportWarning, NothingToTrain, ReplanWarning, ShapesError
 from rockmate.member import Member, Untrained
@@ -216,6 +217,11 @@ class PlanFamily:
                     self._given = None
                 else:
                     measured, planned = plan_or_reuse(self._model, call, request, self._known, self.use_cache)
+        if profiler_is_taken():
+            self._tell(
+                f"{type(self._model).__name__} was planned while a profiler runs: the operations of planning are not "
+                "in the profile, and what they take was measured apart from it."
+            )
         member = Member.of(self._model, measured, planned)
         if not self.members and not isinstance(self.request.budget, AboveResidents):
             self.request = replace(self.request, budget=member.plan.whole_budget_bytes)

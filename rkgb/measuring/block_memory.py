@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode
@@ -14,6 +15,7 @@ from rkgb.measuring.memory import AllocationLog, warm_up
 from rkgb.measuring.profile import BlockProfile, OpProfile, StageProfile
 from rkgb.measuring.saved import Packed, SavedObserver
 from rkgb.measuring.timeline import StageWindow, forward_peaks, join_windows, measure_windows
+from rkgb.surroundings import unprofiled
 
 
 class MemoryObserver(SavedObserver):
@@ -23,6 +25,7 @@ class MemoryObserver(SavedObserver):
         super().__init__(graph, block)
         self.log = log
         self.storages: list[tuple[int, int]] = []  # that may live on: address, and a mark after its allocation
+        self._followed: list[tuple[StorageWeakRef, int]] = []  # the same with their bytes, for a log without addresses
         self.marks_of_op: dict[str, int] = {}
         self.windows: list[StageWindow] = []
         self._marks = 0
@@ -48,7 +51,9 @@ class MemoryObserver(SavedObserver):
         self.mark()  # before anything is freed, and its address used again
 
     def before_node(self, op: DNode) -> None:
-        self.windows.append(StageWindow(op.name, self.mark(), nodes=[op.name]))
+        self._followed = [(storage, size) for storage, size in self._followed if not storage.expired()]
+        saved_bytes = sum(size_bytes for _, size_bytes in self._followed)
+        self.windows.append(StageWindow(op.name, self.mark(), saved_bytes=saved_bytes, nodes=[op.name]))
 
     def gathered(self, gradients: Sequence[torch.Tensor | None]) -> None:
         names = [name for name in self.block.inputs if self.graph.values[name].requires_grad]
@@ -61,7 +66,10 @@ class MemoryObserver(SavedObserver):
         self.mark()
 
     def _remember(self, tensor: torch.Tensor) -> None:
-        self.storages.append((tensor.untyped_storage().data_ptr(), self._marks))  # the next mark follows it
+        storage = tensor.untyped_storage()
+        self.storages.append((storage.data_ptr(), self._marks))  # the next mark follows it
+        if not self.log.has_addresses:
+            self._followed.append((StorageWeakRef(storage), storage.nbytes()))
 
     def measured_windows(self) -> list[StageWindow]:
         """Each autograd node's stretch of the backward, in order, with its bytes."""
@@ -91,6 +99,10 @@ class MemoryObserver(SavedObserver):
 def observe_memory(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
     """Run `block` on the `values` that it reads, by name, and watch; on CUDA, in its second run."""
     warm_up(device, lambda: run_block(graph, block, stand_ins(graph, block, values), Observer()))
+    return unprofiled(device, lambda: _observed(graph, block, values, device))
+
+
+def _observed(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
     leaves = stand_ins(graph, block, values)  # outside of the log: copies of buffers are not the block's bytes
     with AllocationLog(device) as log:
         observer = MemoryObserver(graph, block, log)

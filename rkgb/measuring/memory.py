@@ -23,13 +23,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import _EventType
-from torch.autograd import profiler
+from torch._C._profiler import ProfilerConfig, ProfilerState, _EventType, _ExperimentalConfig
 from torch.autograd.profiler import profile
 
+from rkgb.surroundings import profiler_is_prepared, profiler_is_taken
 from rkgb.turns import ALLOCATIONS
 
 Result = TypeVar("Result")
+
+_enable_legacy: Any = getattr(torch._C._autograd, "_enable_profiler_legacy", None)
+_disable_legacy: Any = getattr(torch._C._autograd, "_disable_profiler_legacy", None)
 
 # Marks are allocations of a size that no model uses, made and released at once: the allocator's own
 # order then places them exactly, which time stamps would not.
@@ -55,6 +58,10 @@ class AllocationLog:
     block are left out. Logs cannot be nested, nor run under another profiler, in whichever thread that was started; a
     log waits for that of another thread to end.
 
+    Where a profiler of the user's is on elsewhere, the CPU's log is that of the profiler for one thread, which tells no
+    addresses (`has_addresses`): a release is then taken for that of the latest block of its size. Within the user's
+    own profiler, `rkgb.surroundings.unprofiled` is a place for it.
+
     On CUDA, every stream of `device` counts, and no other device. Raises `RuntimeError` where the allocator keeps no
     history, where somebody else has it record one, and at the end of the block where events were lost.
     """
@@ -63,7 +70,9 @@ class AllocationLog:
         self.device = device
         self.events: list[AllocationEvent] = []
         self.marks: list[int] = []
+        self.has_addresses = True
         self._profile: profile | None = None
+        self._gc_was_on = False
         self._quiet = quiet_profiler()
         self._before = 0
 
@@ -83,8 +92,9 @@ class AllocationLog:
         if self.device.type == "cuda":
             self._start_history()
             return self
-        if _profiler_runs():
-            raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
+        if profiler_is_taken():
+            self._start_in_thread()
+            return self
         self._profile = profile(use_cpu=True, profile_memory=True)
         self._quiet.__enter__()
         try:
@@ -113,6 +123,9 @@ class AllocationLog:
                 torch.cuda.memory._record_memory_history(None)
             self._split(_cuda_events(trace))
             return
+        if not self.has_addresses:
+            self._end_in_thread()
+            return
         assert self._profile is not None
         recorded = _profiler_enabled()
         try:
@@ -124,6 +137,24 @@ class AllocationLog:
             self._split(_cpu_events(self._profile))
         elif error is None:
             raise RuntimeError("another profiler was started and stopped inside the measurement, and ended it.")
+
+    def _start_in_thread(self) -> None:
+        """The legacy profiler has nothing that exists once in a process."""
+        if _profiler_enabled() or _enable_legacy is None:
+            raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
+        self.has_addresses = False
+        gc.collect()  # its releases could not be told from those of what is made inside
+        _enable_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+        self._gc_was_on = gc.isenabled()
+        gc.disable()
+
+    def _end_in_thread(self) -> None:
+        try:
+            records = _disable_legacy()
+        finally:
+            if self._gc_was_on:
+                gc.enable()
+        self._split(_thread_events(records))
 
     def _start_history(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -169,9 +200,9 @@ class AllocationLog:
         return highest_level(self.events)
 
 
-def _profiler_runs() -> bool:
-    """Whether a profiler is on, in this thread or another one: two at once end the process."""
-    return bool(_profiler_enabled() or profiler._is_profiler_enabled)
+def there_is_a_profiler() -> bool:
+    """Whether somebody's profiler runs, in whichever thread, or is prepared to: two at once end the process."""
+    return profiler_is_taken() or profiler_is_prepared()
 
 
 def highest_level(events: list[AllocationEvent]) -> int:
@@ -194,6 +225,22 @@ def _cpu_events(profiled: profile) -> list[AllocationEvent]:
         if tag == _EventType.Allocation and fields.device.type == "cpu":
             found.append(AllocationEvent(fields.ptr, fields.alloc_size, event.start_time_ns))
     return sorted(found, key=lambda event: event.time_ns)
+
+
+def _thread_events(records: Any) -> list[AllocationEvent]:
+    """Without addresses, numbers tell blocks apart: a release is of the latest of its size."""
+    alive: dict[int, list[int]] = {}
+    found: list[AllocationEvent] = []
+    number = 0
+    told = [record.cpu_memory_usage() for thread in records for record in thread if record.kind() == "memory_alloc"]
+    for size_bytes in told:
+        if size_bytes > 0:
+            number += 1
+            alive.setdefault(size_bytes, []).append(number)
+            found.append(AllocationEvent(number, size_bytes))
+        elif alive.get(-size_bytes):
+            found.append(AllocationEvent(alive[-size_bytes].pop(), size_bytes))
+    return found
 
 
 def _trace_of(snapshot: dict[str, Any], index: int, most_events: int) -> list[dict[str, Any]]:

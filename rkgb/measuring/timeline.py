@@ -17,6 +17,7 @@ class StageWindow:
     needs: dict[str, None] = field(default_factory=dict)  # ordered set of saved storages read
     resident_bytes: int = 0
     peak_bytes: int = 0
+    saved_bytes: int = 0  # of what the forward made and is alive at its start: where the log tells no addresses
     nodes: list[str] = field(default_factory=list)  # the operation of each autograd node in it
 
 
@@ -39,6 +40,9 @@ def measure_windows(log: AllocationLog, windows: list[StageWindow], known: Seque
     """
     if not windows:
         return
+    if not log.has_addresses:
+        _measure_by_sizes(log, windows)
+        return
     saved = _allocations(log, known)
     starts = [log.marks[window.mark] for window in windows]
     alive = _alive_before(log, starts[0])
@@ -54,6 +58,14 @@ def measure_windows(log: AllocationLog, windows: list[StageWindow], known: Seque
                 del alive_saved[event.address]
             else:
                 other += event.size_bytes
+
+
+def _measure_by_sizes(log: AllocationLog, windows: list[StageWindow]) -> None:
+    """The same where those who ran the windows have seen which of the known storages were alive."""
+    starts = [log.marks[window.mark] for window in windows]
+    for window, start, end in zip(windows, starts, [*starts[1:], len(log.events)], strict=True):
+        window.resident_bytes = sum(event.size_bytes for event in log.events[:start]) - window.saved_bytes
+        window.peak_bytes = window.resident_bytes + highest_level(log.events[start:end])
 
 
 def _allocations(log: AllocationLog, known: Sequence[tuple[int, int]]) -> set[int]:

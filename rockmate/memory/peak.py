@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
-from rkgb.measuring.memory import AllocationLog
+from rkgb.measuring.memory import AllocationLog, there_is_a_profiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ class PeakMemory:
 
     Raises:
         ValueError: for another kind of device.
-        RuntimeError: on entry, inside another `PeakMemory` or while another profiler runs; on exit, when
+        RuntimeError: on entry, inside another `PeakMemory` or while another profiler runs or is
+            prepared, as in the warm-up of its schedule; on exit, when
             another profiler was started inside; when a result is read before exit.
     """
 
@@ -87,7 +87,7 @@ class PeakMemory:
     def __enter__(self) -> Self:
         if PeakMemory.is_measuring:
             raise RuntimeError("PeakMemory does not nest: leave the outer `with PeakMemory(...)` first")
-        if _profiler_enabled():
+        if there_is_a_profiler():
             raise RuntimeError("PeakMemory needs PyTorch's profiler, which is running: stop the other profile first")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -13,6 +13,7 @@ from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
 from rkgb.state import without_autocast
+from rkgb.surroundings import unprofiled
 from rkgb.tracing.attributes import FreshTensors, is_a_loss
 from rkgb.tree import leaves
 from rockmate.memory.allocators import StepPeak, end_peak, start_peak
@@ -47,6 +48,10 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
     """Most bytes that one step allocates at once above what was there before, and what it makes CUDA reserve."""
+    return unprofiled(device, lambda: _peak_of(step, sample, loss, device))
+
+
+def _peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
     fresh = sample.copy()  # gradients of inputs are not the user's to find
     before_bytes = start_peak(device)
     with AllocationLog(device) as log:
