@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from rkgb.surroundings import surroundings_aside
 from rkgb.turns import TURNS
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
-from rockmate.memory.budget import AboveResidents, resolve_budget
+from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
 from rockmate.plan import Plan
 from rockmate.planning.costs import LOSS, LossFunction
@@ -42,6 +43,7 @@ from rockmate.running.sharded import refuse_what_spans_ranks
 from rockmate.units import format_apart, format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
+_STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _BOUND_S = 6.0  # most seconds for the lower bound; it is there after one or three for most models
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
@@ -80,29 +82,15 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     """
     started = time.perf_counter()
     budget_bytes, split = _resolved(measured, request)
-    told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
-    target_bytes = budget_bytes
-    lowest_bytes = sys.maxsize  # peak of the best plan that has run
-    for attempt in range(_ATTEMPTS):
-        request.progress("solve", attempt, _ATTEMPTS)
-        solution = _solve(measured, request, target_bytes, first=attempt == 0)
-        planned = _planned(measured, solution, budget_bytes, module, split)
-        request.progress("check", attempt, _ATTEMPTS)
-        _refuse_more_than_there_is(planned.plan, measured.device)
-        runner = planned.runner_for(module, measured)
-        peak = measured_peak(module, runner, measured, request.loss)
-        peak_bytes = peak.allocated_bytes
-        if peak_bytes <= budget_bytes:
-            break  # whatever was predicted: this was measured
-        lowest_bytes = min(lowest_bytes, peak_bytes)
-        if not solution.status.fits:
-            raise too_small(measured, solution, budget_bytes, lowest_bytes, told)
-        if solution.peak_bytes > target_bytes:
-            continue  # without recomputation it does not fit, after all
-        # The prediction was short by this much: ask for that much less, and more so each time.
-        target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
-    else:
-        raise too_small(measured, solution, budget_bytes, lowest_bytes, told)
+    tried = _tried_within(measured, request, module, budget_bytes, split)
+    if tried.peak.allocated_bytes > budget_bytes and _is_the_whole_step(request):
+        tried = _tried_as_eager(measured, request, module, split)
+        budget_bytes = tried.planned.plan.budget_bytes
+    planned, solution, target_bytes, peak = tried
+    peak_bytes = peak.allocated_bytes
+    if peak_bytes > budget_bytes:
+        told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
+        raise too_small(measured, solution, budget_bytes, _with_margin(tried, measured, request, module), told)
     planned.is_complete = not solution.interrupted
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
@@ -118,6 +106,81 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     )
     _tell_fragmentation(peak, budget_bytes)
     return planned
+
+
+class _Tried(NamedTuple):
+    """A plan, and what one real step of it took."""
+
+    planned: Planned
+    solution: Solution
+    target_bytes: int  # for which it was made
+    peak: StepPeak
+
+
+def _tried_within(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, budget_bytes: int, split: MemorySplit | None
+) -> _Tried:
+    """The first plan whose real step is within the budget; where there is none, the one of lowest peak."""
+    target_bytes = budget_bytes
+    for attempt in range(_ATTEMPTS):
+        request.progress("solve", attempt, _ATTEMPTS)
+        solution = _solve(measured, request, target_bytes, first=attempt == 0)
+        request.progress("check", attempt, _ATTEMPTS)
+        tried = _tried(measured, request, module, solution, _Asked(budget_bytes, target_bytes, split))
+        peak_bytes = tried.peak.allocated_bytes
+        if peak_bytes <= budget_bytes or not solution.status.fits:
+            return tried  # whatever was predicted: this was measured
+        if solution.peak_bytes > target_bytes:
+            continue  # without recomputation it does not fit, after all
+        # The prediction was short by this much: ask for that much less, and more so each time.
+        target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
+    return _tried(measured, request, module, _solve(measured, request, 1, False), _Asked(budget_bytes, 1, split))
+
+
+class _Asked(NamedTuple):
+    """Bytes that a plan is made for."""
+
+    budget_bytes: int
+    target_bytes: int  # those that its prediction is to be within
+    split: MemorySplit | None
+
+
+def _tried(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, solution: Solution, asked: _Asked
+) -> _Tried:
+    planned = _planned(measured, solution, asked.budget_bytes, module, asked.split)
+    _refuse_more_than_there_is(planned.plan, measured.device)
+    peak = measured_peak(module, planned.runner_for(module, measured), measured, request.loss)
+    return _Tried(planned, solution, asked.target_bytes, peak)
+
+
+def _is_the_whole_step(request: PlanRequest) -> bool:
+    """Whether the budget is what the eager step takes."""
+    return is_fraction(request.budget) and read_budget(request.budget) == 1.0
+
+
+def _tried_as_eager(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, split: MemorySplit | None
+) -> _Tried:
+    """The plan that keeps everything, as eager does, under what its step takes: eager's own peak may vary so much."""
+    solution = KeepAll().solve(measured.problem, sys.maxsize)
+    peak = _tried(measured, request, module, solution, _Asked(measured.eager_peak_bytes, sys.maxsize, split)).peak
+    peak_bytes = peak.allocated_bytes
+    if split is not None:
+        split = replace(split, total_bytes=split.total_bytes + peak_bytes - split.step_bytes)
+    return _Tried(_planned(measured, solution, peak_bytes, module, split), solution, peak_bytes, peak)
+
+
+def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module: torch.nn.Module) -> int:
+    """What the plan of lowest peak surely takes at most: the most of some real steps, and how far apart they were.
+
+    Steps take the same bytes but for workspaces that differ from run to run, as those of some FFTs do.
+    """
+    peaks = [tried.peak.allocated_bytes]
+    for _ in range(_STEPS_OF_A_REFUSAL):
+        runner = tried.planned.runner_for(module, measured)
+        peaks.append(measured_peak(module, runner, measured, request.loss).allocated_bytes)
+    return max(peaks) + (max(peaks) - min(peaks))
 
 
 def _tell_fragmentation(peak: StepPeak, budget_bytes: int) -> None:

@@ -1,5 +1,6 @@
 """What a budget may be: its forms, what is free on the device, and the refusals before any long work."""
 
+import itertools
 import math
 import re
 
@@ -198,3 +199,55 @@ def test_a_fraction_under_autocast_is_of_a_step_whose_backward_is_outside():
 
 def half_squares(output):
     return output.float().square().mean()
+
+
+# ---- workspaces that differ from run to run ------------------------------------------------------------------
+
+
+class Varying(torch.autograd.Function):
+    """Takes another workspace in each run, as some libraries' transforms do."""
+
+    sizes = itertools.cycle([10_000, 30_000, 20_000, 40_000, 10_000])
+
+    @staticmethod
+    def forward(ctx, value):
+        torch.empty(next(Varying.sizes), dtype=torch.uint8)
+        return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.empty(next(Varying.sizes), dtype=torch.uint8)
+        return gradient * 2
+
+
+class Transforms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = torch.tanh(Varying.apply(nn.functional.gelu(layer(hidden))))
+        return hidden
+
+
+@pytest.mark.parametrize("make", [Transforms, Layers, lambda: nn.Sequential(nn.Linear(32, 8), nn.Tanh())])
+def test_the_smallest_budget_that_is_named_works_when_asked_for(make):
+    network = built(make)
+    sample = rows() if make is Layers else torch.randn(64, 32)
+    for budget in (1000, 4000):
+        with pytest.raises(BudgetTooSmall) as refused:
+            Rockmate(network, sample, budget, loss=squares, time_limit=0.5)
+        named = refused.value.smallest_budget_bytes
+        for _ in range(3):
+            plan = Rockmate(network, sample, named, loss=squares, time_limit=0.5).plan
+            assert plan.measured_peak_bytes <= plan.budget_bytes == named
+
+
+@pytest.mark.parametrize("scope", ["step", "total"])
+def test_the_whole_step_is_never_refused(scope):
+    network, sample = built(Transforms), torch.randn(64, 32)
+    for budget in (1.0, "100%", 1.0, 1.0):
+        plan = Rockmate(network, sample, budget, loss=squares, time_limit=0.5, scope=scope).plan
+        assert plan.measured_peak_bytes <= plan.budget_bytes
+        assert plan.whole_budget_bytes >= plan.budget_bytes
