@@ -34,6 +34,8 @@ class Plan:
     calls: str = ""  # the tensors of the calls that it is for
     # Of the gradients that are there before the step, which adds to them; 0 where it is for steps that make them all.
     gradient_bytes: int = 0
+    # Of the step with the model's own checkpointing: what a fraction is of, where that is switched on.
+    checkpointed_peak_bytes: int | None = None
 
     @property
     def whole_budget_bytes(self) -> int:
@@ -60,7 +62,7 @@ class Plan:
     def __str__(self) -> str:
         return (
             f"Plan(budget {self._budget_text()}, peak {format_bytes(self.peak_bytes)}"
-            f" of {format_bytes(self.baseline_peak_bytes)} eager{self._gradients_text()},"
+            f" of {format_bytes(self.baseline_peak_bytes)} eager{self._checkpointed_text()}{self._gradients_text()},"
             f" time {format_ms(self.time_ms)}"
             f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations, {self.solver},"
             f"{self._reserved_text()}"
@@ -70,6 +72,10 @@ class Plan:
     def _budget_text(self) -> str:
         split = self.memory_split
         return format_bytes(self.budget_bytes) + (f" of {format_bytes(split.total_bytes)} in all" if split else "")
+
+    def _checkpointed_text(self) -> str:
+        peak_bytes = self.checkpointed_peak_bytes
+        return "" if peak_bytes is None else f" ({format_bytes(peak_bytes)} with its own checkpointing)"
 
     def _gradients_text(self) -> str:
         return f" above {format_bytes(self.gradient_bytes)} of gradients" if self.gradient_bytes else ""

@@ -110,7 +110,7 @@ def sweep(
             check_request(replace(request, budget=budget))
         with planning(model):
             measured = measure(model, sample, request)
-            resolved = sorted({resolve_budget(one, measured.eager_peak_bytes, measured.device) for one in budgets})
+            resolved = sorted({resolve_budget(one, measured.peak_now_bytes, measured.device) for one in budgets})
             rows: list[SweepRow] = []
             left_out: list[tuple[str, str]] = []
             for done, name in enumerate(names):

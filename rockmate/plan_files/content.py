@@ -127,6 +127,7 @@ class Promise(Record, frozen=True):
     gap: float | None  # how much of the step's time a better plan could save at most
     memory_split: MemorySplit | None
     gradient_bytes: int = 0  # of the gradients that are there before the step
+    checkpointed_peak_bytes: int | None = None  # of the step with the model's own checkpointing, where that was on
 
     @property
     def whole_budget_bytes(self) -> int:

@@ -25,6 +25,7 @@ from rockmate.planning.exchange import default_exchange, plan_with_others, solve
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import Planned, make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
+from rockmate.running.checkpointing import is_switched_off
 
 
 def plan_or_reuse(
@@ -110,6 +111,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         None if traced.loss is None else traced.loss.peak_bytes,
         request.opaque,
         sorted(traced.gradients),
+        is_switched_off(),  # a fraction is of the step with the model's own checkpointing, where that is on
     ]
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 

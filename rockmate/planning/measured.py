@@ -32,6 +32,7 @@ from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, 
 from rockmate.planning.pinned import check_pins, pinned_operations, reading_what_is_written
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
+from rockmate.running.checkpointing import as_it_was, is_switched_off
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
 from rockmate.running.settings import Settings
@@ -63,6 +64,13 @@ class Measured:
     loss: LossCost | None = None  # None where no loss was given
     # Parameters, by their names in the graph, whose gradients are there before the step: it adds to them.
     gradients: frozenset[str] = frozenset()
+    # Peak of the step with the model's own checkpointing, which is switched on; None where there is none.
+    checkpointed_peak_bytes: int | None = None
+
+    @property
+    def peak_now_bytes(self) -> int:
+        """What a step takes as the user has the model: a fraction is of that."""
+        return self.eager_peak_bytes if self.checkpointed_peak_bytes is None else self.checkpointed_peak_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -190,9 +198,11 @@ def _measure_eager(model: torch.nn.Module, measured: Measured, request: PlanRequ
         keep_all_peak = KeepAll().solve(measured.problem, sys.maxsize).peak_bytes
         graph = measured.graphs.D_graph
         borrow = partial(borrowed_with_gradients, model, {measured.device}, graph, measured.gradients)
-        eager = eager_peak_bytes(
-            model, measured.sample, request.loss, measured.device, keep_all_peak, measured.residents, borrow
-        )
+        step = partial(eager_peak_bytes, model, measured.sample, request.loss, measured.device)
+        eager = step(keep_all_peak, measured.residents, borrow)
+        if is_switched_off():
+            with as_it_was():
+                measured.checkpointed_peak_bytes = step(0, measured.residents, borrow)
     if eager is None:
         request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
     measured.eager_peak_bytes = keep_all_peak if eager is None else eager

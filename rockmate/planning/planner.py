@@ -83,14 +83,16 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     started = time.perf_counter()
     budget_bytes, split = _resolved(measured, request)
     tried = _tried_within(measured, request, module, budget_bytes, split)
-    if tried.peak.allocated_bytes > budget_bytes and _is_the_whole_step(request):
+    whole = _is_the_whole_step(request) and measured.checkpointed_peak_bytes is None
+    if whole and tried.peak.allocated_bytes > budget_bytes:
         tried = _tried_as_eager(measured, request, module, split)
         budget_bytes = tried.planned.plan.budget_bytes
     planned, solution, target_bytes, peak = tried
     peak_bytes = peak.allocated_bytes
     if peak_bytes > budget_bytes:
         told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
-        raise too_small(measured, solution, budget_bytes, _with_margin(tried, measured, request, module), told)
+        needed_bytes = _with_margin(tried, measured, request, module)
+        raise too_small(measured, solution, budget_bytes, needed_bytes, told, request.budget)
     planned.is_complete = not solution.interrupted
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
@@ -206,8 +208,8 @@ def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySpli
     """The step's budget in bytes; how it was split off where the user's is for all of training."""
     held = measured.residents
     if held is None:
-        return resolve_budget(request.budget, measured.eager_peak_bytes, measured.device), None
-    eager_bytes = held.total_bytes + measured.eager_peak_bytes
+        return resolve_budget(request.budget, measured.peak_now_bytes, measured.device), None
+    eager_bytes = held.total_bytes + measured.peak_now_bytes
     total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes, held.total_bytes)
     split = MemorySplit(total_bytes, held)
     return max(0, split.step_bytes), split
@@ -283,6 +285,7 @@ def _planned(
         memory_split=split,
         calls=str(measured.pattern),
         gradient_bytes=measured.gradient_bytes,
+        checkpointed_peak_bytes=measured.checkpointed_peak_bytes,
     )
     return planned_as(plan, measured, module)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rk_solvers import Compute, Effort, Forget, Problem, Solution, solver_named
 from rk_solvers.least_peak import least_peak_bytes
 from rockmate.errors import BudgetTooSmall
+from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
 from rockmate.planning.measured import Measured, problem_of
@@ -19,9 +20,14 @@ _MUCH = 0.15  # a part of the peak that is worth a word
 
 
 def too_small(
-    measured: Measured, solution: Solution, budget_bytes: int, lowest_bytes: int, split: MemorySplit | None
+    measured: Measured,
+    solution: Solution,
+    budget_bytes: int,
+    lowest_bytes: int,
+    split: MemorySplit | None,
+    written: Budget,
 ) -> BudgetTooSmall:
-    """The error of a budget that the plan of lowest peak, `solution`, exceeds.
+    """The error of a budget, `written` by the user, that the plan of lowest peak, `solution`, exceeds.
 
     `lowest_bytes` was measured: a step of that plan really takes that much.
     """
@@ -39,7 +45,8 @@ def too_small(
         budget_bytes, smallest, proven = split.total_bytes, smallest + resident_bytes, proven + resident_bytes
     return BudgetTooSmall(
         f"budget {' < '.join(format_apart(budget_bytes, smallest))}, the smallest for which a schedule was found "
-        f"({_proof(proven, smallest)}; bound at {op}{_where(measured, op)}){divided}. Raise the budget to at least "
+        f"({_proof(proven, smallest)}; bound at {op}{_where(measured, op)}){divided}. "
+        f"{_of_what(measured, written)}Raise the budget to at least "
         f"{smallest} bytes, or: {advice}",
         smallest,
         op,
@@ -53,6 +60,18 @@ def _proof(proven_bytes: int, smallest_bytes: int) -> str:
     less = 1 - proven_bytes / smallest_bytes
     below = f"{less:.1%}" if less >= 0.001 else f"{smallest_bytes - proven_bytes} bytes"
     return f"proven: none takes less than {format_apart(proven_bytes, smallest_bytes)[0]}, {below} below"
+
+
+def _of_what(measured: Measured, written: Budget) -> str:
+    """What a fraction is a part of."""
+    if not is_fraction(written):
+        return ""
+    held_bytes = 0 if measured.residents is None else measured.residents.total_bytes
+    now, eager = (format_bytes(held_bytes + peak) for peak in (measured.peak_now_bytes, measured.eager_peak_bytes))
+    what = "a step takes" if measured.residents is None else "training takes"
+    if measured.checkpointed_peak_bytes is not None:
+        return f"{written!r} is of the {now} that {what} now, with its own checkpointing; without it, {eager}. "
+    return f"{written!r} is of the {now} that {what.replace('a step', 'the eager step')}. "
 
 
 def _where(measured: Measured, binding_op: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +12,25 @@ import torch
 # Attributes of modules that switch it on: of transformers and Lightning's models, of timm, of Swin and its descendants.
 CHECKPOINTING_FLAGS = frozenset({"gradient_checkpointing", "grad_checkpointing", "use_checkpoint"})
 _SHOWN = 3  # submodules named in a message
+_switched_off: ContextVar[tuple[tuple[torch.nn.Module, str], ...]] = ContextVar("rockmate_switched_off", default=())
+
+
+def is_switched_off() -> bool:
+    """Whether checkpointing that the user has on is off here."""
+    return bool(_switched_off.get())
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Within `OwnCheckpointing.switched_off`: checkpointing as the user has it, for a step as training runs it now."""
+    on = _switched_off.get()
+    try:
+        for submodule, flag in on:
+            vars(submodule)[flag] = True
+        yield
+    finally:
+        for submodule, flag in on:
+            vars(submodule)[flag] = False
 
 
 class OwnCheckpointing:
@@ -41,23 +61,26 @@ class OwnCheckpointing:
         places = ", ".join(repr(path) for path, _ in on[:_SHOWN]) + (", …" if len(on) > _SHOWN else "")
         return (
             f"{self._name} has its own checkpointing switched on ({on[0][1]} of {places}). Planned steps run without "
-            "it: the plan chooses what is recomputed, within the budget. Switch it off to silence this: "
-            "model.gradient_checkpointing_disable(), or leave gradient_checkpointing out of the trainer's arguments."
+            "it: the plan chooses what is recomputed, within the budget; a fraction is of what a step takes with it. "
+            "Switch it off to silence this: model.gradient_checkpointing_disable(), or leave gradient_checkpointing "
+            "out of the trainer's arguments."
         )
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Plan inside: fractions of a budget are then of the peak without it. Its switches are put back."""
+        """Plan inside: what is traced and measured is without it, but within `as_it_was`. Its switches are put back."""
         kept: list[tuple[dict[str, Any], str, bool, Any]] = []
         for _, submodule, flag in self._switches:
             values = vars(submodule)
             kept.append((values, flag, flag in values, values.get(flag)))  # the class may hold the default
+        on = tuple((submodule, flag) for _, submodule, flag in self._switches if getattr(submodule, flag))
+        token = _switched_off.set(on or _switched_off.get())
         try:
-            for _, submodule, flag in self._switches:
-                if getattr(submodule, flag):
-                    vars(submodule)[flag] = False
+            for submodule, flag in on:
+                vars(submodule)[flag] = False
             yield
         finally:
+            _switched_off.reset(token)
             for values, flag, was_there, value in kept:
                 if was_there:
                     values[flag] = value

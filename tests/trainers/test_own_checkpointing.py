@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rockmate import CheckpointingWarning, Rockmate
+from rockmate import BudgetTooSmall, CheckpointingWarning, PeakMemory, Rockmate
 from rockmate.running.checkpointing import OwnCheckpointing
 from tests.module.models import built
 from tests.module.steps import assert_same_training, squares, train
@@ -31,12 +31,46 @@ def test_a_module_that_checkpoints_is_planned_without_its_own_checkpointing():
     model.grad_checkpointing = True
     x = torch.randn(32, 16)
     with pytest.warns(CheckpointingWarning, match=r"grad_checkpointing of '\(root\)'.*the plan chooses"):
-        planned = Rockmate(model, x, 0.8, loss=squares)
+        planned = Rockmate(model, x, 0.95, loss=squares)
     assert model.grad_checkpointing, "planning leaves the user's switch alone"
-    # A fraction is of the peak without checkpointing.
     assert planned.plan.baseline_peak_bytes == Rockmate(plain, x, 0.8, loss=squares).plan.baseline_peak_bytes
     assert planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
     assert_same_training(train(planned, [x, x]), train(built(Checkpointed), [x, x]))
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.CheckpointingWarning")
+@pytest.mark.parametrize("scope", ["step", "total"])
+def test_a_fraction_is_of_what_a_step_takes_now_with_the_checkpointing_that_is_on(scope):
+    model, x = built(Checkpointed), torch.randn(64, 16)
+    model.grad_checkpointing = True
+    with PeakMemory() as memory:
+        output = model(x)
+        loss = squares(output)
+        loss.backward()
+    model.zero_grad()
+    del output, loss
+    plan = Rockmate(model, x, 0.95, loss=squares, scope=scope).plan
+    assert plan.checkpointed_peak_bytes < 0.8 * plan.baseline_peak_bytes
+    assert "with its own checkpointing)" in str(plan)
+    if scope == "step":
+        assert plan.checkpointed_peak_bytes == memory.peak_bytes
+        assert plan.budget_bytes == round(0.95 * memory.peak_bytes)
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert model.grad_checkpointing
+    assert (
+        Rockmate(model, x, 1.0, loss=squares, scope=scope).plan.checkpointed_peak_bytes == plan.checkpointed_peak_bytes
+    )
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.CheckpointingWarning")
+def test_a_refused_fraction_tells_what_it_is_of():
+    model, x = built(Checkpointed), torch.randn(64, 16)
+    with pytest.raises(BudgetTooSmall, match=r"0\.1 is of the \S+ KiB that the eager step takes\. Raise"):
+        Rockmate(model, x, 0.1, loss=squares, time_limit=0.5)
+    model.grad_checkpointing = True
+    told = r"'10%' is of the \S+ KiB that a step takes now, with its own checkpointing; without it, \S+ KiB\. Raise"
+    with pytest.raises(BudgetTooSmall, match=told):
+        Rockmate(model, x, "10%", loss=squares, time_limit=0.5)
 
 
 def test_switches_are_put_back_where_they_were_also_after_errors():
