@@ -23,15 +23,12 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
 
     Autograd's saved tensors are dropped while inspecting, so this takes no more memory than inference.
     """
-    inspector = _Inspector(module, graph.generators)
-    with borrowed(module, own=graph.generators):
-        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
-        for name, tensor in values.items():
-            inspector.note(name, tensor)
-        inspector.refresh_random_states()
-        nothing_saved = nothing_packed()
-        with torch.enable_grad(), nothing_saved:
-            run_nodes(graph.nodes, values, [], inspector.observe)
+    inspector = _inspected(graph, module, sample.copy())
+    if any(node.is_random and not _is_known_to_draw(node) for node in inspector.nodes):
+        # Or another thread has drawn just then: the stream is the process's.
+        again = _inspected(graph, module, sample)
+        for node, other in zip(inspector.nodes, again.nodes, strict=True):
+            node.is_random &= other.is_random or _is_known_to_draw(node)
     for node in inspector.nodes:
         node.plain_inputs = [name for name in node.plain_inputs if inspector.values[name].requires_grad]
     nodes = _live(inspector.nodes, inspector.values, set(graph.leaves), graph.output_names)
@@ -48,6 +45,23 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
     result = with_indices_apart(result)
     result.verify()
     return result
+
+
+def _inspected(graph: BGraph, module: torch.nn.Module, sample: Sample) -> _Inspector:
+    inspector = _Inspector(module, graph.generators)
+    with borrowed(module, own=graph.generators):
+        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
+        for name, tensor in values.items():
+            inspector.note(name, tensor)
+        inspector.refresh_random_states()
+        nothing_saved = nothing_packed()
+        with torch.enable_grad(), nothing_saved:
+            run_nodes(graph.nodes, values, [], inspector.observe)
+    return inspector
+
+
+def _is_known_to_draw(node: DNode) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.call.function, "tags", ())
 
 
 class _Inspector:

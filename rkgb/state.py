@@ -24,6 +24,14 @@ def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, tor
     return [(generator, generator.get_state()) for generator in generators]
 
 
+def seed_default_streams(seed: int) -> None:
+    """Seed the default generators that there are. Not those of devices that were never used: `torch.manual_seed` leaves
+    word for these, which nobody would take back."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def main_device(devices: Iterable[torch.device]) -> torch.device:
     """Where a computation mainly is: the first of its devices that is no CPU, if there is one."""
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

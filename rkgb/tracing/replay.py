@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
-from rkgb.state import borrowed, module_devices, random_states
+from rkgb.state import borrowed, module_devices, random_states, seed_default_streams
 from rkgb.tracing.attributes import AttributeWrite, Writing, outline, written
 from rkgb.tracing.digest import computed_digests, digest
 from rkgb.tracing.fresh import Offer, offers, refused
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
+from rkgb.tracing.private_streams import PrivateStreams
 from rkgb.tracing.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.tree import leaves, map_leaves
 
+_STREAM = "random stream"  # what entries of random streams are called
+_RETRIES = 5  # of a comparison in which another thread drew random numbers
 _SHOWN = 3  # submodules named in a message
 # Their values are whatever was in memory: not even those of two equal runs are the same.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
@@ -69,6 +73,12 @@ class StepRecord:
             assert self.spool is not None
             return self.spool.get(kept)
         return kept
+
+    def streams_differ(self, other: StepRecord) -> bool:
+        """Whether another one of two equal steps left a random stream of PyTorch's own in another state."""
+        names = [name for name in self.tensors if name.startswith(_STREAM)]
+        pairs = [(self.tensor(name), other.tensor(name)) for name in names]
+        return any(mine is None or theirs is None or not torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def first_difference(self, other: StepRecord) -> str | None:
         """Name and size of the first entry that is not bitwise equal, or None."""
@@ -128,21 +138,23 @@ def record_step(
     spool: Spool | None = None,
     own: Sequence[OwnGenerator] = (),
     attributes: Sequence[AttributeWrite] = (),
+    private: bool = False,
 ) -> StepRecord:
     """Forward and backward by `forward`, from a seed; `module` and the generators `own` are given back unchanged.
 
     The backward starts from fixed random gradients, so that no cancellation hides a difference, at the outputs and at
-    what is left in `attributes`. With a
-    `spool`, what autograd saves and every gradient go to disk: it takes little more memory than inference.
+    what is left in `attributes`. With a `spool`, what autograd saves and every gradient go to disk: it takes little
+    more memory than inference. With `private` random streams, numbers that other threads draw meanwhile change nothing.
     """
     devices = module_devices(module, sample.tensors)
     record = StepRecord({}, spool)
-    with borrowed(module, devices, own):
+    streams = PrivateStreams([generator for generator, _ in random_states(devices)]) if private else None
+    with borrowed(module, devices, own), streams or contextlib.nullcontext():
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
         with torch.enable_grad(), _set_aside(module, sample, record):
             _move_on(module, sample, seed + 1)
         torch.clear_autocast_cache()
-        seed_streams(seed, module, own)
+        seed_streams(seed, module, own, streams)
         with torch.enable_grad(), _set_aside(module, sample, record):
             outputs = leaves(forward(sample))
             for index, tensor in enumerate(outputs):
@@ -157,8 +169,9 @@ def record_step(
                 record.add(f"gradient of input {index}", tensor.grad)
         for name, buffer in module.named_buffers():
             record.add(f"buffer {name}", buffer.detach().clone())
-        for index, (_, state) in enumerate(random_states(devices)):
-            record.add(f"random stream {index}", state)
+        states = streams.states if streams is not None else [state for _, state in random_states(devices)]
+        for index, state in enumerate(states):
+            record.add(f"{_STREAM} {index}", state)
         for one in own:
             record.add(f"state of {one.name}", one.in_module(module).get_state())
     for tensor in sample.tensors:
@@ -166,9 +179,17 @@ def record_step(
     return record
 
 
-def seed_streams(seed: int, module: torch.nn.Module, own: Sequence[OwnGenerator]) -> None:
-    """Start every random stream anew, those of the generators `own` too: what forward itself seeds does not follow."""
-    torch.manual_seed(seed)
+def seed_streams(
+    seed: int, module: torch.nn.Module, own: Sequence[OwnGenerator], private: PrivateStreams | None = None
+) -> None:
+    """Start every random stream anew, those of the generators `own` too: what forward itself seeds does not follow.
+
+    Where there are `private` streams, these, and not PyTorch's own.
+    """
+    if private is None:
+        seed_default_streams(seed)
+    else:
+        private.seed(seed)
     for place, one in enumerate(own):
         one.in_module(module).manual_seed(seed + place + 1)
 
@@ -253,11 +274,12 @@ def replay_check(
         # Each run has its own copy of the data: a module may write into its inputs.
         own, left = graph.generators, graph.attributes
 
-        def eagerly(data: Sample) -> StepRecord:
-            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, left)
+        def eagerly(data: Sample, private: bool = False) -> StepRecord:
+            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, left, private)
 
-        def by_graph(data: Sample) -> StepRecord:
-            return record_step(module, data.copy(), lambda data: run_graph(graph, module, data), 0, spool, own, left)
+        def by_graph(data: Sample, private: bool = False) -> StepRecord:
+            run = partial(run_graph, graph, module)
+            return record_step(module, data.copy(), run, 0, spool, own, left, private)
 
         reference = _reference(module, sample, eagerly)
         fresh, expected, told = reference.data, reference.record, reference.told(module)
@@ -290,16 +312,42 @@ def replay_check(
             return told
         again = eagerly(fresh)
         itself = again.first_difference(expected)
-    if itself is not None:
-        cause = f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
-    else:
-        cause = "Control flow that depends on data, or side effects in forward, are the usual causes."
-    # Looking for it takes what a whole forward saves.
+        disturbed = again.streams_differ(expected) or by_graph(fresh).streams_differ(found)
+        if disturbed:
+            for _ in range(_RETRIES):
+                if eagerly(fresh, private=True).first_difference(by_graph(fresh, private=True)) is None:
+                    return f"{told}. {_others_draw(module)}" if told else _others_draw(module)
+    # Looking for the place takes what a whole forward saves.
     place = None if low_memory else first_difference_place(graph, module, fresh, difference[0])
+    raise _inexact(module, difference[1], place, _cause(disturbed, itself))
+
+
+def _cause(disturbed: bool, itself: str | None) -> str:
+    """Why a trace may differ from its module, which differs from `itself` so."""
+    if disturbed:
+        return (
+            "Besides, equal runs leave PyTorch's random stream in different states: another thread draws from it, or "
+            "seeds it, while the module is planned, or the module does not draw as often in each run. Plan before such "
+            "threads start (Rockmate(model, sample, ...), plan_for(sample))."
+        )
+    if itself is not None:
+        return f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
+    return "Control flow that depends on data, or side effects in forward, are the usual causes."
+
+
+def _inexact(module: torch.nn.Module, difference: str, place: str | None, cause: str) -> ReplayMismatch:
     cause = f"The first operation that differs is {place}. {cause}" if place else cause
-    raise ReplayMismatch(
-        f"the trace of {type(module).__name__} is not exact on fresh data: {difference[1]}. {cause} "
+    return ReplayMismatch(
+        f"the trace of {type(module).__name__} is not exact on fresh data: {difference}. {cause} "
         "Rewrite that part with tensor operations, or keep it outside the module."
+    )
+
+
+def _others_draw(module: torch.nn.Module) -> str:
+    return (
+        f"another thread draws PyTorch's random numbers, or seeds them, while {type(module).__name__} is planned. "
+        "Planning puts the random stream back where it was, so that such numbers may come again: plan "
+        "before such threads start, or give them generators of their own"
     )
 
 

@@ -12,7 +12,7 @@ from rkgb.dgraph import run_nodes
 from rkgb.errors import GuardError
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
-from rkgb.state import borrowed
+from rkgb.state import borrowed, seed_default_streams
 from rkgb.tracing.fresh import offers
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.opaque import OpaqueCall
@@ -73,7 +73,7 @@ def _what_differs(graph: BGraph, module: torch.nn.Module, sample: Sample, seed: 
 def _what_one_run_reads(graph: BGraph, module: torch.nn.Module, data: Sample, seed: int) -> tuple[set[str], bool]:
     """Names of guards and opaque calls that refuse a run on `data`, and whether it came to its end."""
     different: set[str] = set()
-    torch.manual_seed(seed)
+    seed_default_streams(seed)
     values: dict[str, Any] = dict(given(graph, module, data.tensors))
     for name, leaf in graph.leaves.items():
         if leaf.kind is LeafKind.PARAMETER and values[name].is_floating_point():

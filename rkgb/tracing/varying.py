@@ -14,7 +14,7 @@ from rkgb.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.errors import GuardError, TraceError
 from rkgb.inspection import b_to_d
 from rkgb.sample import Sample
-from rkgb.state import borrowed
+from rkgb.state import borrowed, seed_default_streams
 from rkgb.tracing.fresh import offers
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.same import argument_pairs, same_function
@@ -83,7 +83,7 @@ def _what_varies(
             fresh = offer.of(sample, seed)
             before = set(guards), set(varying)
             with borrowed(module, own=graph.generators), torch.no_grad(), contextlib.suppress(Exception):
-                torch.manual_seed(seed)
+                seed_default_streams(seed)
                 run_nodes(nodes, dict(leaf_tensors(graph.leaves, module, fresh.copy().tensors)), [], observe)
                 break
             # What the run has read until it failed is not believed; but if a number that is read stands in an operation
@@ -115,7 +115,7 @@ def _used(
     if not different:
         return set()
     with borrowed(module, own=graph.generators):
-        torch.manual_seed(seed)
+        seed_default_streams(seed)
         try:
             again = trace(module, fresh.copy(), "record", opaque)
         except TraceError:  # the module refuses these data, or goes a way on them that has no graph

@@ -1,6 +1,9 @@
 """Threads: what planning changes for the whole process, only one thread does at a time, and no other one notices."""
 
+import itertools
+import os
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -8,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.turns import TURNS
-from rockmate import Rockmate
+import rkgb
+from rkgb.turns import TURNS, warnings_collected
+from rockmate import Rockmate, verify
 
 WIDTH = 16
 AMPLE_BYTES = 10**6
@@ -78,3 +82,134 @@ def test_one_model_is_planned_in_several_threads():
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     for one in planned:
         assert_trains_as_itself(one, rows(1))
+
+
+class Disturbed(nn.Module):
+    """While it runs, another thread draws random numbers: more in every run."""
+
+    def __init__(self, draw, drop):
+        super().__init__()
+        self.layers = network(drop)
+        self.draw, self.runs = draw, itertools.count(1)
+
+    def forward(self, x):
+        thread = threading.Thread(target=self.draw, args=(next(self.runs),))
+        thread.start()
+        thread.join()
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1], ids=["plain", "dropout"])
+@pytest.mark.parametrize("draw", [torch.rand, torch.manual_seed])
+def test_a_thread_that_draws_random_numbers_is_told_from_the_module(draw, drop):
+    model = Disturbed(draw, drop)
+    with pytest.warns(rkgb.TraceWarning, match="another thread draws PyTorch's random numbers"):
+        planned = Rockmate(model, rows(), AMPLE_BYTES)
+    torch.manual_seed(1)
+    found = gradients(planned, rows(1))
+    torch.manual_seed(1)
+    for one, other in zip(found, gradients(model.layers, rows(1)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_thread_that_draws_all_the_time_does_no_harm():
+    over = threading.Event()
+
+    def draw():
+        while not over.wait(0.002):
+            torch.rand(3)
+
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", rkgb.TraceWarning)  # that there is such a thread
+        drawing = pool.submit(draw)
+        try:
+            planned = Rockmate(network(0.1), rows(), AMPLE_BYTES)
+        finally:
+            over.set()
+            drawing.result()
+    assert verify(planned, rows()).exact
+
+
+def test_planning_leaves_no_seed_for_devices_that_were_never_used():
+    before = len(torch.cuda._queued_calls)
+    Rockmate(network(0.1), rows(), AMPLE_BYTES)
+    assert len(torch.cuda._queued_calls) == before
+
+
+def test_warnings_of_other_threads_go_their_way():
+    inside, told = threading.Event(), threading.Event()
+
+    def warn():
+        inside.wait(10)
+        warnings.warn("of another thread", UserWarning, stacklevel=1)
+        told.set()
+
+    with ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="of another thread"):  # noqa: PT031
+        other = pool.submit(warn)
+        with warnings_collected() as collected:
+            inside.set()
+            told.wait(10)
+            warnings.warn("of this one", UserWarning, stacklevel=1)
+        other.result()
+    assert [str(one.message) for one in collected] == ["of this one"]
+
+
+def test_steps_of_other_modules_go_on_while_one_is_planned_and_those_of_its_parts_wait():
+    shared = network()
+    whole, other = nn.Sequential(shared, nn.Tanh()), network()
+
+    def run(module):
+        with TURNS.running(module):
+            return True
+
+    with ThreadPoolExecutor(2) as pool, TURNS.planning(whole):
+        assert pool.submit(run, other).result(10)
+        waiting = pool.submit(run, shared)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+    assert waiting.result(10)
+
+
+def test_hooks_that_another_thread_puts_around_its_saved_tensors_are_not_refused():
+    class Meeting(nn.Module):
+        def forward(self, x):
+            if other:
+                other.pop().join()
+            return x * x
+
+    def with_hooks():
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            done.append(torch.jit.is_tracing())
+
+    done = []
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Meeting())
+    thread = threading.Thread(target=with_hooks)
+    other = [thread]
+    model[1].register_forward_pre_hook(lambda *_: thread.start() if other else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rkgb.TraceWarning)  # of the hook
+        Rockmate(model, rows(), AMPLE_BYTES)
+    assert done == [False]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_while_another_thread_plans_may_run_what_it_planned():
+    inside, over = threading.Event(), threading.Event()
+    model = network()
+
+    def plan():
+        with TURNS.planning(model):
+            inside.set()
+            over.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        planning = pool.submit(plan)
+        inside.wait(10)
+        child = os.fork()
+        if not child:
+            with TURNS.running(model):
+                os._exit(7)
+        over.set()
+        planning.result()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
