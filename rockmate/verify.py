@@ -104,8 +104,11 @@ def verify(
                 planned.plan_for(sample)
         else:
             planned = Rockmate(original, arguments.copy(), budget, loss=loss)
-        graph = planned._member.measured.graphs.D_graph
-        training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators)
+        measured = planned._member.measured
+        graph = measured.graphs.D_graph
+        present = {name for name, parameter in original.named_parameters() if parameter.grad is not None}
+        present |= {graph.leaves[name].path for name in measured.gradients}
+        training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, frozenset(present))
         expected, repeated = (training.run(original) for _ in range(2))
         itself = _first_difference(expected, repeated)
         found = training.run(planned)
@@ -146,6 +149,7 @@ class _Training:
     learning_rate: float
     optimizer: str | MakeOptimizer
     generators: tuple[OwnGenerator, ...]
+    present: frozenset[str]  # parameters whose gradients are there before a step, as zeros
 
     def run(self, module: torch.nn.Module) -> list[StepRecord]:
         """What each step left behind; the parameters are in the last record. `module` is left as it was."""
@@ -159,8 +163,8 @@ class _Training:
         optimizer = self._optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
         records: list[StepRecord] = []
         for _ in range(self.steps):
-            for parameter in module.parameters():
-                parameter.grad = None
+            for name, parameter in module.named_parameters():
+                parameter.grad = torch.zeros_like(parameter) if name in self.present else None
             records.append(_step(module, self.sample.copy(), self.loss))
             for one in self.generators:
                 records[-1].add(f"state of {one.name}", one.in_module(traced).get_state())

@@ -42,8 +42,11 @@ class Part:
 
     @property
     def is_output(self) -> bool:
-        """Whether it is what the module returns. That alone may be of the user's classes: nothing is called with it."""
-        return self.name == "output" and self.hint is Any
+        """Whether it is what the module returns, or leaves in an attribute.
+
+        That alone may be of the user's classes: nothing is called with it.
+        """
+        return self.name in ("output", "value") and self.hint is Any
 
     def is_default(self, value: Any) -> bool:
         """Whether a file need not tell that it is `value`."""

@@ -248,11 +248,11 @@ def outline(tree: Any, by_identity: bool = True) -> Any:
     if isinstance(tree, _SCALARS):
         return (type(tree).__name__, repr(tree))
     if isinstance(tree, (*_SEQUENCES, tuple, set)):
-        parts = enumerate(sorted(tree, key=repr) if isinstance(tree, set) else tree)
+        parts: Iterable[tuple[Any, Any]] = enumerate(sorted(tree, key=repr) if isinstance(tree, set) else tree)
     elif isinstance(tree, dict):
         parts = ((repr(key), item) for key, item in tree.items())
     elif leaves(tree):
-        parts = iter(held_by_object(tree).items())
+        parts = held_by_object(tree).items()
     else:
         return ("object", id(tree) if by_identity else type(tree).__qualname__)
     return (type(tree).__name__, *((key, outline(item, by_identity)) for key, item in parts))
@@ -504,7 +504,7 @@ _USES = (
 ).split()
 
 
-def _watched_kind(kind: type) -> type:
+def _watched_kind(kind: Any) -> Any:
     methods: dict[str, Any] = {name: _using(kind, name) for name in _USES if hasattr(kind, name)}
     for name in _OPERATORS:
         methods[f"__{name}__"], methods[f"__r{name}__"] = _computing(name, False), _computing(name, True)

@@ -78,7 +78,10 @@ class LeftBehind:
         `run_again` runs the forward again, on the same data. Raises `CarriedState` where calls differ.
         """
         accessed: dict[tuple[int, str], bool] = {}
-        kinds = {torch.nn.Module, *(type(h.thing) for h in self._middle.held.values() if _has_attributes(h.thing))}
+        kinds: set[type] = {
+            torch.nn.Module,
+            *(type(h.thing) for h in self._middle.held.values() if _has_attributes(h.thing)),
+        }
         stale = _StaleReads(self._stale_storages())
         with (
             accesses_noted(kinds, lambda holder, name, is_set: accessed.setdefault((id(holder), name), is_set)),

@@ -53,6 +53,7 @@ class Setting:
     name: str
     value: Any  # as `_comparable` or `_of_class` gives it
     has_tensors: bool = False  # or is one: then it is compared which ones these are
+    written: tuple[Any, ...] = ()  # keys of a dictionary, names of a namespace, that the forward writes itself
 
     def __str__(self) -> str:
         return ".".join(part for part in (self.path, self.configuration, self.name) if part)
@@ -70,7 +71,7 @@ class Settings:
 
         What it is known to write is none of these.
         """
-        written = {(write.path, *(step.key for step in write.steps)) for write in writes}
+        written = _Written(writes)
         met = GeneratorsMet(module)
         with (
             training_mode(module),
@@ -82,7 +83,10 @@ class Settings:
             warnings_collected(),  # of a run without gradients, which nobody asked for
         ):
             holders = _holders(module)
-            before = {key: (_values(holder), _tensors(holder)) for key, (holder, *_) in holders.items()}
+            before = {
+                key: (_values(holder, within := written.of(path, held_by)), _tensors(holder, within))
+                for key, (holder, path, held_by) in holders.items()
+            }
             reads: dict[tuple[int, str], None] = {}
             kinds: set[type] = {torch.nn.Module, *(type(holder) for holder, _, held_by in holders.values() if held_by)}
             with contextlib.ExitStack() as stack:
@@ -90,17 +94,15 @@ class Settings:
                     stack.enter_context(_reads_noted(kind, lambda holder, name: reads.setdefault((id(holder), name))))
                 sample.copy().call(module)
             noted = [(*holders[key], name, *before[key]) for key, name in reads if key in holders]
-            noted = [
-                (holder, path, held_by, name, *before)
-                for holder, path, held_by, name, *before in noted
-                if _is_setting(holder, name) and (path, *filter(None, [held_by]), name) not in written
-            ]
+            noted = [entry for entry in noted if _is_setting(entry[0], entry[3])]
             found = [
-                Setting(path, held_by, name, value, bool(held))
+                Setting(path, held_by, name, value, bool(held), tuple(within.get(name, ())))
                 for holder, path, held_by, name, values, tensors in noted
-                if (value := _value(values, holder, name)) is not _Nothing.OTHER
-                and value == _value(_values(holder), holder, name)  # what forward itself sets is none of ours
-                and _same(held := tensors.get(name, []), _tensors_in(vars(holder).get(name)))
+                if (within := written.of(path, held_by)).get(name) != _WHOLE
+                and (value := _value(values, holder, name)) is not _Nothing.OTHER
+                # What forward itself sets is none of ours.
+                and value == _value(_values(holder, within), holder, name)
+                and _same(held := tensors.get(name, []), _tensors(holder, within).get(name, []))
             ]
         return cls(tuple(found))
 
@@ -144,7 +146,7 @@ class BoundSettings:
         return places[path]
 
     def _entry(self, setting: Setting, holder: Any) -> tuple[str, Setting, Any, Any]:
-        value = vars(holder).get(setting.name, _Nothing.ABSENT)
+        value = _without(vars(holder).get(setting.name, _Nothing.ABSENT), setting.written)
         if setting.has_tensors:  # of this module: a copy of the one that was planned has others
             self._tensors[setting] = [weakref.ref(tensor) for tensor in _tensors_in(value)]
         of_class = getattr(type(holder), setting.name, _Nothing.ABSENT)
@@ -177,6 +179,7 @@ class BoundSettings:
         return None
 
     def _difference(self, setting: Setting, kind: type, value: Any) -> str | None:
+        value = _without(value, setting.written)
         now = _of_class(kind, setting.name) if value is _Nothing.ABSENT else _comparable(value)
         if now != setting.value:
             return f"{setting} is {_shown(now)}, but was {_shown(setting.value)} when the module was planned"
@@ -217,11 +220,44 @@ def _is_plain(value: Any) -> bool:
     return _comparable(value) is not _Nothing.OTHER and not _tensors_in(value)
 
 
-def _tensors(holder: Any) -> dict[str, list[torch.Tensor]]:
+_WHOLE: frozenset[Any] = frozenset({...})  # in the place of keys: an attribute is written itself
+
+
+class _Written:
+    """What a forward writes itself, by where it is held."""
+
+    def __init__(self, writes: Iterable[AttributeWrite]) -> None:
+        self._keys: dict[tuple[Any, ...], dict[Any, frozenset[Any]]] = {}
+        for write in writes:
+            keys = [step.key for step in write.steps]
+            for length in range(len(keys)):  # of a module, or of a configuration that it holds
+                *holder, name = (write.path, *keys[: length + 1])
+                within = self._keys.setdefault(tuple(holder), {})
+                more = _WHOLE if length + 1 == len(keys) else frozenset({keys[length + 1]})
+                within[name] = _WHOLE if _WHOLE in (more, within.get(name)) else within.get(name, frozenset()) | more
+
+    def of(self, path: str, configuration: str | None) -> dict[Any, frozenset[Any]]:
+        """By attribute of what is held there, the keys of a dictionary, or `_WHOLE`."""
+        return self._keys.get((path,) if configuration is None else (path, configuration), {})
+
+
+def _without(value: Any, written: Iterable[Any]) -> Any:
+    """A dictionary or namespace without what the forward writes in it; anything else as it is."""
+    if not written or not isinstance(value, (dict, types.SimpleNamespace)):
+        return value
+    content = value if isinstance(value, dict) else vars(value)
+    return {key: item for key, item in content.items() if key not in written}
+
+
+def _tensors(holder: Any, written: dict[Any, frozenset[Any]]) -> dict[str, list[torch.Tensor]]:
     """By attribute of a module, where there are any. Held here, so that no other one can come in their places."""
     if not isinstance(holder, torch.nn.Module):
         return {}
-    return {name: held for name, value in attributes_of(holder).items() if (held := _tensors_in(value))}
+    return {
+        name: held
+        for name, value in attributes_of(holder).items()
+        if (held := _tensors_in(_without(value, written.get(name, ()))))
+    }
 
 
 def _tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor]:
@@ -238,10 +274,10 @@ def _same(tensors: Sequence[torch.Tensor | None], others: list[torch.Tensor]) ->
     return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
-def _values(holder: Any) -> dict[str, Any]:
+def _values(holder: Any, written: dict[Any, frozenset[Any]]) -> dict[str, Any]:
     """Copies, so that a list that grows in the forward is seen to."""
     attributes = attributes_of(holder) if isinstance(holder, torch.nn.Module) else vars(holder)
-    return {name: _comparable(value) for name, value in attributes.items()}
+    return {name: _comparable(_without(value, written.get(name, ()))) for name, value in attributes.items()}
 
 
 def _value(values: dict[str, Any], holder: Any, name: str) -> Any:

@@ -1,6 +1,8 @@
 """What a forward leaves in attributes is there after a planned call, too: values, gradients, plain values."""
 
 import collections
+import copy
+import io
 import types
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,10 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rkgb import TraceError
+from rkgb import TraceError, make_B, make_sample
+from rkgb.json_form import from_json, to_json
 from rkgb.tracing.attributes import Snapshot, outline
 from rkgb.tree import leaves
-from rockmate import Rockmate
+from rockmate import BudgetTooSmall, Rockmate
+from rockmate.errors import PlanFileMismatch, ReplanWarning
+from rockmate.planning.real_step import peak_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 STEPS = 3
@@ -461,3 +466,129 @@ def test_tensors_that_outlive_forward_elsewhere_are_refused_by_the_name_of_the_p
         Rockmate(model, torch.randn(8, 64), 0.8)
     assert not LISTED
     assert not Classed.losses
+
+
+# ---- graphs, files, bytes -----------------------------------------------------------------------------------
+
+
+def test_both_front_ends_record_what_is_left_and_files_of_graphs_hold_it():
+    for tracer in ("jit", "record"):
+        model, sample = Outer(of_a_shared_object).eval(), torch.randn(8, 64)
+        graph = make_B(model, sample, tracer=tracer)
+        assert graph.tracer == tracer
+        again = from_json(to_json(graph))
+        assert [str(write) for write in graph.attributes] == [
+            "attribute 'collector.last' of submodule '(root)'",
+            "attribute 'collector.losses' of submodule '(root)'",
+            "attribute 'box.value' of submodule 'first'",
+            "attribute 'box.value' of submodule 'second'",
+        ]
+        assert again.attributes == graph.attributes
+
+
+def test_a_plan_file_holds_for_a_module_that_leaves_the_same_and_for_no_other():
+    planned, sample = compared(fills_dict)
+    file = planned.plan_file()
+    assert any("table['mean']" in write for write in file.graph.attributes)
+    again = Rockmate(called(fills_dict, sample), sample, plan=file)
+    again(sample)
+    assert again.first.table["mean"].requires_grad
+
+    def fills_another(m, h):
+        m.table["other"], m.table["shape"] = h.mean(), h.shape
+        m.table.pop("gone", None)
+        return h
+
+    with pytest.raises(PlanFileMismatch, match=r"it writes the attribute \"?table\['other'\]"):
+        Rockmate(called(fills_another, sample), sample, plan=file)
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("leave", [leaves_aux, leaves_large, appends])
+def test_a_step_that_takes_gradients_through_attributes_is_within_the_budget(leave, with_loss):
+    """Larger ones have gradients where the loss reads them."""
+    sample = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(3))
+    model = called(leave, sample)
+
+    def loss(output):
+        tensors = [part.aux for part in (model.first, model.second) if part.aux is not None]
+        tensors += [item for part in (model.first, model.second) for item in part.items[-1:]]
+        return output.square().mean() + sum(tensor.square().mean() for tensor in tensors)
+
+    planned = Rockmate(model, sample, 0.85, loss=loss if with_loss else None, time_limit=3)
+    assert planned.plan.recomputations > 0
+    for _ in range(3):
+        planned.zero_grad()
+        for part in (model.first, model.second):
+            part.items.clear()
+        assert (
+            peak_of(planned, make_sample(model, sample), loss, torch.device("cpu")).allocated_bytes
+            <= planned.plan.budget_bytes
+        )
+
+
+def test_copies_and_pickles_of_a_planned_module_leave_things_in_their_own_attributes():
+    planned, sample = compared(counts)
+    calls = planned.original.first.calls
+    twin = copy.deepcopy(planned)
+    file = io.BytesIO()
+    torch.save(planned, file)
+    file.seek(0)
+    for other in (twin, torch.load(file, weights_only=False)):
+        other(sample).sum().backward()
+        assert other.original.first.calls == calls + 1
+    assert planned.original.first.calls == calls
+
+
+def test_an_object_put_in_the_place_of_another_is_written_into():
+    """What forward writes into is looked for at every call."""
+    planned, sample = compared(of_a_shared_object)
+    planned.original.second.box = types.SimpleNamespace(value=3)
+    planned(sample)
+    assert planned.original.second.box.value.requires_grad
+    assert len(planned.plans) == 1
+
+
+def goes_by_an_entry(m, h):
+    m.table["mean"] = h.mean()
+    return h * m.table.setdefault("scale", 2.0)
+
+
+def test_other_entries_of_a_dictionary_that_forward_writes_into_are_settings():
+    planned, sample = compared(goes_by_an_entry)
+    planned.first.table.pop("mean")
+    planned(sample)
+    assert len(planned.plans) == 1
+    planned.first.table["scale"] = 3.0
+    with pytest.warns(ReplanWarning, match="first.table"):
+        planned(sample)
+
+
+def test_planning_leaves_lists_and_objects_as_they_were():
+    model, sample = Outer(of_a_shared_object), torch.randn(8, 64)
+    model.collector.losses.append("mine")
+    with pytest.raises(BudgetTooSmall):
+        Rockmate(model, sample, 1)
+    assert model.collector.losses == ["mine"]
+    assert model.collector.last is None
+    assert model.first.box.value is None
+
+
+def test_a_parameter_or_module_that_is_not_registered_is_refused():
+    """No plan would give it a gradient."""
+    layer = nn.Linear(64, 64)
+    hidden = [nn.Linear(64, 64)]
+
+    class Holding(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.layer, self.function = layer, function
+
+        def forward(self, x):
+            return self.layer(self.function(x).tanh())
+
+    weight = layer.weight
+    for function in (lambda x: F.linear(x, weight), lambda x: hidden[0](x)):
+        with pytest.raises(TraceError, match=r"test_attributes.py:\d+ forward uses a tensor of shape \[64, 64\]"):
+            Rockmate(Holding(function), torch.randn(8, 64), 0.8)
+    assert hidden[0].weight.grad is None

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import operator
 import sys
 import threading
 
@@ -333,3 +334,14 @@ def test_keep_nothing_is_a_demanding_plan():
     """The plans of these tests recompute much: else they would say little."""
     model = recomputing(built(Layers), rows(), keep_nothing)
     assert model.plan.recomputations > 2 * len(model._member.measured.problem.forward)
+
+
+def test_the_plan_for_the_gradients_that_are_there_is_the_one_that_is_verified():
+    model = built(Layers)
+    squares(model(rows())).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    planned = Rockmate(model, rows(), 0.9, loss=squares)
+    found = verify(planned, rows(), loss=squares)
+    assert found.exact
+    assert found.plan is planned.plan
+    assert all(map(operator.is_, gradients, (parameter.grad for parameter in model.parameters())))
