@@ -158,7 +158,8 @@ def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, 
             backward(map_leaves(lambda ref: outputs[ref.name], graph.output, is_ref))
     left = ref_names([write.value for write in graph.attributes])
     losses = {name for name in left if graph.values[name].requires_grad and is_a_loss(graph.values[name].shape)}
-    return replace(graph, trained=losses | {name for name, tensor in outputs.items() if tensor.grad is not None})
+    trained = frozenset(losses | {name for name, tensor in outputs.items() if tensor.grad is not None})
+    return replace(graph, trained=trained)
 
 
 def _say_nothing(name: str, done: int, total: int) -> None:

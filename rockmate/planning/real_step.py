@@ -30,7 +30,8 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
     What forward leaves in attributes takes gradients, too: single numbers, which are losses, always; all where there
     is no `loss` that would say which.
     """
-    attributes = FreshTensors(getattr(step, "original", step))
+    module: Any = getattr(step, "original", step)  # of a planned one, and of what runs a plan
+    attributes = FreshTensors(module)
     with torch.enable_grad():
         output = step(*sample.args, **sample.kwargs)
         left = [tensor for tensor in attributes.now() if tensor.requires_grad]
