@@ -19,6 +19,7 @@ from rkgb.cut import Block, chain, cut
 from rkgb.dgraph import DGraph, run_nodes
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
+from rkgb.first_call import left_as_it_was
 from rkgb.inspection import b_to_d
 from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
 from rkgb.measuring.available import available_bytes
@@ -109,7 +110,7 @@ def make_all_graphs(
     """
     tell = verbose if callable(verbose) else _say if verbose else _say_nothing
     arguments = make_sample(model, sample, model_kwargs)
-    with for_planning(model):
+    with left_as_it_was(model, arguments) as first, first.told(), for_planning(model):
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell, opaque=opaque)
         if backward is not None:

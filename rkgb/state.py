@@ -118,25 +118,64 @@ def _streams_kept(
 
 @contextlib.contextmanager
 def _tensors_kept(module: torch.nn.Module) -> Iterator[None]:
-    # A forward may put other tensors in the places of buffers: the places are restored, then the values.
-    # Of scripted submodules, the places are fixed.
-    plain = [submodule for submodule in module.modules() if not isinstance(submodule, torch.jit.ScriptModule)]
-    places = [(submodule._buffers, dict(submodule._buffers)) for submodule in plain]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with _places_kept(module):
+            yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _places_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Give back which buffers and parameters there are, the buffers' values and gradients, and what requires them."""
+    # A forward may put other tensors in the places of buffers: the places are restored, then the values.
+    # Of scripted submodules, the places are fixed.
+    plain = [submodule for submodule in module.modules() if not isinstance(submodule, torch.jit.ScriptModule)]
+    places: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (held, dict(held)) for part in plain for held in (part._parameters, part._buffers, part._modules)
+    ]
+    unsaved = [(part._non_persistent_buffers_set, set(part._non_persistent_buffers_set)) for part in plain]
+    buffers = [(buffer, buffer.detach().clone(), buffer.grad) for buffer in module.buffers()]
+    flags = [(t, t.requires_grad) for t in (*module.parameters(), *module.buffers()) if t.is_leaf]
+    try:
+        yield
+    finally:
         for place, registered in places:
-            place.clear()
-            place.update(registered)
+            if place.keys() != registered.keys() or any(place[name] is not registered[name] for name in place):
+                place.clear()
+                place.update(registered)
+        for names, earlier in unsaved:
+            names.clear()
+            names.update(earlier)
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value, _ in buffers:
                 buffer.copy_(value)
+        for tensor, flag in flags:
+            if tensor.requires_grad is not flag and tensor.is_leaf:
+                tensor.requires_grad_(flag)
+        for buffer, _, gradient in buffers:
+            if buffer.is_leaf and buffer.grad is not gradient:
+                buffer.grad = gradient
+
+
+@contextlib.contextmanager
+def state_kept(module: torch.nn.Module, devices: set[torch.device] | None = None) -> Iterator[None]:
+    """Give back what calls change of `module`: attributes, hooks, random streams, and all but the values of parameters.
+
+    As `borrowed`, but gradients stay where they are meanwhile: whether they are there is part of what a plan is for.
+    """
+    torch.clear_autocast_cache()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(other_random_states_kept())
+        stack.enter_context(attributes_kept(module))
+        stack.enter_context(_streams_kept(module, devices, ()))
+        stack.enter_context(_places_kept(module))
+        yield
 
 
 ROOT_HOOKS = (
@@ -178,14 +217,16 @@ def shadow_parameters(module: torch.nn.Module, copied: bool = False) -> Iterator
                 shadows.setdefault(id(parameter), _shadow(parameter, copied))
                 places.append((submodule._parameters, name, parameter))
         places += [(vars(submodule), name, held) for name, held in attributes_of(submodule).items()]
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for place, name, held in places:
             shadowed = _with_shadows(held, shadows)
             if shadowed is not held:
+                replaced.append((place, name, held))
                 place[name] = shadowed
         yield
     finally:
-        for place, name, held in places:
+        for place, name, held in replaced:
             if name in place:
                 place[name] = held
         for parameter, gradient in gradients:

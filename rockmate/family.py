@@ -14,12 +14,20 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rkgb import GuardError, RockmateError, Sample, make_sample
+from rkgb import GuardError, RockmateError, Sample, TraceError, make_sample
+from rkgb.first_call import FirstCall, is_lazy_module, left_as_it_was
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.state import autocast_in_force, for_planning, module_devices
 from rkgb.surroundings import profiler_is_taken
 from rkgb.turns import TURNS, TurnsOf, warnings_collected
-from rockmate.errors import CheckpointingWarning, ExportWarning, NothingToTrain, ReplanWarning, ShapesError
+from rockmate.errors import (
+    CheckpointingWarning,
+    ExportWarning,
+    NothingToTrain,
+    PlanMismatch,
+    ReplanWarning,
+    ShapesError,
+)
 from rockmate.member import Member, Untrained
 from rockmate.memory.budget import AboveResidents
 from rockmate.memory.optimizer_state import with_parameters
@@ -27,6 +35,8 @@ from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_or_reuse
 from rockmate.planning.follow import Decisions
+from rockmate.planning.measured import Measured
+from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import Progress, progress_display
 from rockmate.running.checkpointing import OwnCheckpointing
@@ -88,6 +98,7 @@ class PlanFamily:
         self._turns = TurnsOf(model)
         self._made = 0  # plans so far
         self._given: PlanFile | None = None  # the plan of a file, for the first call
+        self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
@@ -102,6 +113,7 @@ class PlanFamily:
         twin._known = self._known  # what blocks take does not depend on which module has them
         twin._given = self._given
         twin._expected = self._expected
+        twin._first_makes = self._first_makes
         for member in reversed(self.members):
             if member.measured.settings.have_tensors and model is not self._model:  # of these, a copy has others
                 twin._expected = [(member.measured.pattern, member.decisions), *twin._expected]
@@ -164,6 +176,8 @@ class PlanFamily:
             self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {around}.")
             return self._by_the_module(call)
         self._tell_of_own_checkpointing()
+        if self._is_first_call():
+            return self._by_the_module(call)
         with self._turns.running():
             made = self._made
             ran, output, refusal = self._by_a_plan(call)
@@ -211,22 +225,40 @@ class PlanFamily:
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
             request = replace(self.request, progress=tell, follow=self._decisions_for(call))
-            with self._told_once():
-                if self._given is not None:
-                    measured, planned = restore(self._model, call, request, self._given)
-                    self._given = None
-                else:
-                    measured, planned = plan_or_reuse(self._model, call, request, self._known, self.use_cache)
+            with self._told_once(), left_as_it_was(self._model, call) as first, first.told():
+                member = self._after_first_call(call, request, first)
         if profiler_is_taken():
             self._tell(
                 f"{type(self._model).__name__} was planned while a profiler runs: the operations of planning are not "
                 "in the profile, and what they take was measured apart from it."
             )
-        member = Member.of(self._model, measured, planned)
         if not self.members and not isinstance(self.request.budget, AboveResidents):
             self.request = replace(self.request, budget=member.plan.whole_budget_bytes)
         self.adopt(member)
         return member
+
+    def _after_first_call(self, call: Sample, request: PlanRequest, first: FirstCall) -> Member:
+        """Measure and plan, where need be on the state that the first call of the module makes."""
+        if not first.is_structure:
+            try:
+                return Member.of(self._model, *self._measured_and_planned(call, request))
+            except (TraceError, PlanMismatch):
+                if not first.made:
+                    raise
+        with first.done():
+            measured, planned = self._measured_and_planned(call, request)
+            # Its code may read parts that are not there before that call; tensors in attributes are bound to those now.
+            make = Member.of if measured.settings.have_tensors else Member
+            member = make(self._model, measured, planned)
+        self._first_makes = first.words
+        return member
+
+    def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, Planned]:
+        if self._given is None:
+            return plan_or_reuse(self._model, call, request, self._known, self.use_cache)
+        found = restore(self._model, call, request, self._given)
+        self._given = None
+        return found
 
     # ---- calls without a plan ----------------------------------------------------------------------
 
@@ -256,7 +288,9 @@ class PlanFamily:
             else:
                 if not first:
                     self._tell_of_plan(member, refusal)
-                return member.runner.run(call)
+                if not self._first_makes:
+                    return member.runner.run(call)
+                self._is_first_call()
         return self._by_the_module(call)
 
     def _alike(self, call: Sample) -> Member | None:
@@ -286,6 +320,19 @@ class PlanFamily:
         if refusal is not None:
             self._tell_of_plan(member, refusal)
         return member
+
+    def _is_first_call(self) -> bool:
+        """Whether the module itself is to run, as its first call makes state that no plan makes; told, and once."""
+        makes = "the shapes of its parameters" if is_lazy_module(self._model) else self._first_makes
+        if not makes:
+            return False
+        self._first_makes = ""
+        self._tell(
+            f"the first training call of {type(self._model).__name__} runs without a plan, and without a budget: it "
+            f"makes {makes}. The plan is for all later calls. Where that one takes too much memory, call the module "
+            "once under torch.no_grad(), on a first batch or a part of it, before it is planned."
+        )
+        return True
 
     def _by_the_module(self, call: Sample) -> Any:
         with self._turns.running():
