@@ -19,12 +19,13 @@ from rkgb.errors import ModelError, TraceError
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.state import for_planning, module_devices, state_kept
+from rkgb.tracing.attributes import attributes_of
 from rkgb.tracing.digest import digest
 from rkgb.tracing.fresh import offers
 from rkgb.tracing.opaque import as_written
-from rkgb.tracing.record import BackwardInside, nothing_saved
-from rkgb.tracing.side_effects import attributes_of
+from rkgb.tracing.record import call_saving_nothing
 from rkgb.tree import is_tensor, leaves
+from rkgb.turns import TURNS
 
 _SHOWN = 3  # pieces of state named in a message
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -51,7 +52,7 @@ class FirstCall:
         """Within, the module is as after a first call on the sample. Everything is taken back."""
         with state_kept(self.module), self._parameters_given_back():
             with for_planning(self.module):
-                _call(self.module, self.sample.copy())
+                call_saving_nothing(self.module, self.sample.copy())
             yield
 
     @contextlib.contextmanager
@@ -92,9 +93,18 @@ def left_as_it_was(module: torch.nn.Module, sample: Sample) -> Iterator[FirstCal
     """
     refuse_lazy(module)
     first = FirstCall(module, sample)
-    with first._parameters_given_back():
-        _look(first)
+    with TURNS.planning(module), first._parameters_given_back():
+        if not _has_other_ranks():  # what a forward says to them must be said by all
+            _look(first)
         yield first
+
+
+def _has_other_ranks() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 def is_lazy_module(module: torch.nn.Module) -> bool:
@@ -123,7 +133,7 @@ def _look(first: FirstCall) -> None:
         with state_kept(module, module_devices(module, first.sample.tensors)), for_planning(module), as_written():
             states = [_State(module)]
             with watch:
-                _call(module, first.sample.copy())
+                call_saving_nothing(module, first.sample.copy())
             states.append(_State(module))
             early = set(watch.before)
             watch.seen.clear()
@@ -146,20 +156,11 @@ def _look(first: FirstCall) -> None:
     ]
 
 
-def _call(module: torch.nn.Module, data: Sample) -> None:
-    try:
-        with nothing_saved():
-            data.call(module)
-    except BackwardInside:
-        with nothing_saved(frugal=False):
-            data.call(module)
-
-
 def _call_on_other_data(module: torch.nn.Module, sample: Sample) -> None:
     """So that what is a function of the data alone is changed by this call, too."""
     for offer in offers(sample):
         try:
-            _call(module, offer.of(sample, 1))
+            call_saving_nothing(module, offer.of(sample, 1))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -173,6 +173,7 @@ def state_kept(module: torch.nn.Module, devices: set[torch.device] | None = None
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(other_random_states_kept())
         stack.enter_context(attributes_kept(module))
+        stack.enter_context(TURNS.planning(module))
         stack.enter_context(_streams_kept(module, devices, ()))
         stack.enter_context(_places_kept(module))
         yield

@@ -323,7 +323,9 @@ class PlanFamily:
 
     def _is_first_call(self) -> bool:
         """Whether the module itself is to run, as its first call makes state that no plan makes; told, and once."""
-        makes = "the shapes of its parameters" if is_lazy_module(self._model) else self._first_makes
+        makes = self._first_makes
+        if not self._made and is_lazy_module(self._model):
+            makes = "the shapes of its parameters"
         if not makes:
             return False
         self._first_makes = ""

@@ -78,6 +78,8 @@ class Recorder(TorchDispatchMode):
         self._namer = Namer()
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._detached: set[str] = set()
+        self._by_place: dict[tuple[Any, ...], tuple[StorageWeakRef, str]] = {}
         # Storages whose contents depend on data. The weak references keep their addresses from being used again.
         self._from_data: dict[int, StorageWeakRef] = {}
         self._shapes_vary = False  # from here on, shapes may depend on data
@@ -161,6 +163,8 @@ class Recorder(TorchDispatchMode):
         for place, tensor in enumerate(produced):
             own = name if len(produced) == 1 else self._namer.plain(f"{name}_{place}")
             refs[id(tensor)] = self._name(tensor, own)
+            if function is torch.ops.aten.detach.default:
+                self._detached.add(own)
             if depends:
                 self._mark_from_data(tensor, drawn)
         self.noted(produced)
@@ -184,7 +188,13 @@ class Recorder(TorchDispatchMode):
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The name of `tensor`; one that was never seen is a constant, or another way to reach a known storage."""
         known = self._names.get(id(tensor))
-        if known is not None and known[0]() is tensor:
+        is_known = known is not None and known[0]() is tensor
+        if tensor.requires_grad and not tensor.is_leaf and (not is_known or known[1] in self._detached):
+            # What autograd gives a backward within forward: detached once, but with its part in the graph again.
+            saved = self._by_place.get(_place_of(tensor))
+            if saved is not None and not saved[0].expired():
+                return Ref(saved[1])
+        if is_known:
             return Ref(known[1])
         base = self._by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None and not tensor.requires_grad:
@@ -227,6 +237,12 @@ class Recorder(TorchDispatchMode):
 
     def _name(self, tensor: torch.Tensor, name: str) -> Ref:
         reference = weakref.ref(tensor)
+        known = self._names.get(id(tensor))
+        place = _place_of(tensor)
+        at_place = self._by_place.get(place)
+        is_written = known is not None and known[0]() is tensor
+        if is_written or at_place is None or at_place[0].expired():  # else a view without gradient, or none
+            self._by_place[place] = (StorageWeakRef(tensor.untyped_storage()), name)
         self._names[id(tensor)] = (reference, name)
         self._by_storage[tensor.untyped_storage()._cdata] = (reference, name)
         return Ref(name)
@@ -322,6 +338,16 @@ def nothing_saved(frugal: bool = True) -> Iterator[None]:
         yield
 
 
+def call_saving_nothing(module: torch.nn.Module, data: Sample) -> Any:
+    """Call `module` as in training, which it may take gradients in, with no more memory than it takes for these."""
+    try:
+        with nothing_saved():
+            return data.call(module)
+    except BackwardInside:
+        with nothing_saved(frugal=False):
+            return data.call(module)
+
+
 @contextlib.contextmanager
 def recording(recorder: Recorder, frugal: bool = True) -> Iterator[None]:
     """Run a module's forward under `recorder`, as `nothing_saved` does."""
@@ -414,6 +440,12 @@ def _of_one_element(tree: Any) -> list[torch.Tensor]:
 
 def _is_named(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor | torch.Generator)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where the elements of `tensor` lie: equal for those of one storage that are the same part of it."""
+    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return (tensor.untyped_storage()._cdata, tensor.dtype, *layout)
 
 
 def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:

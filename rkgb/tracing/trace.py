@@ -71,10 +71,13 @@ def trace(
     submodules = OpaqueModules(module, opaque)
     _refuse_scripted(submodules)
     _refuse_backward_hooks(submodules)
+    flags = [tensor.requires_grad for tensor in sample.tensors]
     front_end = _trace_by_jit if tracer == "jit" else _trace_by_recording
     try:
         graph, output = front_end(module, sample, True, submodules)
     except BackwardInside:  # its gradient needs what is saved: this takes more memory
+        for tensor, flag in zip(sample.tensors, flags, strict=True):
+            tensor.requires_grad_(flag)  # forward may have let it require one
         graph, output = front_end(module, sample, False, submodules)
     if not leaves(output):
         raise TraceError(f"{type(module).__name__}.forward returned no tensor. Return what the loss is made of.")
@@ -166,6 +169,7 @@ def _record(
 ) -> tuple[Any, SideEffects, list[AttributeWrite]]:
     effects = SideEffects(opaque.outside)
     calls = Interception(opaque, effects.passed_over(partial(recorded_call, recorder)))
+    flags = [tensor.requires_grad for tensor in sample.tensors]
     with borrowed(module), recorder.generators.given_back():
         with effects.watched(), inside, recording(recorder, frugal), calls.on():
             try:
@@ -174,6 +178,7 @@ def _record(
                 raise
             except Exception as error:
                 raise _failed(module, error) from error
+        _refuse_new_gradients(module, sample, flags)
         effects.tell()
         _refuse_outliving(recorder, module, (output, sample), effects)
         writes = _left_behind(module, sample, recorder, frugal, effects)
@@ -226,6 +231,16 @@ def _failed(module: torch.nn.Module, error: Exception) -> TraceError:
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}. The module runs "
         "by itself: replace what depends on Python side effects, or let the submodule be one operation: opaque=[it]."
     )
+
+
+def _refuse_new_gradients(module: torch.nn.Module, sample: Sample, before: list[bool]) -> None:
+    for index, (tensor, flag) in enumerate(zip(sample.tensors, before, strict=True)):
+        if tensor.requires_grad and not flag:
+            raise TraceError(
+                f"forward lets input {index} of {type(module).__name__} require a gradient: a run of the graph would "
+                "not do that. Do so before the call (positions.requires_grad_()), or in forward on a tensor of its own "
+                "(positions = positions.detach().requires_grad_())."
+            )
 
 
 def _refuse_backward_hooks(opaque: OpaqueModules) -> None:

@@ -347,4 +347,6 @@ def _looked_at(made: SavedTensor | ValueInfo, saved: SavedTensor) -> str:
 def _pattern(outputs: Any) -> str:
     if isinstance(outputs, Ref):
         return outputs.name
+    if outputs is None:
+        return "_"  # what a backward within forward was not asked for
     return "[" + ", ".join(_pattern(item) for item in outputs) + "]"

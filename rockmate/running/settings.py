@@ -23,6 +23,7 @@ from rkgb.state import borrowed, training_mode
 from rkgb.tracing.attributes import AttributeWrite, attributes_of
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.opaque import as_written, is_compiled_wrapper
+from rkgb.tracing.record import call_saving_nothing
 from rkgb.turns import warnings_collected
 from rockmate.running.checkpointing import CHECKPOINTING_FLAGS
 
@@ -78,9 +79,8 @@ class Settings:
             borrowed(module),
             met.given_back(),
             MeetingGenerators(met),
-            torch.no_grad(),
             as_written(),
-            warnings_collected(),  # of a run without gradients, which nobody asked for
+            warnings_collected(),  # of a run that nobody asked for
         ):
             holders = _holders(module)
             before = {
@@ -92,7 +92,7 @@ class Settings:
             with contextlib.ExitStack() as stack:
                 for kind in kinds:
                     stack.enter_context(_reads_noted(kind, lambda holder, name: reads.setdefault((id(holder), name))))
-                sample.copy().call(module)
+                call_saving_nothing(module, sample.copy())
             noted = [(*holders[key], name, *before[key]) for key, name in reads if key in holders]
             noted = [entry for entry in noted if _is_setting(entry[0], entry[3])]
             found = [

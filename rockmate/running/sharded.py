@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from rkgb import Sample
 from rkgb.errors import TraceError
 from rkgb.state import borrowed, for_planning
+from rkgb.tracing.record import call_saving_nothing
 from rkgb.tracing.repetition import COLLECTIVES
 
 _INSTEAD = (
@@ -46,13 +47,13 @@ def refuse_collectives(model: torch.nn.Module, sample: Sample) -> None:
     """Raise `TraceError` where a forward on `sample` takes part in a collective, and there are other ranks to do so.
 
     Planning runs parts of a module as often as it takes to measure them, and one rank may plan what another does not:
-    they would wait for each other for ever. One forward tells, without gradients; `model` is left as it was.
+    they would wait for each other for ever. One forward tells; `model` is left as it was.
     """
     if not _has_other_ranks():
         return
-    with for_planning(model), borrowed(model), torch.no_grad(), _NoCollectives(model):
+    with for_planning(model), borrowed(model), _NoCollectives(model):
         try:
-            sample.copy().call(model)
+            call_saving_nothing(model, sample.copy())
         except TraceError:
             raise
         except Exception:  # noqa: BLE001, S110  whatever it is: tracing will tell it in its own words
