@@ -7,6 +7,7 @@ changes, and the second does not.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,11 @@ from rkgb.errors import ModelError, TraceError
 from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.state import for_planning, module_devices, state_kept
-from rkgb.tracing.attributes import attributes_of
+from rkgb.tracing.attributes import Snapshot, attributes_of
 from rkgb.tracing.digest import digest
 from rkgb.tracing.fresh import offers
 from rkgb.tracing.opaque import as_written
+from rkgb.tracing.outliving import outliving
 from rkgb.tracing.record import call_saving_nothing
 from rkgb.tree import is_tensor, leaves
 from rkgb.turns import TURNS
@@ -127,25 +129,30 @@ def refuse_lazy(module: torch.nn.Module) -> None:
 
 def _look(first: FirstCall) -> None:
     """Call the module twice, note what the first call alone changes, and take everything back."""
-    module = first.module
-    watch = _ParameterWrites(module)
+    watch = _Watch(first.module)
     try:
-        with state_kept(module, module_devices(module, first.sample.tensors)), for_planning(module), as_written():
-            states = [_State(module)]
-            with watch:
-                call_saving_nothing(module, first.sample.copy())
-            states.append(_State(module))
-            early = set(watch.before)
-            watch.seen.clear()
-            with watch:
-                _call_on_other_data(module, first.sample)
-            states.append(_State(module))
+        _compare_calls(first, watch)
     except Exception as error:
-        first.written = watch.before
         if is_out_of_memory(error):
-            raise
-        return
-    first.written = watch.before
+            raise  # else tracing meets the same error, and says what is wrong
+    finally:
+        first.written = watch.before
+    held = [*Snapshot(first.module.named_modules()).tensors(), *first.module.parameters(), *first.module.buffers()]
+    outliving(watch.alive(), held)  # nothing stays in lists elsewhere; tracing says that it was put there
+
+
+def _compare_calls(first: FirstCall, watch: _Watch) -> None:
+    module = first.module
+    with state_kept(module, module_devices(module, first.sample.tensors)), for_planning(module), as_written():
+        states = [_State(module)]
+        with watch:
+            call_saving_nothing(module, first.sample.copy())
+        states.append(_State(module))
+        early = set(watch.before)
+        watch.seen.clear()
+        with watch:
+            _call_on_other_data(module, first.sample)
+        states.append(_State(module))
     first.always_written = frozenset(watch.seen)
     before, then, later = states
     first.is_structure = before.structure != then.structure and then.structure == later.structure
@@ -202,13 +209,14 @@ class _State:
         return [name for name in changed if name in later and later[name] == then[name]]
 
 
-class _ParameterWrites(TorchDispatchMode):
-    """Keeps a copy of each parameter that is about to be written in place, also through `.data`."""
+class _Watch(TorchDispatchMode):
+    """Keeps a copy of each parameter that is about to be written in place, also through `.data`; sees what is made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.before: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.seen: set[torch.nn.Parameter] = set()
+        self._made: list[weakref.ref[torch.Tensor]] = []
         self._parameters = {parameter.untyped_storage()._cdata: parameter for parameter in module.parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,7 +226,14 @@ class _ParameterWrites(TorchDispatchMode):
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in leaves(given):
                     self._keep(tensor)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._made += [weakref.ref(tensor) for tensor in leaves(result)]
+        return result
+
+    def alive(self) -> dict[str, torch.Tensor]:
+        """What was made and is still there, by its place in the order."""
+        found = {str(place): reference() for place, reference in enumerate(self._made)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _keep(self, tensor: torch.Tensor) -> None:
         parameter = self._parameters.get(tensor.untyped_storage()._cdata) if type(tensor) in _USUAL else None
