@@ -31,6 +31,10 @@ class ExportWarning(UserWarning):
     """A planned module in training mode is recorded by another tracer, which makes a module without a plan of it."""
 
 
+class PoorPlanWarning(UserWarning):
+    """A search ended with a plan that may be much slower than the best one."""
+
+
 class CheckpointingWarning(UserWarning):
     """A model's own checkpointing is switched on. Planned steps run without it: the plan chooses what is recomputed."""
 

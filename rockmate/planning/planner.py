@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import sys
 import time
 import warnings
@@ -21,7 +22,7 @@ from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import for_planning, module_devices
 from rkgb.surroundings import surroundings_aside
 from rkgb.turns import TURNS
-from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
+from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch, PoorPlanWarning
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
@@ -44,6 +45,7 @@ from rockmate.units import format_apart, format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
+_POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
 _BOUND_S = 6.0  # most seconds for the lower bound; it is there after one or three for most models
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
@@ -107,6 +109,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         lower_bound_ms=bound_ms,
     )
     _tell_fragmentation(peak, budget_bytes)
+    _tell_poor_plan(planned.plan, request)
     return planned
 
 
@@ -183,6 +186,21 @@ def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module
         runner = tried.planned.runner_for(module, measured)
         peaks.append(measured_peak(module, runner, measured, request.loss).allocated_bytes)
     return max(peaks) + (max(peaks) - min(peaks))
+
+
+def _tell_poor_plan(plan: Plan, request: PlanRequest) -> None:
+    """Of a solver that the user named, and of decisions that are followed, nothing better was to be expected."""
+    searched = request.solver == "auto" and request.follow is None
+    if searched and plan.recomputations and plan.gap is not None and plan.gap > _POOR_GAP:
+        limit = "" if request.time_limit_s is None else f" within time_limit={request.time_limit_s:g} s"
+        more = max(60, math.ceil(4 * request.longest_search_s))
+        warnings.warn(
+            f"the plan found{limit} takes {plan.overhead:+.0%} time, and one that is up to {plan.gap:.0%} faster may "
+            f"exist under {format_bytes(plan.budget_bytes)}. Let the search go on for longer (time_limit={more}), or "
+            "raise the budget.",
+            PoorPlanWarning,
+            stacklevel=5,  # who calls Rockmate(...)
+        )
 
 
 def _tell_fragmentation(peak: StepPeak, budget_bytes: int) -> None:

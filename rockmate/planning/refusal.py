@@ -126,9 +126,7 @@ def _advice(measured: Measured, moment: _Moment, smallest_bytes: int, budget_byt
     parameters_bytes = sum(made[name] for name in made.keys() - measured.gradients)
     if measured.residents is not None:
         parameters_bytes = 0  # counted beside the step
-    fixed_bytes = min(parameters_bytes, smallest_bytes)
-    half = fixed_bytes + (smallest_bytes - fixed_bytes) // 2
-    yield f"halve the batch (about {format_bytes(half)} would do, if all but gradients of parameters shrink with it);"
+    yield _smaller_inputs(measured.pattern.batch, min(parameters_bytes, smallest_bytes), smallest_bytes)
     if moment.held_bytes > _MUCH * smallest_bytes:
         held = format_bytes(moment.held_bytes)
         yield f"return less, such as the loss instead of what it is made of (outputs hold {held} throughout);"
@@ -153,3 +151,16 @@ def _advice(measured: Measured, moment: _Moment, smallest_bytes: int, budget_byt
         yield "compute the loss in parts, as the peak is there."
     else:
         yield f"split {moment.op.split()[-1]} into parts, as the peak is there."
+
+
+def _smaller_inputs(batch: int | None, fixed_bytes: int, smallest_bytes: int) -> str:
+    """Advice that fits what a step is called with; `fixed_bytes` do not shrink with it."""
+    half = format_bytes(fixed_bytes + (smallest_bytes - fixed_bytes) // 2)
+    all_but = "if all but gradients of parameters shrink with it"
+    if batch is None:  # such as the nodes and the edges of one graph
+        return f"give smaller inputs (about {half} would do for half of them, {all_but});"
+    if batch > 1:
+        return f"halve the batch (about {half} would do, {all_but});"
+    if batch == 1:
+        return "give smaller inputs, such as shorter sequences: there is one row alone;"
+    return "give a sample with rows: the batch is empty, and a real one takes more;"

@@ -25,6 +25,12 @@ class CallPattern:
         return cls(sample.skeleton(), tuple(_Traits.of(tensor) for tensor in sample.tensors), autocast)
 
     @property
+    def batch(self) -> int | None:
+        """The first dimension that all tensors share, as rows of a batch; None where they share none."""
+        sizes = {traits.shape[0] for traits in self.traits if traits.shape}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
     def devices(self) -> set[torch.device]:
         """Devices of the tensors."""
         return {traits.device for traits in self.traits}

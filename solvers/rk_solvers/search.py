@@ -12,6 +12,7 @@ as long as the relaxation takes. On two cores both would leave greedy tries too 
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from .repair import repair
 from .rotor import Rotor
 from .side_process import SideProcess
 from .solver import SAME
+
+_LOG = logging.getLogger(__name__)
 
 POOL = 12  # plans kept for combination
 PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot be refined, before the search ends
@@ -158,6 +161,13 @@ class Search:
         self._go_on()
         if self.options.extra_s > 0 and self.plans and self.gap > max(self.enough, FAR):
             self.say(f"gap {100 * self.gap:.2f} %: the search goes on for {self.options.extra_s:.0f} s at most")
+            # Logged, and so told at once, before the wait that it explains; warnings may be collected until the end.
+            _LOG.warning(
+                "The plan found so far may be up to %.1f %% slower than the best one: the search goes on for %.0f s at "
+                "most. A time limit bounds it (time_limit=15), and Ctrl-C ends it with the best plan so far.",
+                100 * self.gap,
+                self.options.extra_s,
+            )
             self.second_wind, self.enough = True, max(self.enough, FAR)
             self.refinement, self._binaries = self.refinement.with_spans(), BINARIES
             self.deadline = time.monotonic() + self.options.extra_s

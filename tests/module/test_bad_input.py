@@ -16,6 +16,7 @@ from rockmate import (
     ModelError,
     NothingToTrain,
     PeakMemory,
+    PoorPlanWarning,
     ReplayMismatch,
     Rockmate,
     SampleError,
@@ -172,6 +173,41 @@ NO_AMOUNTS = (
 def test_budgets_that_are_no_amount_of_memory_are_refused_before_anything_runs(budget):
     with pytest.raises(BudgetError, match=r'Give bytes .*, a size \("2GiB"\), a fraction'):
         Rockmate(nn.Linear(1, 1), object(), budget)
+
+
+class OfAGraph(nn.Module):
+    """Nodes, and edges between them: no tensor has a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        return torch.zeros_like(nodes).index_add(0, edges[1], self.layer(nodes)[edges[0]])
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "advice"),
+    [
+        (Layers, rows()[:2], "halve the batch (about"),
+        (Layers, rows()[:1], "give smaller inputs, such as shorter sequences: there is one row alone"),
+        (Layers, rows()[:0], "give a sample with rows: the batch is empty"),
+        (OfAGraph, (rows()[:5], torch.tensor([[0, 1, 2], [1, 2, 3]])), "give smaller inputs (about"),
+    ],
+    ids=["two rows", "one row", "no row", "one graph"],
+)
+def test_what_would_help_fits_the_sample(make, sample, advice):
+    with pytest.raises(BudgetTooSmall, match=re.escape(advice)) as refusal:
+        Rockmate(built(make), sample, 10)
+    assert ("halve the batch" in str(refusal.value)) == ("halve" in advice)
+
+
+def test_a_plan_that_may_be_far_from_the_best_is_told_with_what_would_help(monkeypatch):
+    monkeypatch.setattr("rockmate.planning.planner._POOR_GAP", -1.0)  # whatever is found
+    with pytest.warns(PoorPlanWarning, match=r"within time_limit=2 s takes \+\d+% time, .*time_limit=60") as told:
+        Rockmate(built(Layers), rows()[:256], 0.7, loss=squares, time_limit=2)
+    assert told[0].filename == __file__
+    Rockmate(built(Layers), rows()[:256], 0.7, loss=squares, solver="greedy")  # asked for by name
 
 
 def test_a_budget_error_is_a_value_error_of_this_project():

@@ -201,7 +201,7 @@ def test_no_search_is_longer_than_its_limit():
     assert solution.status.fits
 
 
-def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best():
+def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best(caplog):
     problem, chain = resnet50(layers=(3, 4, 23, 3))
     budget = budget_of(problem, 0.3)
     news: list[str] = []
@@ -213,13 +213,16 @@ def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best():
     second = replace(hasty, extra_s=15.0, progress=news.append).solve(problem, budget)
     check(problem, second.schedule, budget)
     assert any("goes on for 15 s" in line for line in news)
+    assert "the search goes on for 15 s at most. A time limit bounds it" in caplog.text
     assert second.lower_bound_ms <= second.time_ms
     assert second.gap < first.gap
     assert second.gap <= FAR or time.monotonic() - start < 16 + 40  # as above
     other = replace(hasty, time_limit_s=60.0, gap=FAR, extra_s=15.0, progress=news.append)
     news.clear()
+    caplog.clear()
     assert other.solve(problem, budget_of(problem, 0.8)).gap <= FAR
     assert not any("goes on" in line for line in news)
+    assert not caplog.records
 
 
 def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do(monkeypatch):
