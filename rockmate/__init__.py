@@ -12,6 +12,7 @@ from rkgb.errors import (
 )
 from rockmate import distributed
 from rockmate.errors import (
+    ArgumentError,
     BatchError,
     BudgetError,
     BudgetTooSmall,
@@ -47,6 +48,7 @@ from rockmate.verify import Verification, verify
 
 __all__ = [
     "AllocatorSettings",
+    "ArgumentError",
     "BatchError",
     "BudgetError",
     "BudgetTooSmall",

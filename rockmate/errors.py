@@ -23,6 +23,10 @@ class BudgetTooSmall(RockmateError):
         self.proven_bytes = proven_bytes
 
 
+class ArgumentError(RockmateError, ValueError):
+    """An argument is not what it should be."""
+
+
 class FragmentationWarning(UserWarning):
     """On CUDA, a plan's step reserves more memory than a tenth above its budget: the allocator leaves gaps."""
 

@@ -13,7 +13,7 @@ from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rk_solvers.solver import solution_of
 from rockmate.batch_search import BatchSearch, LargestBatch, Trial
 from rockmate.batches import MakeBatch, find_batch
-from rockmate.errors import BudgetError, BudgetTooSmall
+from rockmate.errors import ArgumentError, BudgetError, BudgetTooSmall
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
@@ -92,7 +92,7 @@ def max_batch(
         BudgetTooSmall: the smallest batch that can be tried does not fit.
         BudgetError: the budget is a part of the eager peak.
         BatchError: the batch dimension of a module is not found; the message tells what was tried.
-        ValueError: `start` or `most` is no batch.
+        ArgumentError: `start` or `most` is no batch.
     """
     if is_fraction(budget):
         raise BudgetError(
@@ -107,7 +107,7 @@ def max_batch(
         make, found = model, "by the function of the batch"
     start = start or min(_START, most)
     if start < 1 or most < start:
-        raise ValueError(f"the search cannot begin with a batch of {start} and end at {most}")
+        raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
     with progress_display(progress) as tell:
         request = PlanRequest(budget, loss, solver, tell, time_limit, gap, scope=scope, optimizer=optimizer)
         check_request(request)
@@ -139,11 +139,11 @@ def smallest_budget(
         time_limit: seconds that the search for one budget's plan may take.
 
     Raises:
-        ValueError: the slowdown is below 1.
+        ArgumentError: the slowdown is below 1.
         BudgetError, SampleError, …: as planning does.
     """
     if not slowdown >= 1:
-        raise ValueError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
+        raise ArgumentError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
     with progress_display(progress) as tell:
         request = PlanRequest(None, loss, solver, tell, time_limit, gap)
         check_request(request)

@@ -20,7 +20,7 @@ from rk_solvers import Solver
 from rk_solvers.registry import DEFAULT_GAP
 from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
-from rockmate.errors import BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
+from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
 from rockmate.family import PlanFamily, Shapes
 from rockmate.member import Member
 from rockmate.memory.budget import Budget
@@ -224,14 +224,14 @@ class Rockmate(Transparent):
         of the file is returned.
 
         Raises:
-            ValueError: the path ends otherwise, or there is something to measure, and no sample.
+            ArgumentError: the path ends otherwise, or there is something to measure, and no sample.
             NotPlanned: there is no plan yet. With a sample, as planning does.
         """
         from rockmate.reports import measured_operations, observe, write_report  # with what draws, which few want
 
         if sample is None:
             if loss is not None or operations:
-                raise ValueError("a step is to be measured, and no sample is given: give one batch, as for planning")
+                raise ArgumentError("a step is to be measured, and no sample is given: give one batch, as for planning")
             return write_report(self.plan_file(), path)
         call = make_sample(self.original, sample)
         member = self._family.member_for(call)
@@ -340,7 +340,7 @@ _tell_of_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _check_alone(plan: object, request: PlanRequest) -> None:
     """A plan file tells its budget, and what is pinned, opaque and counted."""
     if not isinstance(plan, PlanFile | str | os.PathLike):
-        raise TypeError(f"plan is a {type(plan).__name__}; give a PlanFile, or the path of one.")
+        raise ArgumentError(f"plan is a {type(plan).__name__}; give a PlanFile, or the path of one.")
     if request.budget is not None:
         raise BudgetError(
             f"a budget of {request.budget!r} and a plan are given, but a plan has its budget. Leave one of them out."

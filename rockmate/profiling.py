@@ -16,6 +16,7 @@ from rkgb import Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
 from rkgb.turns import TURNS
+from rockmate.errors import ArgumentError
 from rockmate.module import Rockmate
 from rockmate.plan_files.content import PlanFile
 from rockmate.planning.costs import LossFunction
@@ -95,10 +96,10 @@ def profile(
     With `operations`, the model is measured anew, operation by operation, as planning does. Modes, buffers, gradients
     and random streams are left as they were.
 
-    Raises `ValueError` for less than one step, `NotPlanned`, and what the model raises.
+    Raises `ArgumentError` for less than one step, `NotPlanned`, and what the model raises.
     """
     if steps < 1:
-        raise ValueError(f"profile needs at least 1 step to measure, not {steps}")
+        raise ArgumentError(f"profile needs at least 1 step to measure, not {steps}")
     plan = planned.plan
     model = planned.original
     arguments = make_sample(model, sample)

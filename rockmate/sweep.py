@@ -24,7 +24,7 @@ from rk_solvers import (
 from rk_solvers.least_peak import least_peak_bytes
 from rk_solvers.lowest_peak import lowest_peak_plan
 from rk_solvers.registry import DEFAULT_GAP
-from rockmate.errors import BudgetTooSmall
+from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, measure
@@ -98,12 +98,12 @@ def sweep(
     measured problem: of each, the plan for a budget is the fastest of all its plans that fit. Solvers that cannot run
     here are left out, with the reason.
 
-    Raises `ValueError` for no budget or an unknown solver, and what planning raises.
+    Raises `ArgumentError` for no budget or an unknown solver, and what planning raises.
     """
     names = list(SOLVERS) if solvers is None else list(dict.fromkeys(solvers))
     unknown = [name for name in names if name not in SOLVERS]
     if unknown or not names or not budgets:
-        raise ValueError(f"there is no solver {unknown[0]!r}" if unknown else "a sweep needs a budget and a solver")
+        raise ArgumentError(f"there is no solver {unknown[0]!r}" if unknown else "a sweep needs a budget and a solver")
     with progress_display(progress) as tell:
         request = PlanRequest(None, loss, OURS, tell, time_limit, gap)
         for budget in budgets:

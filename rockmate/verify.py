@@ -21,6 +21,7 @@ from rkgb.tracing.replay import StepRecord, backward_from, first_difference_plac
 from rkgb.tracing.side_effects import other_random_states_kept
 from rkgb.tree import leaves
 from rkgb.turns import TURNS
+from rockmate.errors import ArgumentError
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.plan import Plan
@@ -86,12 +87,12 @@ def verify(
     streams are left as they were. Planning raises as `Rockmate` does.
 
     Raises:
-        ValueError: `steps` is less than 1, or no optimizer is called `optimizer`.
+        ArgumentError: `steps` is less than 1, or no optimizer is called `optimizer`.
     """
     if steps < 1:
-        raise ValueError(f"verify needs at least 1 step to compare, not {steps}")
+        raise ArgumentError(f"verify needs at least 1 step to compare, not {steps}")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-        raise ValueError(f"no optimizer is called {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give one")
+        raise ArgumentError(f"no optimizer is called {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give one")
     arguments = make_sample(model.original if isinstance(model, Rockmate) else model, sample)
     with contextlib.ExitStack() as stack:
         stack.enter_context(TURNS.planning(model.original if isinstance(model, Rockmate) else model))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rockmate.errors import ArgumentError
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports.figure import SUFFIXES, write_figure
 from rockmate.reports.html import write_html
@@ -41,7 +42,7 @@ def write_report(
     Returns the text, or the path of the file. Other arguments are as for `write_html`.
 
     Raises:
-        ValueError: the name ends in nothing that a report can be.
+        ArgumentError: the name ends in nothing that a report can be.
     """
     if path is None:
         return text_report(plan_file, measured=measured)
@@ -51,4 +52,4 @@ def write_report(
     if suffix in SUFFIXES:
         return write_figure(plan_file, path, measured, sweep)
     known = ", ".join((".html", *SUFFIXES))
-    raise ValueError(f"a report is written to a file whose name ends in {known}, not to {Path(path).name!r}")
+    raise ArgumentError(f"a report is written to a file whose name ends in {known}, not to {Path(path).name!r}")

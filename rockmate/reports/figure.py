@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from rockmate.errors import ArgumentError
 from rockmate.explain import explain
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
@@ -43,12 +44,12 @@ def write_figure(
     Arguments, and what is returned, are as for `write_html`. The same arguments give the same bytes.
 
     Raises:
-        ValueError: the name does not end in ".png", ".pdf" or ".svg".
+        ArgumentError: the name does not end in ".png", ".pdf" or ".svg".
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         known = ", ".join(SUFFIXES)
-        raise ValueError(f"a figure is written to a file whose name ends in {known}, not to {path.name!r}")
+        raise ArgumentError(f"a figure is written to a file whose name ends in {known}, not to {path.name!r}")
     points = pareto_points(plan_file) if sweep is None else sweep
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(path.suffix.lower())
