@@ -16,6 +16,7 @@ import torch
 from rkgb.bgraph import BGraph, LeafKind
 from rkgb.call import is_ref, ref_names
 from rkgb.cut import Block, chain, cut
+from rkgb.devices import refuse_devices
 from rkgb.dgraph import DGraph, run_nodes
 from rkgb.equivalence import equivalent_classes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
@@ -110,6 +111,7 @@ def make_all_graphs(
     """
     tell = verbose if callable(verbose) else _say if verbose else _say_nothing
     arguments = make_sample(model, sample, model_kwargs)
+    refuse_devices(model, arguments)
     with left_as_it_was(model, arguments) as first, first.told(), for_planning(model):
         tell("trace", 0, 4)
         basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell, opaque=opaque)
@@ -190,6 +192,7 @@ def exact_trace(
     autocast is on, its casts are operations of the graph, which is run without it.
     """
     tell = on_stage or _say_nothing
+    refuse_devices(model, sample)
     cast = autocast_in_force(module_devices(model, sample.tensors))
     if cast and tracer == "jit":
         raise TraceError(

@@ -11,6 +11,7 @@ import torch
 
 from rk_solvers import Problem
 from rkgb import Sample, make_sample
+from rkgb.devices import refuse_devices, refuse_without_data
 from rkgb.state import borrowed
 from rkgb.tree import leaves, map_leaves
 from rkgb.turns import TURNS
@@ -45,6 +46,8 @@ def find_batch(model: torch.nn.Module, sample: Any, loss: LossFunction | None = 
         SampleError, ModelError: as planning does.
     """
     arguments = make_sample(model, sample)
+    refuse_devices(model, arguments)
+    refuse_without_data(model, arguments)
     tried: list[str] = []
     with _evaluated(model):
         expected = leaves(arguments.call(model))

@@ -17,6 +17,7 @@ from torch import nn
 from rk_solvers import Effort, solver_named
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import RockmateError, Sample, make_sample
+from rkgb.devices import refuse_devices
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
 from rkgb.turns import TURNS
@@ -96,6 +97,7 @@ def plan_blocks(
     check_request(PlanRequest(budget, loss, time_limit_s=time_limit))
     refuse_what_spans_ranks(model)
     arguments = make_sample(model, sample)
+    refuse_devices(model, arguments)
     found = find_blocks(model, blocks)
     checkpointing = OwnCheckpointing(model)
     news = checkpointing.news()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from rk_solvers import Chain, KeepAll, Problem
-from rkgb import AllGraphs, BGraph, DGraph, KGraph, ModelError, Sample, SGraph, d_to_s, make_sample
+from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
+from rkgb.devices import refuse_devices, refuse_without_data
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
@@ -122,7 +123,8 @@ def trace_model(
     """
     started = time.perf_counter()
     arguments = make_sample(model, sample)
-    _refuse_without_data(model)
+    refuse_devices(model, arguments)
+    refuse_without_data(model, arguments)
     check_pins(model, request.pin)
     state_bytes = None  # known before what takes minutes
     if request.scope == "total":
@@ -266,17 +268,6 @@ def joined(
         traced.loss,
         gradients,
     )
-
-
-def _refuse_without_data(model: torch.nn.Module) -> None:
-    """Parameters on the meta device: not loaded yet, or taken away between calls by hooks of a library."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(
-                f"parameter {name!r} of {type(model).__name__} is on the meta device, without data: there is nothing "
-                "to plan with. Load the weights first; a module whose weights a library offloads between calls (as "
-                "cpu_offload and device_map do) is for inference, and cannot be planned."
-            )
 
 
 def _trace(
