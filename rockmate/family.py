@@ -97,6 +97,7 @@ class PlanFamily:
         self._untrained: list[Untrained] = []
         self._turns = TurnsOf(model)
         self._made = 0  # plans so far
+        self._told_of_numbers = False
         self._given: PlanFile | None = None  # the plan of a file, for the first call
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
 
@@ -234,6 +235,7 @@ class PlanFamily:
             )
         if not self.members and not isinstance(self.request.budget, AboveResidents):
             self.request = replace(self.request, budget=member.plan.whole_budget_bytes)
+        self.members = [other for other in self.members if not member.covers(other)]
         self.adopt(member)
         return member
 
@@ -255,7 +257,8 @@ class PlanFamily:
 
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, Planned]:
         if self._given is None:
-            return plan_or_reuse(self._model, call, request, self._known, self.use_cache)
+            earlier = [(member.measured, member.planned) for member in self.members]
+            return plan_or_reuse(self._model, call, request, self._known, self.use_cache, earlier)
         found = restore(self._model, call, request, self._given)
         self._given = None
         return found
@@ -387,6 +390,9 @@ class PlanFamily:
     # ---- messages ----------------------------------------------------------------------------------
 
     def _tell_of_plan(self, member: Member, refusal: RockmateError | None) -> None:
+        if member.planned.is_taken_over:
+            self._tell_of_numbers(member, refusal)
+            return
         plan, name = member.plan, type(self._model).__name__
         warnings.warn(
             f"{name} was planned once more, in {plan.planning_s:.1f} s, and has {len(self.members)} plans now under "
@@ -395,6 +401,15 @@ class PlanFamily:
             ReplanWarning,
             stacklevel=_frames_to_the_user(),
         )
+
+    def _tell_of_numbers(self, member: Member, refusal: RockmateError | None) -> None:
+        """Once for all: later values are many, and none of them is measured."""
+        if not self._told_of_numbers:
+            self._told_of_numbers = True
+            self._tell(
+                f"{type(self._model).__name__} was traced once more, in {member.plan.planning_s:.1f} s: "
+                f"{_first_clause(refusal)}. The graph is the same, and so is the plan."
+            )
 
     def _tell_of_own_checkpointing(self) -> None:
         news = self._own_checkpointing.news()

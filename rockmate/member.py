@@ -10,6 +10,7 @@ from rkgb import RockmateError, Sample
 from rockmate.errors import PlanMismatch
 from rockmate.memory.split import gradient_is_there, gradients_made, gradients_there
 from rockmate.plan import Plan
+from rockmate.plan_files.alike import covers
 from rockmate.planning.follow import Decisions
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import Planned
@@ -111,6 +112,10 @@ class Member:
     def decisions(self) -> Decisions:
         """What the plan recomputes, for others to follow."""
         return Decisions.of(self.measured.problem, self.plan.recompute, self.plan.solver)
+
+    def covers(self, other: Member) -> bool:
+        """Whether this plan, some of whose numbers are free, holds wherever the other does."""
+        return covers(self.measured, other.measured)
 
 
 @dataclass(eq=False, slots=True)

@@ -54,6 +54,7 @@ def without_varying_guards(
 
 def _held(node: BNode) -> BNode:
     """`node`, a guard, as one that no run may pass with another value."""
+    assert isinstance(node.call.function, Guard)
     return replace(node, call=replace(node.call, function=replace(node.call.function, may_vary=False)))
 
 
@@ -127,9 +128,9 @@ def _used(
         other = next(others, None)
         if other is None or not same_function(node.call, other.call):
             return used | read.keys()  # such as another turn of a loop
-        guard = node.call.function
-        if isinstance(guard, Guard):
-            values = (guard.expected, other.call.function.expected)
+        guard, theirs = node.call.function, other.call.function
+        if isinstance(guard, Guard) and isinstance(theirs, Guard):
+            values = (guard.expected, theirs.expected)
             if not guard.may_vary and _plain(values[0]) != _plain(values[1]):
                 return used  # another branch, which this guard holds every run to
             if node.name in different and _plain(values[0]) != _plain(values[1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rkgb.measuring.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.plan_files import cache
+from rockmate.plan_files.alike import taken_over
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
@@ -29,9 +31,16 @@ from rockmate.running.checkpointing import is_switched_off
 
 
 def plan_or_reuse(
-    model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks, use_cache: bool
+    model: torch.nn.Module,
+    sample: Any,
+    request: PlanRequest,
+    known: MeasuredBlocks,
+    use_cache: bool,
+    earlier: Sequence[tuple[Measured, Planned]] = (),
 ) -> tuple[Measured, Planned]:
     """Trace `model`; take the plan of the same training from the cache, or measure, plan, and keep it there.
+
+    Of plans that were made `earlier` under the same budget, one whose graph is the same but for numbers is taken over.
 
     One of several ranks plans with the others, and takes nothing from the cache: all are to do the same.
     Raises as `measure` and `make_plan` do.
@@ -40,6 +49,10 @@ def plan_or_reuse(
     with planning(model):
         traced = trace_model(model, sample, request)
         alone = default_exchange(0.0) is None
+        over = taken_over(model, traced, earlier) if earlier and alone else None
+        if over is not None:
+            over[0].sample = None
+            return over
         key = _key(model, traced, request) if use_cache and cache.is_enabled() and alone else None
         found = None if key is None else _reused(model, traced, request, key)
         if found is None:

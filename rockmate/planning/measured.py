@@ -35,6 +35,7 @@ from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
 from rockmate.running.checkpointing import as_it_was, is_switched_off
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
+from rockmate.running.numbers import RunTimeNumbers
 from rockmate.running.pattern import CallPattern
 from rockmate.running.settings import Settings
 from rockmate.running.sharded import refuse_collectives
@@ -65,6 +66,7 @@ class Measured:
     loss: LossCost | None = None  # None where no loss was given
     # Parameters, by their names in the graph, whose gradients are there before the step: it adds to them.
     gradients: frozenset[str] = frozenset()
+    numbers: RunTimeNumbers | None = None  # those of the calls and the settings with which the code computes
     # Peak of the step with the model's own checkpointing, which is switched on; None where there is none.
     checkpointed_peak_bytes: int | None = None
 

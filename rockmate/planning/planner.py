@@ -37,6 +37,7 @@ from rockmate.planning.request import PlanRequest, Progress
 from rockmate.planning.simulator import simulate
 from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.codegen import CompiledProgram, compile_program
+from rockmate.running.numbers import RunTimeNumbers
 from rockmate.running.program import Program, make_program
 from rockmate.running.runner import Runner
 from rockmate.running.settings import BoundSettings
@@ -63,17 +64,18 @@ class Planned:
     program: Program
     header: str
     is_complete: bool = True  # False where the user ended the search
+    is_taken_over: bool = False  # from a plan of other numbers with the same graph: nothing was measured or solved
 
-    def compile_for(self, module: torch.nn.Module) -> CompiledProgram:
+    def compile_for(self, module: torch.nn.Module, numbers: RunTimeNumbers | None = None) -> CompiledProgram:
         """Generate and compile the code for `module` (the one planned, or a copy of it)."""
-        return compile_program(self.program, module, self.header)
+        return compile_program(self.program, module, self.header, numbers)
 
     def runner_for(self, module: torch.nn.Module, measured: Measured, settings: BoundSettings | None = None) -> Runner:
         """What calls that code in the place of `module`; `settings` are those of a runner that was there before."""
         graph = measured.graphs.D_graph
-        compiled = self.compile_for(module)
+        compiled = self.compile_for(module, measured.numbers)
         bound = settings or measured.settings.bound_to(module)
-        return Runner(module, graph, measured.pattern, measured.traits, bound, compiled)
+        return Runner(module, graph, measured.pattern, measured.traits, bound, compiled, measured.numbers)
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:

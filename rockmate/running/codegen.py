@@ -19,6 +19,7 @@ from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves
 from rkgb.values import ValueInfo
 from rockmate.running.expressions import Expressions, statistics_of
+from rockmate.running.numbers import RunTimeNumbers
 from rockmate.running.program import Program, Segment, Slot, dropped_after
 from rockmate.running.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables, packed_key
 
@@ -42,9 +43,11 @@ class CompiledProgram:
     tables: StepTables
 
 
-def compile_program(program: Program, module: torch.nn.Module, header: str) -> CompiledProgram:
-    """Generate the source of `program` for `module`, and compile it."""
-    writer = _Writer(program, module)
+def compile_program(
+    program: Program, module: torch.nn.Module, header: str, numbers: RunTimeNumbers | None = None
+) -> CompiledProgram:
+    """Generate the source of `program` for `module`, and compile it; `numbers` are computed anew in each call."""
+    writer = _Writer(program, module, numbers)
     code = GeneratedCode(writer.source(header), writer.expressions.namespace)
     functions = execute(code)
     dgraph = program.graph.sgraph.dgraph
@@ -152,10 +155,10 @@ class _Fill:
 class _Writer:
     """Writes the forward function and one function per segment."""
 
-    def __init__(self, program: Program, module: torch.nn.Module) -> None:
+    def __init__(self, program: Program, module: torch.nn.Module, numbers: RunTimeNumbers | None) -> None:
         self.program = program
         self.graph = program.graph.sgraph.dgraph
-        self.expressions = Expressions(self.graph, module)
+        self.expressions = Expressions(self.graph, module, numbers)
         self._lines: list[str] = []
 
     def source(self, header: str) -> str:

@@ -20,13 +20,14 @@ from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tracked import differentiable, writable
 from rkgb.tree import leaves, map_leaves
 from rockmate.running.bindings import BINDINGS, binding
+from rockmate.running.numbers import Operand, RunTimeNumbers
 from rockmate.running.runtime import Step
 
 
 class Expressions:
     """Writes the calls of one graph for one module."""
 
-    def __init__(self, graph: DGraph, module: torch.nn.Module) -> None:
+    def __init__(self, graph: DGraph, module: torch.nn.Module, numbers: RunTimeNumbers | None = None) -> None:
         self.namespace: dict[str, Any] = {
             "torch": torch,
             "aten": SimpleNamespace(),  # as torch.ops.aten, with the operations that are called
@@ -36,6 +37,7 @@ class Expressions:
         }
         self._graph = graph
         self._module = module
+        self._numbers = numbers
         self._taken = {*graph.values, *self.namespace, "step", "saved", "forward"}
         self._functions: dict[Any, str] = {}
         self.leaves = {name: self._leaf(name) for name in graph.leaves}  # how each is read
@@ -45,13 +47,14 @@ class Expressions:
         tracker = op if tracked else None
         if isinstance(op.call.function, OpaqueCall):
             return self._opaque_call(op, op.call.function, tracker)
-        args = list(op.call.args)
+        call = op.call if self._numbers is None else self._numbers.call(op.name, op.call)
+        args = list(call.args)
         statistics = statistics_of(op) if repeated else None
         if statistics is not None:
             # The forward has counted this batch already.
             args[statistics[0]] = args[statistics[1]] = None
         texts = [self._value(arg, tracker) for arg in args]
-        texts += [f"{key}={self._value(value, tracker)}" for key, value in op.call.kwargs.items()]
+        texts += [f"{key}={self._value(value, tracker)}" for key, value in call.kwargs.items()]
         return f"{self._function(op)}({', '.join(texts)})"
 
     def value(self, argument: Any) -> str:
@@ -112,6 +115,8 @@ class Expressions:
             return f"differentiable({text})" if requires_grad else text
         if isinstance(value, OwnGenerator):
             return self.generator(value)
+        if isinstance(value, Operand):
+            return f"step.numbers[{str(value.expression)!r}]"
         if type(value) in (list, tuple) and (leaves(value, is_ref) or leaves(value, is_own_generator)):
             items = ", ".join(self._value(item, tracker) for item in value)
             return f"[{items}]" if isinstance(value, list) else f"({items},)"

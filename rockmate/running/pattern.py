@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from rkgb import Sample
 from rockmate.errors import InputMismatch
+from rockmate.running.numbers import blanked, is_same_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,9 @@ class CallPattern:
     skeleton: Any
     traits: tuple[_Traits, ...]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # in force while planning: device types, and what it casts to
+
+    # Paths of numbers that may be others: the code computes with them. A plan for the sample's is the same plan.
+    free: frozenset[tuple[Any, ...]] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, sample: Sample, autocast: tuple[tuple[str, torch.dtype], ...] = ()) -> CallPattern:
@@ -31,6 +35,11 @@ class CallPattern:
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
+    def but_for_numbers(self) -> Any:
+        """Equal for patterns that differ in numbers that are free."""
+        return replace(self, skeleton=blanked(self.skeleton, self.free))
+
+    @property
     def devices(self) -> set[torch.device]:
         """Devices of the tensors."""
         return {traits.device for traits in self.traits}
@@ -38,7 +47,9 @@ class CallPattern:
     def mismatch(self, call: Sample) -> InputMismatch | None:
         """How `call` differs from what was planned for; None where it does not."""
         skeleton = call.skeleton()
-        if skeleton != self.skeleton:
+        if not is_same_structure(skeleton, self.skeleton) and (
+            not self.free or not is_same_structure(blanked(skeleton, self.free), blanked(self.skeleton, self.free))
+        ):
             return InputMismatch(
                 f"the arguments {skeleton} differ from the sample's {self.skeleton} in structure or in a value "
                 "that is no tensor. Plan the module again with such a sample."

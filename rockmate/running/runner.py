@@ -18,9 +18,10 @@ from rkgb.tracing.attributes import AttributeGone, Writing
 from rkgb.tracing.generators import generators_for
 from rkgb.tracing.guard import Guard
 from rkgb.tree import map_leaves
-from rockmate.errors import PlanMismatch
+from rockmate.errors import InputMismatch, PlanMismatch
 from rockmate.running.codegen import CompiledProgram
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
+from rockmate.running.numbers import RunTimeNumbers
 from rockmate.running.pattern import CallPattern
 from rockmate.running.runtime import Step
 from rockmate.running.settings import BoundSettings
@@ -41,10 +42,12 @@ class Runner:
         traits: ModuleTraits,
         settings: BoundSettings,
         compiled: CompiledProgram,
+        numbers: RunTimeNumbers | None = None,
     ) -> None:
         self._module = module
         self._graph = graph
         self._compiled = compiled
+        self._numbers = numbers
         self._signature = inspect.signature(module.forward)
         self._pattern = pattern
         self._traits = traits
@@ -84,6 +87,7 @@ class Runner:
             or traits.mismatch(self._traits)
             or self._settings_mismatch()
             or self._attributes_mismatch()
+            or self._numbers_mismatch(call)
         )
 
     def run(self, call: Sample) -> Any:
@@ -92,12 +96,17 @@ class Runner:
         Raises `GuardError` where the data would take another branch of the module: then nothing has happened.
         """
         tensors = call.tensors
+        step = self.make_step(self._compiled.tables)
+        if self._numbers is not None:
+            known = self._numbers.known(call, self._module)
+            assert known is not None, "a call is compared with the plan before"
+            step.numbers = self._numbers.values(known)
         with (
             without_autocast() if self._pattern.autocast else contextlib.nullcontext(),
             contextlib.nullcontext() if _hooks_are_allowed() else hooks_allowed(),
             self._undone_if_refused() if self._is_guarded else contextlib.nullcontext(),
         ):
-            results = self._compiled.forward(self.make_step(self._compiled.tables), *tensors)
+            results = self._compiled.forward(step, *tensors)
         values = dict(zip(self._output_names, results, strict=True))
         if self._input_outputs:
             values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}
@@ -134,6 +143,18 @@ class Runner:
         except AttributeGone as error:
             refusal = str(error)
         return None if refusal is None else PlanMismatch(f"{refusal}. Put it back, or plan the module again.")
+
+    def _numbers_mismatch(self, call: Sample) -> InputMismatch | None:
+        if self._numbers is None:
+            return None
+        known = self._numbers.known(call, self._module)
+        if known is not None and self._numbers.holds(known):
+            return None
+        told = "no numbers" if known is None else ", ".join(f"{number} = {value}" for number, value in known.items())
+        return InputMismatch(
+            f"with {told} the module goes another way than when it was planned, or runs other operations. Plan the "
+            "module again with such a sample."
+        )
 
     def _autocast_mismatch(self) -> PlanMismatch | None:
         cast = autocast_in_force(self._devices)

@@ -107,11 +107,13 @@ class Step:
         "_values",
         "_versions",
         "hooks",
+        "numbers",
     )
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
         self.hooks = UserHooks.around()
+        self.numbers: dict[str, int | float] = {}  # what this call gives for expressions of arguments and settings
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back

@@ -56,6 +56,20 @@ class Setting:
     has_tensors: bool = False  # or is one: then it is compared which ones these are
     written: tuple[Any, ...] = ()  # keys of a dictionary, names of a namespace, that the forward writes itself
 
+    @property
+    def key(self) -> tuple[str, str | None, str]:
+        """Where it is."""
+        return self.path, self.configuration, self.name
+
+    @property
+    def number(self) -> int | float | None:
+        """The value where it is a number that the holder itself has; None where it is not."""
+        if type(self.value) is int:
+            return self.value
+        if isinstance(self.value, tuple) and self.value[0] is float and not self.value[1].startswith("np."):
+            return float(self.value[1])
+        return None
+
     def __str__(self) -> str:
         return ".".join(part for part in (self.path, self.configuration, self.name) if part)
 
@@ -65,6 +79,16 @@ class Settings:
     """What one forward reads of a module's plain values, and the values that it found."""
 
     settings: tuple[Setting, ...]
+    free: frozenset[tuple[str, str | None, str]] = (
+        frozenset()
+    )  # numbers that may be others: the code computes with them
+
+    @property
+    def but_for_free(self) -> Any:
+        """Equal for settings that differ in numbers that are free."""
+        return [
+            (one.key, type(one.number) if one.key in self.free else one.value, one.has_tensors) for one in self.settings
+        ]
 
     @classmethod
     def read_by(cls, module: torch.nn.Module, sample: Sample, writes: Iterable[AttributeWrite] = ()) -> Settings:
@@ -121,6 +145,7 @@ class BoundSettings:
 
     def __init__(self, settings: Settings, module: torch.nn.Module) -> None:
         self._module = module
+        self._free = settings.free
         # Every submodule on the way to one with settings, after the one that holds it: (place of that, name).
         self._steps: list[tuple[int, str]] = []
         # Of each holder the settings with what it holds and what its class has now: what is the same object still
@@ -181,6 +206,8 @@ class BoundSettings:
     def _difference(self, setting: Setting, kind: type, value: Any) -> str | None:
         value = _without(value, setting.written)
         now = _of_class(kind, setting.name) if value is _Nothing.ABSENT else _comparable(value)
+        if setting.key in self._free and type(value) is type(setting.number):
+            return None
         if now != setting.value:
             return f"{setting} is {_shown(now)}, but was {_shown(setting.value)} when the module was planned"
         if setting.has_tensors and not self._holds_same_tensors(setting, value):
