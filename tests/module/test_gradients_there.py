@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.measuring.memory import AllocationLog
-from rockmate import BudgetTooSmall, ReplanWarning, Rockmate, plan_files
+from rockmate import BudgetTooSmall, ReplanWarning, Rockmate, plan_files, verify
 from tests.module.models import Tied, built, tokens
 from tests.module.steps import CPU, assert_same, seen, squares
 
@@ -239,3 +239,14 @@ def test_other_gradients_and_other_branches_go_together():
         step(eager, data)
     assert_same(seen(module.original, (), ()), seen(eager, (), ()))
     assert len(module.plans) <= 5
+
+
+@pytest.mark.parametrize("as_planned", [False, True])
+def test_verify_runs_the_steps_that_the_plan_is_for(as_planned):
+    """A warning of another plan would be an error."""
+    model = with_gradients(built(Wide))
+    least = smallest(model)
+    result = verify(planned(model, least) if as_planned else model, batch(), least, loss=squares)
+    assert result.exact, result
+    assert result.plan.gradient_bytes == GRADIENT_BYTES
+    assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
