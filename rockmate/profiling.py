@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 
 from rk_solvers import Problem
-from rkgb import Sample, make_sample
+from rkgb import DGraph, Sample, make_sample
 from rkgb.measuring.memory import if_it_fits
 from rkgb.state import borrowed, main_device, module_devices, training_mode
 from rkgb.turns import TURNS
 from rockmate.errors import ArgumentError
+from rockmate.memory.split import put_gradients
 from rockmate.module import Rockmate
 from rockmate.plan_files.content import PlanFile
 from rockmate.planning.costs import LossFunction
@@ -92,9 +93,9 @@ def profile(
 ) -> Profile:
     """Measure steps of `planned` and of its original on `sample`, by turns, so that both meet the same disturbances.
 
-    A step is forward, loss and backward; gradients start as None. The peak is counted in a step of its own, exactly.
-    With `operations`, the model is measured anew, operation by operation, as planning does. Modes, buffers, gradients
-    and random streams are left as they were.
+    A step is forward, loss and backward; gradients start as None, or as zeros where the plan adds to them. The peak is
+    counted in a step of its own, exactly. With `operations`, the model is measured anew, operation by operation, as
+    planning does. Modes, buffers, gradients and random streams are left as they were.
 
     Raises `ArgumentError` for less than one step, `NotPlanned`, and what the model raises.
     """
@@ -104,9 +105,10 @@ def profile(
     model = planned.original
     arguments = make_sample(model, sample)
     tell = progress or (lambda stage, done, total: None)
-    run = _Runs(arguments, loss, main_device(module_devices(model, arguments.tensors)))
-    own = planned._member.measured.graphs.D_graph.generators
-    with TURNS.planning(model), training_mode(planned), borrowed(model, {run.device}, own):
+    measured = planned._member.measured
+    device = main_device(module_devices(model, arguments.tensors))
+    run = _Runs(arguments, loss, device, measured.graphs.D_graph, measured.gradients)
+    with TURNS.planning(model), training_mode(planned), borrowed(model, {device}, run.graph.generators):
         tell("peaks", 0, 2)
         plan_peak = run.peak_bytes(planned)
         tell("peaks", 1, 2)
@@ -138,32 +140,32 @@ class _Runs:
     sample: Sample
     loss: LossFunction | None
     device: torch.device
+    graph: DGraph
+    gradients: frozenset[str]  # that are there before a step, by the names of their parameters in the graph
 
     def peak_bytes(self, step: torch.nn.Module) -> int:
         """Most bytes above what was there before."""
-        try:
-            return peak_of(step, self.sample, self.loss, self.device).allocated_bytes
-        finally:
-            self._forget_gradients(step)
+        self._start_gradients(step)
+        return peak_of(step, self.sample, self.loss, self.device).allocated_bytes
 
     def time_ms(self, step: torch.nn.Module) -> float:
         """From an idle device to an idle one."""
         fresh = self.sample.copy()
+        self._start_gradients(step)
         self._wait()
         started = time.perf_counter()
         run_step(step, fresh, self.loss)
         self._wait()
-        duration_ms = 1e3 * (time.perf_counter() - started)
-        self._forget_gradients(step)
-        return duration_ms
+        return 1e3 * (time.perf_counter() - started)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _forget_gradients(self, step: torch.nn.Module) -> None:
+    def _start_gradients(self, step: torch.nn.Module) -> None:
         for parameter in step.parameters():
             parameter.grad = None
+        put_gradients(step, self.graph, self.gradients)
 
 
 # ---- operations --------------------------------------------------------------------------------------------

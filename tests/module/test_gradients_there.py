@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rkgb.measuring.memory import AllocationLog
 from rockmate import BudgetTooSmall, ReplanWarning, Rockmate, plan_files, verify
+from rockmate.profiling import profile
 from tests.module.models import Tied, built, tokens
 from tests.module.steps import CPU, assert_same, seen, squares
 
@@ -250,3 +251,9 @@ def test_verify_runs_the_steps_that_the_plan_is_for(as_planned):
     assert result.exact, result
     assert result.plan.gradient_bytes == GRADIENT_BYTES
     assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
+
+
+def test_a_profile_measures_steps_above_the_gradients():
+    model = with_gradients(built(Wide))
+    module = planned(model, smallest(model))
+    assert profile(module, batch(), loss=squares, steps=1).plan.peak_bytes == module.plan.peak_bytes
