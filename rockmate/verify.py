@@ -17,6 +17,7 @@ from rkgb.state import borrowed, for_planning, module_devices, random_states, sh
 from rkgb.tracing.attributes import FreshTensors, Snapshot
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.own_checkpoints import random_numbers_restored, told_of_other_numbers
 from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
 from rkgb.tracing.side_effects import other_random_states_kept
 from rkgb.tree import leaves
@@ -52,6 +53,7 @@ class Verification:
     plan: Plan
     where: str | None = None  # the first operation that gives other bits, and its source; None where exact or not found
     eager_difference: str | None = None  # the first difference between two equal runs of eager training
+    own_checkpoint: str | None = None  # one of the model's own that makes all the difference: in words
 
     def __str__(self) -> str:
         budget = format_bytes(self.plan.budget_bytes)
@@ -64,6 +66,7 @@ class Verification:
         return (
             f"not exact under {budget}: {self.first_difference}{where} (gradients off by at most "
             f"{self.largest_gradient_difference:.3g}; eager training {repeated})"
+            + (f". That is all the difference: {self.own_checkpoint}" if self.own_checkpoint else "")
         )
 
 
@@ -114,8 +117,13 @@ def verify(
         itself = _first_difference(expected, repeated)
         found = training.run(planned)
         difference = _first_difference(expected, found)
-        where = None
-        if difference is not None and itself is None:  # of what differs from itself no place is to blame
+        where = checkpoint = None
+        if difference is not None and itself is None:
+            with random_numbers_restored() as places:
+                restored = training.run(original)
+            if places and _first_difference(restored, found) is None:
+                checkpoint = told_of_other_numbers(places[0])
+        if difference is not None and itself is None and checkpoint is None:  # else there is no place to blame
             where = _place_of(difference, training, original, planned)
     return Verification(
         exact=difference is None,
@@ -125,6 +133,7 @@ def verify(
         plan=planned.plan,
         where=where,
         eager_difference=None if itself is None else str(itself),
+        own_checkpoint=checkpoint,
     )
 
 

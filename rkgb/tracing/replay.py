@@ -22,6 +22,7 @@ from rkgb.tracing.attributes import AttributeWrite, Writing, outline, written
 from rkgb.tracing.digest import computed_digests, digest
 from rkgb.tracing.fresh import Offer, offers, refused
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
+from rkgb.tracing.own_checkpoints import random_numbers_restored, told_of_other_numbers
 from rkgb.tracing.private_streams import PrivateStreams
 from rkgb.tracing.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.tree import leaves, map_leaves
@@ -310,6 +311,9 @@ def replay_check(
         difference = expected.first_difference_at(found)
         if difference is None:
             return told
+        other_numbers = _of_other_numbers(found, lambda: eagerly(fresh))
+        if other_numbers is not None:
+            return " ".join(filter(None, (other_numbers, told)))
         again = eagerly(fresh)
         itself = again.first_difference(expected)
         disturbed = again.streams_differ(expected) or by_graph(fresh).streams_differ(found)
@@ -349,6 +353,13 @@ def _others_draw(module: torch.nn.Module) -> str:
         "Planning puts the random stream back where it was, so that such numbers may come again: plan "
         "before such threads start, or give them generators of their own"
     )
+
+
+def _of_other_numbers(found: StepRecord, run: Callable[[], StepRecord]) -> str | None:
+    """What to tell where the module's `run` gives what was `found`, but for checkpoints that draw other numbers."""
+    with random_numbers_restored() as places:
+        restored = run()
+    return told_of_other_numbers(places[0]) if places and restored.first_difference(found) is None else None
 
 
 def _count_read(module: torch.nn.Module) -> str:

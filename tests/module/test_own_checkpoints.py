@@ -1,0 +1,106 @@
+"""Checkpoints of a model's own, and what happens to a step between its forward and its end."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rkgb import TraceWarning
+from rockmate import BudgetTooSmall, Rockmate, verify
+
+
+class Layers(nn.Module):
+    def __init__(self, run=lambda part, x: part(x), dropout=0.5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 4)
+        self.run, self.dropout = run, dropout
+
+    def part(self, x):
+        return self.second(F.dropout(torch.tanh(self.first(x)), self.dropout))
+
+    def forward(self, x):
+        return self.last(self.run(self.part, x))
+
+
+def without_numbers(reentrant):
+    return lambda part, x: checkpoint(part, x, use_reentrant=reentrant, preserve_rng_state=False)
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint as people write it: it does not restore random numbers either."""
+
+    @staticmethod
+    def forward(ctx, part, x, *parameters):
+        ctx.part, ctx.parameters = part, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.part(x)
+        found = torch.autograd.grad(output, (x, *ctx.parameters), gradient, allow_unused=True)
+        return (None, *found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_other_random_numbers_in_a_checkpoint_are_told_by_planning_and_by_verify(reentrant):
+    model, sample = Layers(without_numbers(reentrant)), torch.randn(64, 16, requires_grad=True)
+    with pytest.warns(TraceWarning, match=r"checkpoint at test_own_checkpoints.py.* does not restore random numbers"):
+        result = verify(model, sample, 1 << 24)
+    assert not result.exact
+    assert result.eager_is_deterministic
+    assert "preserve_rng_state=False" in str(result.own_checkpoint)
+    assert "That is all the difference: the checkpoint" in str(result)
+
+
+def test_where_a_checkpoint_draws_nothing_or_restores_it_there_is_nothing_to_tell():
+    sample = torch.randn(64, 16, requires_grad=True)
+    assert verify(Layers(without_numbers(False), dropout=0.0), sample, 1 << 24).exact
+    restoring = Layers(lambda part, x: checkpoint(part, x, use_reentrant=False))
+    assert verify(restoring, sample, 1 << 24).exact
+
+
+def test_a_checkpoint_of_ones_own_is_one_operation_and_draws_what_it_draws():
+    class Own(Layers):
+        def forward(self, x):
+            held = (*self.first.parameters(), *self.second.parameters())
+            return self.last(Again.apply(self.part, x, *held))
+
+    result = verify(Own(), torch.randn(64, 16, requires_grad=True), 1 << 24)
+    assert result.exact or result.own_checkpoint, result
+
+
+def least(model, sample):
+    with pytest.raises(BudgetTooSmall) as caught:
+        Rockmate(model, sample, 1, cache=False, time_limit=1)
+    return caught.value.smallest_budget_bytes
+
+
+def test_a_second_backward_through_a_planned_step_is_eagers():
+    sample, found = torch.randn(64, 16), []
+    planned = Rockmate(Layers(), sample, least(Layers(), sample), cache=False, time_limit=1)
+    assert planned.plan.recomputations
+    for model in (Layers(), planned):
+        torch.manual_seed(3)
+        first = torch.autograd.grad(model(sample).square().mean(), list(model.parameters()), create_graph=True)
+        sum(one.square().sum() for one in first).backward()
+        found.append([*first, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_weight_written_through_data_between_forward_and_backward_is_read_as_it_is_then():
+    sample, found = torch.randn(64, 16), []
+    for keep in (True, False):
+        model = Layers()
+        planned = model if keep else Rockmate(model, sample, 1 << 24, cache=False)
+        torch.manual_seed(3)
+        loss = planned(sample).square().mean()
+        model.second.weight.data.mul_(0.5)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
