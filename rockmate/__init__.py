@@ -1,50 +1,57 @@
 """Rockmate: train a PyTorch module under a memory budget, with the same outputs and gradients."""
 
-from rkgb.errors import (
-    GraphError,
-    GuardError,
-    ModelError,
-    ReplayMismatch,
-    RockmateError,
-    SampleError,
-    TraceError,
-    TraceWarning,
-)
-from rockmate import distributed
-from rockmate.errors import (
-    ArgumentError,
-    BatchError,
-    BudgetError,
-    BudgetTooSmall,
-    CheckpointingWarning,
-    ExportWarning,
-    FragmentationWarning,
-    InputMismatch,
-    IntegrationError,
-    LossError,
-    NothingToTrain,
-    NotPlanned,
-    OptimizerError,
-    PickleWarning,
-    PinError,
-    PlanFileError,
-    PlanFileMismatch,
-    PlanFileWarning,
-    PlanMismatch,
-    PoorPlanWarning,
-    ReplanWarning,
-    ShapesError,
-    SolverError,
-    TransformError,
-)
-from rockmate.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
-from rockmate.memory.allocators import AllocatorSettings, keep_freed_memory, reduce_fragmentation
-from rockmate.memory.peak import PeakMemory
-from rockmate.memory.split import MemorySplit
-from rockmate.module import Rockmate
-from rockmate.plan import Plan
-from rockmate.plan_files.content import PlanFile
-from rockmate.verify import Verification, verify
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rkgb.errors import (
+        GraphError,
+        GuardError,
+        ModelError,
+        ReplayMismatch,
+        RockmateError,
+        SampleError,
+        TraceError,
+        TraceWarning,
+    )
+    from rockmate import distributed
+    from rockmate.errors import (
+        ArgumentError,
+        BatchError,
+        BudgetError,
+        BudgetTooSmall,
+        CheckpointingWarning,
+        ExportWarning,
+        FragmentationWarning,
+        InputMismatch,
+        IntegrationError,
+        LossError,
+        NothingToTrain,
+        NotPlanned,
+        OptimizerError,
+        PickleWarning,
+        PinError,
+        PlanFileError,
+        PlanFileMismatch,
+        PlanFileWarning,
+        PlanMismatch,
+        PoorPlanWarning,
+        ReplanWarning,
+        ShapesError,
+        SolverError,
+        TransformError,
+    )
+    from rockmate.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
+    from rockmate.memory.allocators import AllocatorSettings, keep_freed_memory, reduce_fragmentation
+    from rockmate.memory.peak import PeakMemory
+    from rockmate.memory.split import MemorySplit
+    from rockmate.module import Rockmate
+    from rockmate.plan import Plan
+    from rockmate.plan_files.content import PlanFile
+    from rockmate.verification import Verification, verify
 
 __all__ = [
     "AllocatorSettings",
@@ -95,3 +102,80 @@ __all__ = [
     "smallest_budget",
     "verify",
 ]
+
+# Where each name is, to be imported when it is first asked for: the command line answers without PyTorch where it can.
+_HOMES = {
+    "rkgb.errors": (
+        "GraphError",
+        "GuardError",
+        "ModelError",
+        "ReplayMismatch",
+        "RockmateError",
+        "SampleError",
+        "TraceError",
+        "TraceWarning",
+    ),
+    "rockmate.errors": (
+        "ArgumentError",
+        "BatchError",
+        "BudgetError",
+        "BudgetTooSmall",
+        "CheckpointingWarning",
+        "ExportWarning",
+        "FragmentationWarning",
+        "InputMismatch",
+        "IntegrationError",
+        "LossError",
+        "NothingToTrain",
+        "NotPlanned",
+        "OptimizerError",
+        "PickleWarning",
+        "PinError",
+        "PlanFileError",
+        "PlanFileMismatch",
+        "PlanFileWarning",
+        "PlanMismatch",
+        "PoorPlanWarning",
+        "ReplanWarning",
+        "ShapesError",
+        "SolverError",
+        "TransformError",
+    ),
+    "rockmate.inverse": (
+        "CheapestBudget",
+        "LargestBatch",
+        "max_batch",
+        "smallest_budget",
+    ),
+    "rockmate.memory.allocators": (
+        "AllocatorSettings",
+        "keep_freed_memory",
+        "reduce_fragmentation",
+    ),
+    "rockmate.memory.peak": ("PeakMemory",),
+    "rockmate.memory.split": ("MemorySplit",),
+    "rockmate.module": ("Rockmate",),
+    "rockmate.plan": ("Plan",),
+    "rockmate.plan_files.content": ("PlanFile",),
+    "rockmate.verification": (
+        "Verification",
+        "verify",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of this package, which is imported for it."""
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,13 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-import torch
 
-from rk_solvers import BackendUnavailable
-from rkgb import RockmateError
+# Nothing that imports PyTorch, which takes seconds: help and version are there at once.
 from rockmate.cli.output import DIFFERENT, GOOD, INTERRUPTED, WRONG_INPUT, note
-from rockmate.cli.targets import TargetError
-from rockmate.errors import BudgetTooSmall
 
 COMMANDS = {
     "plan": "Plan a model for a budget.",
@@ -58,9 +54,9 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-def _version() -> str:
+def _version(distribution: str) -> str:
     try:
-        return importlib.metadata.version("rockmate-rk")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of a checkout that is not installed"
 
@@ -77,7 +73,9 @@ or what makes one.
 Exit status: 0 all is well; 1 what was checked differs, or does not fit;
 2 the input is wrong, or cannot be planned; 130 interrupted.""",
 )
-@click.version_option(_version(), prog_name="rockmate", message=f"%(prog)s %(version)s, torch {torch.__version__}")
+@click.version_option(
+    _version("rockmate-rk"), prog_name="rockmate", message=f"%(prog)s %(version)s, torch {_version('torch')}"
+)
 def rockmate() -> None:
     """Train PyTorch modules under a memory budget: plans, checks and pictures from the command line."""
 
@@ -103,14 +101,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
         return _PIPE_CLOSED
-    except (RockmateError, TargetError, BackendUnavailable, OSError) as error:
-        note("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
-        does_not_fit = isinstance(error, BudgetTooSmall) and name != "verify"  # where nothing was compared then
-        return DIFFERENT if does_not_fit else WRONG_INPUT
     except Exception as error:  # noqa: BLE001  of the user's code; 1, Python's status for it, would say something else
+        if _is_told(error):
+            note("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
+            return DIFFERENT if _does_not_fit(error) and name != "verify" else WRONG_INPUT  # nothing was compared then
         traceback.print_exc()
         note(f"error: {name} ended by {type(error).__name__}, as above")
         return WRONG_INPUT
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the message says all, to people who do not know the code."""
+    from rk_solvers import BackendUnavailable
+    from rkgb import RockmateError
+    from rockmate.cli.targets import TargetError
+
+    return isinstance(error, (RockmateError, TargetError, BackendUnavailable, OSError))
+
+
+def _does_not_fit(error: Exception) -> bool:
+    from rockmate.errors import BudgetTooSmall
+
+    return isinstance(error, BudgetTooSmall)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.verify import verification_content, with_training_options
 from rockmate.errors import PlanFileMismatch
 from rockmate.module import Rockmate
-from rockmate.verify import verify
+from rockmate.verification import verify
 
 
 @click.command(

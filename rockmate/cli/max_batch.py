@@ -17,7 +17,7 @@ from rockmate.cli.targets import Source
 from rockmate.inverse import CheapestBudget, LargestBatch, Trial, max_batch, smallest_budget
 from rockmate.memory.budget import Budget
 from rockmate.units import format_bytes
-from rockmate.verify import OPTIMIZERS
+from rockmate.verification import OPTIMIZERS
 
 
 @click.command(

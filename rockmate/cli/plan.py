@@ -23,7 +23,7 @@ from rockmate.cli.output import GOOD, tell, tell_json, wants_progress
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Target, TargetError
 from rockmate.module import Rockmate
-from rockmate.verify import OPTIMIZERS
+from rockmate.verification import OPTIMIZERS
 
 
 @click.command(

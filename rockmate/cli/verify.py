@@ -10,7 +10,7 @@ from rockmate.cli.app import examples
 from rockmate.cli.options import BudgetText, Chosen, json_option, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
-from rockmate.verify import OPTIMIZERS, Verification, verify
+from rockmate.verification import OPTIMIZERS, Verification, verify
 
 training_options = (
     click.option(
