@@ -188,14 +188,14 @@ class Recorder(TorchDispatchMode):
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The name of `tensor`; one that was never seen is a constant, or another way to reach a known storage."""
         known = self._names.get(id(tensor))
-        is_known = known is not None and known[0]() is tensor
-        if tensor.requires_grad and not tensor.is_leaf and (not is_known or known[1] in self._detached):
+        name = known[1] if known is not None and known[0]() is tensor else None
+        if tensor.requires_grad and not tensor.is_leaf and (name is None or name in self._detached):
             # What autograd gives a backward within forward: detached once, but with its part in the graph again.
             saved = self._by_place.get(_place_of(tensor))
             if saved is not None and not saved[0].expired():
                 return Ref(saved[1])
-        if is_known:
-            return Ref(known[1])
+        if name is not None:
+            return Ref(name)
         base = self._by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None and not tensor.requires_grad:
             original = base[0]()
