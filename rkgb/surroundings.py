@@ -63,9 +63,11 @@ def saved_tensors_hooks_aside() -> Iterator[None]:
     if message is not None:
         _saved_tensors_hooks_enable()
     hooks = []
-    while (top := _top_saved_tensors_default_hooks(True)) is not None:
+    top: Any = _top_saved_tensors_default_hooks(True)
+    while top is not None:
         hooks.append(top)
         _pop_saved_tensors_default_hooks()
+        top = _top_saved_tensors_default_hooks(True)
     try:
         yield
     finally:

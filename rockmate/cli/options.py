@@ -54,7 +54,7 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         """The path. Fails for a folder that is not there, or may not be written to."""
-        path = Path(super().convert(value, param, context))
+        path = Path(os.fsdecode(super().convert(value, param, context)))
         if not path.parent.is_dir():
             self.fail(
                 f"there is no folder {str(path.parent)!r} to write {path.name!r} to; make it first", param, context

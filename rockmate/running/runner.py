@@ -28,7 +28,7 @@ from rockmate.running.settings import BoundSettings
 from rockmate.running.tables import StepTables
 from rockmate.running.transforms import refuse_transforms
 
-_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined,unused-ignore]
 
 
 class Runner:

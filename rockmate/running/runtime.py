@@ -31,7 +31,7 @@ from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, sa
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined,unused-ignore]
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
