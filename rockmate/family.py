@@ -40,6 +40,7 @@ from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import Progress, progress_display
 from rockmate.running.checkpointing import OwnCheckpointing
+from rockmate.running.flags import flags_in_force
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
 from rockmate.running.transforms import reason_to_run_unplanned, refuse_transforms
@@ -90,7 +91,7 @@ class PlanFamily:
         self._model = model
         self._signature = inspect.signature(model.forward)
         self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
-        self._known: MeasuredBlocks = {}
+        self._known: dict[Any, MeasuredBlocks] = {}  # by flags and threads, under which blocks were measured
         self._told: set[str] = set()
         self._expected: list[tuple[CallPattern, Decisions]] = []
         self._own_checkpointing = OwnCheckpointing(model)
@@ -191,7 +192,7 @@ class PlanFamily:
         # The plan for most gradients that are there has most room for the rest.
         for member in sorted(self.members, key=lambda one: -len(one.measured.gradients)):
             assert traits is not None
-            mismatch = member.mismatch(call, traits) or member.gradients_mismatch()
+            mismatch = self._mismatch(member, call, traits) or member.gradients_mismatch()
             if mismatch is None:
                 if self.shapes != "error" and member.is_due_for_another(_HABIT):
                     return False, None, None
@@ -215,7 +216,7 @@ class PlanFamily:
             with for_planning(self._model):
                 traits = self._traits()
                 for member in self.members:
-                    if traits is not None and member.mismatch(call, traits) is None:
+                    if traits is not None and self._mismatch(member, call, traits) is None:
                         return member
             return self.plan_for(call)
 
@@ -257,8 +258,14 @@ class PlanFamily:
 
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, Planned]:
         if self._given is None:
-            earlier = [(member.measured, member.planned) for member in self.members]
-            return plan_or_reuse(self._model, call, request, self._known, self.use_cache, earlier)
+            flags, threads = flags_in_force(torch.cuda.is_available()), torch.get_num_threads()
+            known = self._known.setdefault((flags, threads), {})
+            earlier = [
+                (member.measured, member.planned)
+                for member in self.members
+                if member.measured.was_measured_as_now()  # else what it takes may be another now
+            ]
+            return plan_or_reuse(self._model, call, request, known, self.use_cache, earlier)
         found = restore(self._model, call, request, self._given)
         self._given = None
         return found
@@ -299,7 +306,16 @@ class PlanFamily:
     def _alike(self, call: Sample) -> Member | None:
         """A plan for such calls, whatever gradients are there before their steps."""
         traits = self._traits()
-        return next((one for one in self.members if traits is not None and one.mismatch(call, traits) is None), None)
+        if traits is None:
+            return None
+        return next((one for one in self.members if self._mismatch(one, call, traits) is None), None)
+
+    def _mismatch(self, member: Member, call: Sample, traits: ModuleTraits) -> RockmateError | None:
+        """Why the plan of `member` does not hold for `call`, whatever gradients are there."""
+        mismatch = member.mismatch(call, traits)
+        if mismatch is None and self.shapes in ("replan", "nearest"):  # for others it holds, but for its promise
+            return member.threads_mismatch()
+        return mismatch
 
     def _planned_above(self, alike: Member, call: Sample, refusal: RockmateError | None) -> Member:
         """A plan for such calls as `alike` is for, before whose steps other gradients are there.
@@ -359,7 +375,7 @@ class PlanFamily:
         """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""
         pattern = CallPattern.of(call, autocast_in_force(module_devices(self._model, call.tensors)))
         for expected, decisions in self._expected:
-            if expected == pattern:
+            if replace(expected, flags=None) == pattern:  # measured anew, under whichever flags
                 return decisions
         larger = self._next_larger(call) if self.shapes == "nearest" else None
         return larger.decisions if larger is not None else None

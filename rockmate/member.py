@@ -50,6 +50,16 @@ class Member:
         """The module has other parts now: neither run those that the code reads, nor keep them."""
         self._runner = None
 
+    def threads_mismatch(self) -> PlanMismatch | None:
+        """Why its peak may be another now: libraries take scratch memory for each thread of the CPU's."""
+        now, then = torch.get_num_threads(), self.measured.threads
+        if now == then or self.measured.device.type != "cpu":
+            return None
+        return PlanMismatch(
+            f"PyTorch runs with {now} threads, but ran with {then} when the module was planned. Put it back, or plan "
+            "the module again."
+        )
+
     def gradients_mismatch(self) -> PlanMismatch | None:
         """Why the plan does not hold before the gradients that are there now; None where it does.
 

@@ -30,6 +30,8 @@ class Made(Record, frozen=True):
     torch: str
     device: str  # its kind: "cpu", or "cuda" with the name of the device
     threads: int  # of torch, on the CPU
+    processor: str = ""  # what the device is, and can do; empty in files of a Rockmate that did not tell
+    flags: tuple[str, ...] = ()  # of PyTorch's back ends, such as "mkldnn_enabled=True"
 
 
 class ValueRecord(Record, frozen=True):

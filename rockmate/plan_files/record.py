@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
+import platform
 import re
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +45,7 @@ from rockmate.plan_files.content import (
 from rockmate.planning.exchange import device_kind
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
+from rockmate.running.flags import flag_texts, flags_in_force
 
 _DISTRIBUTION = "rockmate-rk"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
@@ -80,7 +84,30 @@ def made_here(device: torch.device) -> Made:
         torch=str(torch.__version__),
         device=device_kind(device),
         threads=torch.get_num_threads(),
+        processor=_processor(device),
+        flags=flag_texts(flags_in_force(device.type == "cuda")),
     )
+
+
+def _processor(device: torch.device) -> str:
+    """What decides, beside the kind of the device, on times and scratch memory."""
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        return (
+            f"compute capability {about.major}.{about.minor}, {about.total_memory} bytes, CUDA {torch.version.cuda}, "
+            f"cuDNN {torch.backends.cudnn.version()}"
+        )
+    return f"{_cpu_model()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+@functools.cache
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _own_version() -> str:

@@ -38,6 +38,7 @@ from rockmate.planning.measured import (
 )
 from rockmate.planning.planner import Planned, make_plan, measured_peak, planned_as, planning
 from rockmate.planning.request import PlanRequest
+from rockmate.running.flags import flags_difference
 from rockmate.units import format_apart
 
 _DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."
@@ -47,9 +48,10 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
     """`model` on `sample` under the plan of a file, which decides what is opaque, pinned and trained in place of
     `request`.
 
-    A plan that was made with this version of PyTorch, and on such a device, is taken over as it is, once the graph
-    proves to be the same and to save the same tensors. Of one made elsewhere, or with what other code measured, only
-    what it recomputes is followed, with costs measured anew and a warning (`PlanFileWarning`).
+    A plan that was made with this version of PyTorch, on such a processor and under these flags of its back ends, is
+    taken over as it is, once the graph proves to be the same and to save the same tensors; with other threads, or where
+    it does not tell its processor, once one real step has shown its peak. Of one made elsewhere, or with what other
+    code measured, only what it recomputes is followed, with costs measured anew and a warning (`PlanFileWarning`).
 
     Raises `PlanFileMismatch`, with the differences, where the graph is another or the plan takes more here than its
     budget, `PlanFileError` for a file whose parts do not belong together, and what tracing raises.
@@ -80,7 +82,7 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
         if why_followed:
             _tell_followed(why_followed)
             measured, planned = _followed(model, traced, request, plan_file)
-        elif made.threads != told.threads:
+        elif made.threads != told.threads or not told.processor:
             _check_peak(model, measured, planned, request)
     measured.sample = None
     return measured, planned
@@ -173,14 +175,17 @@ def _stand_in(model: torch.nn.Module, graph: DGraph) -> LossFunction:
 
 def _made_elsewhere(told: Made, here: Made) -> str:
     """Why what was measured there says nothing of this place; empty where it does."""
-    if (told.torch, told.device) == (here.torch, here.device):
-        return ""
-    this = f"PyTorch {here.torch} on {here.device}"
-    return f"The plan was made by PyTorch {told.torch} on {told.device}, and this is {this}."
+    if (told.torch, told.device) != (here.torch, here.device):
+        this = f"PyTorch {here.torch} on {here.device}"
+        return f"The plan was made by PyTorch {told.torch} on {told.device}, and this is {this}."
+    if told.processor and told.processor != here.processor:
+        return f"The plan was made on {told.processor}, and this is {here.processor}."
+    difference = flags_difference(here.flags, told.flags) if told.flags else ""
+    return f"Of PyTorch's flags, {difference} where the plan was made." if difference else ""
 
 
 def _check_peak(model: torch.nn.Module, measured: Measured, planned: Planned, request: PlanRequest) -> None:
-    """One real step: with other threads, libraries take other scratch memory."""
+    """One real step: with other threads, or on a processor that nobody tells, libraries take other scratch memory."""
     plan = planned.plan
     peak = measured_peak(model, planned.runner_for(model, measured), measured, request.loss)
     if peak.allocated_bytes > plan.budget_bytes:

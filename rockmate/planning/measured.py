@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from rockmate.planning.pinned import check_pins, pinned_operations, reading_what
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
 from rockmate.running.checkpointing import as_it_was, is_switched_off
+from rockmate.running.flags import flags_in_force
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.numbers import RunTimeNumbers
 from rockmate.running.pattern import CallPattern
@@ -69,6 +70,12 @@ class Measured:
     numbers: RunTimeNumbers | None = None  # those of the calls and the settings with which the code computes
     # Peak of the step with the model's own checkpointing, which is switched on; None where there is none.
     checkpointed_peak_bytes: int | None = None
+    threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
+
+    def was_measured_as_now(self) -> bool:
+        """Whether flags of PyTorch's back ends and the number of threads are as they were."""
+        flags = flags_in_force(any(device.type == "cuda" for device in {self.device, *self.pattern.devices}))
+        return self.pattern.flags == flags and self.threads == torch.get_num_threads()
 
     @property
     def peak_now_bytes(self) -> int:
@@ -144,9 +151,12 @@ def trace_model(
         pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments, dataflow.attributes)
+    devices = module_devices(model, arguments.tensors)
     return Traced(
         arguments,
-        CallPattern.of(arguments, autocast_in_force(module_devices(model, arguments.tensors))),
+        CallPattern.of(
+            arguments, autocast_in_force(devices), flags_in_force(any(device.type == "cuda" for device in devices))
+        ),
         basic,
         graph,
         main_device(info.device for info in dataflow.values.values()),

@@ -9,6 +9,7 @@ import torch
 
 from rkgb import Sample
 from rockmate.errors import InputMismatch
+from rockmate.running.flags import Flags
 from rockmate.running.numbers import blanked, is_same_structure
 
 
@@ -19,14 +20,17 @@ class CallPattern:
     skeleton: Any
     traits: tuple[_Traits, ...]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # in force while planning: device types, and what it casts to
+    flags: Flags | None = None  # of PyTorch's back ends, in force while planning; None where they do not matter
 
     # Paths of numbers that may be others: the code computes with them. A plan for the sample's is the same plan.
     free: frozenset[tuple[Any, ...]] = field(default=frozenset(), compare=False)
 
     @classmethod
-    def of(cls, sample: Sample, autocast: tuple[tuple[str, torch.dtype], ...] = ()) -> CallPattern:
+    def of(
+        cls, sample: Sample, autocast: tuple[tuple[str, torch.dtype], ...] = (), flags: Flags | None = None
+    ) -> CallPattern:
         """The pattern of every call that is like `sample`."""
-        return cls(sample.skeleton(), tuple(_Traits.of(tensor) for tensor in sample.tensors), autocast)
+        return cls(sample.skeleton(), tuple(_Traits.of(tensor) for tensor in sample.tensors), autocast, flags)
 
     @property
     def batch(self) -> int | None:

@@ -20,6 +20,7 @@ from rkgb.tracing.guard import Guard
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch
 from rockmate.running.codegen import CompiledProgram
+from rockmate.running.flags import flag_texts, flags_difference, flags_in_force
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.numbers import RunTimeNumbers
 from rockmate.running.pattern import CallPattern
@@ -54,6 +55,7 @@ class Runner:
         self.settings = settings
         self._output_names = graph.output_names
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
+        self._on_cuda = any(device.type == "cuda" for device in self._devices)
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
         self._is_guarded = any(isinstance(op.call.function, Guard) for op in graph)
         self._written = _written_buffers(graph)
@@ -84,6 +86,7 @@ class Runner:
         return (
             self._pattern.mismatch(call)
             or self._autocast_mismatch()
+            or self._flags_mismatch()
             or traits.mismatch(self._traits)
             or self._settings_mismatch()
             or self._attributes_mismatch()
@@ -154,6 +157,16 @@ class Runner:
         return InputMismatch(
             f"with {told} the module goes another way than when it was planned, or runs other operations. Plan the "
             "module again with such a sample."
+        )
+
+    def _flags_mismatch(self) -> PlanMismatch | None:
+        """Other implementations may run under other flags: they may compute, save and take something else."""
+        then = self._pattern.flags
+        if then is None or (now := flags_in_force(self._on_cuda)) == then:
+            return None
+        return PlanMismatch(
+            f"{flags_difference(flag_texts(now), flag_texts(then))} when the module was planned. Put it back, or plan "
+            "the module again."
         )
 
     def _autocast_mismatch(self) -> PlanMismatch | None:
