@@ -32,7 +32,14 @@ class RecordMismatch(RockmateError):
 
 
 class GuardError(RockmateError):
-    """A run read something else out of its data than the trace did, and would take another way than the graph."""
+    """A run read something else out of its data than the trace did, and would take another way than the graph.
+
+    `path` is that of the submodule that reads, "" for the whole module.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class TraceWarning(UserWarning):

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 # Never looked into: they hold tensors, if at all, as a part of the program and not of the data.
@@ -59,6 +60,10 @@ def structure(tree: Any) -> Any:
         return (type(tree).__name__, *(structure(item) for item in tree))
     if isinstance(tree, dict):
         return (type(tree).__name__, *((key, structure(item)) for key, item in tree.items()))
+    if isinstance(tree, np.ndarray) and not tree.dtype.hasobject:
+        return ("ndarray", tree.dtype.str, tree.shape, tree.tobytes())  # as it is now: it may be written into
+    if isinstance(tree, set):
+        return ("set", frozenset(tree))
     if _has_leaf(tree, is_tensor):
         return (type(tree).__name__, *((name, structure(item)) for name, item in attributes_of(tree).items()))
     return tree

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         BudgetTooSmall,
         CheckpointingWarning,
         ExportWarning,
+        FallbackWarning,
         FragmentationWarning,
         InputMismatch,
         IntegrationError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         SolverError,
         TransformError,
     )
+    from rockmate.fallbacks import Fallback
     from rockmate.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
     from rockmate.memory.allocators import AllocatorSettings, keep_freed_memory, reduce_fragmentation
     from rockmate.memory.peak import PeakMemory
@@ -62,6 +64,8 @@ __all__ = [
     "CheapestBudget",
     "CheckpointingWarning",
     "ExportWarning",
+    "Fallback",
+    "FallbackWarning",
     "FragmentationWarning",
     "GraphError",
     "GuardError",
@@ -122,6 +126,7 @@ _HOMES = {
         "BudgetTooSmall",
         "CheckpointingWarning",
         "ExportWarning",
+        "FallbackWarning",
         "FragmentationWarning",
         "InputMismatch",
         "IntegrationError",
@@ -141,6 +146,7 @@ _HOMES = {
         "SolverError",
         "TransformError",
     ),
+    "rockmate.fallbacks": ("Fallback",),
     "rockmate.inverse": (
         "CheapestBudget",
         "LargestBatch",

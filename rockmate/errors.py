@@ -99,6 +99,13 @@ class ReplanWarning(UserWarning):
     """A call came that no plan held for: it was planned, or ran without a plan."""
 
 
+class FallbackWarning(ReplanWarning):
+    """A call ran by the module itself, or by a plan above the budget, as it could not be planned within the budget.
+
+    What planning ended with is its ``__cause__``. It comes once for each reason; `Rockmate.fallbacks` counts.
+    """
+
+
 class PickleWarning(UserWarning):
     """Something that planning was given cannot be pickled, and is left out of what was saved."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import math
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,23 +16,31 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rkgb import GuardError, RockmateError, Sample, TraceError, make_sample
+from rkgb import GuardError, Sample, TraceError, make_sample
 from rkgb.first_call import FirstCall, is_lazy_module, left_as_it_was
 from rkgb.measuring.measure import MeasuredBlocks
+from rkgb.measuring.memory import is_out_of_memory
 from rkgb.state import autocast_in_force, for_planning, module_devices
 from rkgb.surroundings import profiler_is_taken
 from rkgb.turns import TURNS, TurnsOf, warnings_collected
+from rockmate.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
 from rockmate.errors import (
+    BudgetTooSmall,
     CheckpointingWarning,
     ExportWarning,
+    FallbackWarning,
     NothingToTrain,
     PlanMismatch,
     ReplanWarning,
     ShapesError,
+    TransformError,
 )
+from rockmate.fallbacks import FallbackCounts
 from rockmate.member import Member, Untrained
+from rockmate.members import Members
 from rockmate.memory.budget import AboveResidents
 from rockmate.memory.optimizer_state import with_parameters
+from rockmate.own_steps import OwnStep, OwnSteps, Situation
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_or_reuse
@@ -53,8 +63,13 @@ SHAPES: tuple[str, ...] = get_args(Shapes)
 
 # Enough for every length that a collator pads to; what has not been used for longest goes.
 _MOST_PLANS = 64
-# A module that reads something else out of every batch would be planned for ever.
-_MOST_BRANCHES = 8
+# A module that reads something else out of every batch, or whose batches never have the same size, would be planned for
+# ever: then what fits the budget without a plan runs without one.
+_MOST_BRANCHES = 8  # plans for calls that are alike but for what the module reads
+_MOST_UNUSED = 16  # plans that no later call has used
+_MOST_FAILED = 8  # plannings that failed for one call after another
+_MOST_TOLD = 256
+_MOST_KNOWN = 4096  # measured blocks
 # Plans for one kind of call, each for steps before which other gradients are there.
 _MOST_GRADIENTS = 4
 # Calls that find all gradients there, before they are worth a plan of their own: one or two are no habit.
@@ -87,18 +102,24 @@ class PlanFamily:
         self.shapes: Shapes = shapes
         self.progress = progress
         self.use_cache = use_cache
-        self.members: list[Member] = []  # the one used last comes first
+        self.members = Members()
+        self.fallbacks = FallbackCounts()
         self._model = model
         self._signature = inspect.signature(model.forward)
         self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
         self._known: dict[Any, MeasuredBlocks] = {}  # by flags and threads, under which blocks were measured
-        self._told: set[str] = set()
+        self._told: OrderedDict[str, None] = OrderedDict()
         self._expected: list[tuple[CallPattern, Decisions]] = []
         self._own_checkpointing = OwnCheckpointing(model)
         self._untrained: list[Untrained] = []
         self._turns = TurnsOf(model)
         self._made = 0  # plans so far
         self._told_of_numbers = False
+        self._was_planned = False  # here, or what this is a copy of: from then on training goes on
+        self._settled = SettledCalls()
+        self._own_steps = OwnSteps(model)
+        self._failures: list[tuple[ModuleTraits, Exception]] = []  # since planning last succeeded
+        self._kept_open: set[str] = set()  # submodules that cannot be one operation
         self._given: PlanFile | None = None  # the plan of a file, for the first call
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
 
@@ -116,11 +137,13 @@ class PlanFamily:
         twin._given = self._given
         twin._expected = self._expected
         twin._first_makes = self._first_makes
+        twin._was_planned = self._was_planned
+        twin.fallbacks = FallbackCounts(self.fallbacks.records)
         for member in reversed(self.members):
             if member.measured.settings.have_tensors and model is not self._model:  # of these, a copy has others
                 twin._expected = [(member.measured.pattern, member.decisions), *twin._expected]
             else:
-                twin.adopt(Member(model, member.measured, member.planned))
+                twin.adopt(Member(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead))
         return twin
 
     def decisions(self) -> list[tuple[CallPattern, Decisions]]:
@@ -130,6 +153,7 @@ class PlanFamily:
     def expect(self, decisions: list[tuple[CallPattern, Decisions]]) -> None:
         """Follow these decisions when such calls come, if they fit, in place of a search."""
         self._expected = list(decisions)
+        self._was_planned = self._was_planned or bool(decisions)
 
     def take(self, plan_file: PlanFile) -> None:
         """Plan the first call by that plan, and later ones within its budget."""
@@ -141,8 +165,15 @@ class PlanFamily:
 
     def adopt(self, member: Member) -> None:
         """Take in a plan, as the one used last."""
-        self.members = [member, *self.members[: _MOST_PLANS - 1]]
+        dropped = self.members.add(member, _MOST_PLANS)
         self._made += 1
+        self._was_planned = True
+        self._failures = []
+        if dropped:
+            self._tell(
+                f"{type(self._model).__name__} has {_MOST_PLANS} plans, as many as are kept: each new one takes the "
+                "place of the one that was not used for longest. Pad batches to fewer sizes."
+            )
         if self._reader is None:
             self._reader = TraitsReader(self._model)
 
@@ -168,30 +199,55 @@ class PlanFamily:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A training forward, by the plan that holds for it; planned first, if there is none."""
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError:
+            with self._turns.running():
+                return self._model.forward(*args, **kwargs)  # which raises it in its own words
         call = Sample(bound.args, bound.kwargs)
-        refuse_transforms(self._model, call.tensors)
+        transform = self._transform_around(call)
+        if transform is not None:
+            return self._by_itself(call, ByItself(transform))
         if torch.is_inference_mode_enabled():  # with gradients switched on in it: there are none all the same
             return self._by_the_module(call)
         around = reason_to_run_unplanned(self._model)
         if around is not None:
-            self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {around}.")
-            return self._by_the_module(call)
+            return self._by_itself(call, ByItself(TransformError(around), told=self._unbudgeted(around)))
         self._tell_of_own_checkpointing()
         if self._is_first_call():
             return self._by_the_module(call)
         with self._turns.running():
             made = self._made
-            ran, output, refusal = self._by_a_plan(call)
-        return output if ran else self._unplanned(call, refusal, made)
+            settled = self._settled_for(call)
+            in_vain = settled is not None and settled.instead_of_plans
+            ran, output, refusal = (False, None, None) if in_vain else self._by_a_plan(call)
+        if ran:
+            return output
+        return self._unplanned(call, refusal, made) if settled is None else self._by_itself(call, settled)
 
-    def _by_a_plan(self, call: Sample) -> tuple[bool, Any, RockmateError | None]:
-        """Whether a plan holds for `call`, and what the module returns by it; or why the first plan does not."""
-        refusal: RockmateError | None = None
+    @property
+    def _goes_on(self) -> bool:
+        """Whether what cannot be planned runs all the same: before the first plan, and if so asked, it raises."""
+        return self._was_planned and self.shapes != "error"
+
+    def _transform_around(self, call: Sample) -> TransformError | None:
+        """The transform of `torch.func` under which `call` runs, if any; before the first plan it is raised."""
+        try:
+            refuse_transforms(self._model, call.tensors)
+        except TransformError as error:
+            if not self._goes_on:
+                raise
+            return error
+        return None
+
+    def _by_a_plan(self, call: Sample) -> tuple[bool, Any, Exception | None]:
+        """Whether a plan holds for `call`, and what the module returns by it; or why the likeliest plan does not."""
         traits = self._traits()
+        if traits is None or not self.members:
+            return False, None, None
+        refusal: Exception | None = None
         # The plan for most gradients that are there has most room for the rest.
-        for member in sorted(self.members, key=lambda one: -len(one.measured.gradients)):
-            assert traits is not None
+        for member in sorted(self.members.alike(call), key=lambda one: -len(one.measured.gradients)):
             mismatch = self._mismatch(member, call, traits) or member.gradients_mismatch()
             if mismatch is None:
                 if self.shapes != "error" and member.is_due_for_another(_HABIT):
@@ -199,13 +255,14 @@ class PlanFamily:
                 try:
                     output = member.runner.run(call)
                 except GuardError as error:
-                    refusal = error  # more telling than that other plans are for other shapes
+                    refusal = error  # more telling than that other plans are for other modes
                 else:
-                    self._used(member)
+                    self.members.used(member)
+                    self._count_if_above(member)
                     return True, output, None
             elif refusal is None:
                 refusal = mismatch
-        return False, None, refusal
+        return False, None, refusal or self._mismatch(self.members[0], call, traits)
 
     def member_for(self, call: Sample) -> Member:
         """The plan that holds for `call` in training, made if there is none. Raises as planning does."""
@@ -220,13 +277,18 @@ class PlanFamily:
                         return member
             return self.plan_for(call)
 
-    def plan_for(self, call: Sample, refusal: RockmateError | None = None) -> Member:
+    def plan_for(self, call: Sample) -> Member:
         """Plan such calls, whether or not there is a plan for them. Raises as planning does."""
-        if isinstance(refusal, GuardError):
-            self._refuse_more_branches(refusal)
+        member = self._plan(call, self.request, self._decisions_for(call))
+        member.ahead = True
+        self._settled.forget(member.measured.pattern.key)
+        self._take_in(member)
+        return member
+
+    def _plan(self, call: Sample, request: PlanRequest, follow: Decisions | None) -> Member:
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
-            request = replace(self.request, progress=tell, follow=self._decisions_for(call))
+            request = replace(request, progress=tell, follow=follow)
             with self._told_once(), left_as_it_was(self._model, call) as first, first.told():
                 member = self._after_first_call(call, request, first)
         if profiler_is_taken():
@@ -234,11 +296,13 @@ class PlanFamily:
                 f"{type(self._model).__name__} was planned while a profiler runs: the operations of planning are not "
                 "in the profile, and what they take was measured apart from it."
             )
+        return member
+
+    def _take_in(self, member: Member) -> None:
         if not self.members and not isinstance(self.request.budget, AboveResidents):
             self.request = replace(self.request, budget=member.plan.whole_budget_bytes)
-        self.members = [other for other in self.members if not member.covers(other)]
+        self.members.remove([other for other in self.members if member.covers(other)])
         self.adopt(member)
-        return member
 
     def _after_first_call(self, call: Sample, request: PlanRequest, first: FirstCall) -> Member:
         """Measure and plan, where need be on the state that the first call of the module makes."""
@@ -260,6 +324,8 @@ class PlanFamily:
         if self._given is None:
             flags, threads = flags_in_force(torch.cuda.is_available()), torch.get_num_threads()
             known = self._known.setdefault((flags, threads), {})
+            for digest in list(known)[:-_MOST_KNOWN]:
+                del known[digest]
             earlier = [
                 (member.measured, member.planned)
                 for member in self.members
@@ -272,52 +338,63 @@ class PlanFamily:
 
     # ---- calls without a plan ----------------------------------------------------------------------
 
-    def _unplanned(self, call: Sample, refusal: RockmateError | None, made: int) -> Any:
+    def _unplanned(self, call: Sample, refusal: Exception | None, made: int) -> Any:
         if refusal is not None and self.shapes == "error":
             raise refusal
         alike = None if isinstance(refusal, GuardError) else self._alike(call)
         if refusal is not None and self.shapes == "eager" and alike is None:
-            self._tell_of_eager(refusal)
-            return self._by_the_module(call)
+            return self._by_itself(call, ByItself(refusal, told=self._unbudgeted(first_clause(refusal))))
         with self._turns.planning():
             if made != self._made:  # by another thread, while this one waited for its turn
                 ran, output, refusal = self._by_a_plan(call)
                 if ran:
                     return output
                 alike = None if isinstance(refusal, GuardError) else self._alike(call)
-            if alike is not None:
-                try:
-                    return self._planned_above(alike, call, refusal).runner.run(call)
-                except GuardError as error:
-                    refusal = error  # the data are of another branch than those that the plan was made of
+            found = None if alike is None else self._planned_above(alike, call, refusal)
+            ran, output, guard = self._ran(found, call)
             first = not self.members
-            try:
-                member = self._trained_plan_for(call, refusal)
-            except NothingToTrain:
-                pass
-            else:
-                if not first:
-                    self._tell_of_plan(member, refusal)
-                if not self._first_makes:
-                    return member.runner.run(call)
-                self._is_first_call()
+            if found is None or guard is not None:  # the data may be of another branch than the plan was made of
+                found = self._planned_now(call, guard or refusal)
+                ran, output, guard = self._ran(found, call)
+            if ran:
+                return output
+            if guard is not None:  # it reads something else even now
+                if first or not self._goes_on:
+                    raise guard
+                found = self._by_itself_after(self._situation(call), guard)
+        if isinstance(found, ByItself):
+            return self._by_itself(call, found)
         return self._by_the_module(call)
+
+    def _ran(self, found: Member | ByItself | None, call: Sample) -> tuple[bool, Any, GuardError | None]:
+        """Whether `call` ran by a plan just made, if it is one, and what came out; or what that plan's guard says."""
+        if not isinstance(found, Member) or (self._first_makes and self._is_first_call()):
+            return False, None, None
+        try:
+            output = found.runner.run(call)
+        except GuardError as error:
+            return False, None, error
+        self._count_if_above(found)
+        return True, output, None
 
     def _alike(self, call: Sample) -> Member | None:
         """A plan for such calls, whatever gradients are there before their steps."""
         traits = self._traits()
         if traits is None:
             return None
-        return next((one for one in self.members if self._mismatch(one, call, traits) is None), None)
+        return next((one for one in self.members.alike(call) if self._mismatch(one, call, traits) is None), None)
 
-    def _mismatch(self, member: Member, call: Sample, traits: ModuleTraits) -> RockmateError | None:
-        """Why the plan of `member` does not hold for `call`, whatever gradients are there."""
-        mismatch = member.mismatch(call, traits)
-        if mismatch is None and self.shapes in ("replan", "nearest"):  # for others it holds, but for its promise
-            return member.threads_mismatch()
+    def _mismatch(self, member: Member, call: Sample, traits: ModuleTraits) -> Exception | None:
+        """Why the plan of `member` does not hold for `call`, whatever gradients are there. Comparing ends no training."""
+        try:
+            mismatch = member.mismatch(call, traits)
+            if mismatch is None and self.shapes in ("replan", "nearest"):  # for others it holds, but for its promise
+                return member.threads_mismatch()
+        except Exception as error:  # noqa: BLE001  such as of arguments that cannot be compared
+            return without_frames(error)
         return mismatch
 
-    def _planned_above(self, alike: Member, call: Sample, refusal: RockmateError | None) -> Member:
+    def _planned_above(self, alike: Member, call: Sample, refusal: Exception | None) -> Member | ByItself:
         """A plan for such calls as `alike` is for, before whose steps other gradients are there.
 
         Without a `refusal` that plan holds, too, and stays where no other one can be made.
@@ -326,17 +403,79 @@ class PlanFamily:
         known = {one.measured.gradients for one in self.members if one.is_for_calls_of(alike)}
         if len(known) >= _MOST_GRADIENTS:
             gradients = frozenset()  # a plan that makes them all holds whichever are there
+        now, cause = self._situation(call), None
         with progress_display(self.progress) as tell, self._told_once():
-            request = replace(self.request, progress=tell, follow=None)
+            may_exceed = self._goes_on and refusal is not None
+            request = replace(self.request, progress=tell, follow=None, may_exceed=may_exceed)
             try:
                 found = plan_above(self._model, alike.measured, make_sample(self._model, call), request, gradients)
-            except Exception:
-                if refusal is not None:
-                    raise
-                return alike  # no call fails for the sake of a better plan
+            except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
+                if refusal is None:
+                    return alike  # no call fails for the sake of a better plan
+                cause = without_frames(error)
+        if cause is not None:
+            return self._by_itself_after(now, cause)
         member = Member.of(self._model, *found)
-        self.adopt(member)
-        if refusal is not None:
+        if refusal is None:
+            self.adopt(member)
+            return member
+        return self._taken_in_later(member, now, refusal, told=True)
+
+    def _planned_now(self, call: Sample, refusal: Exception | None) -> Member | ByItself | None:
+        """A new plan for `call`, or why the module itself runs; None where there is nothing to train."""
+        if not self._goes_on:
+            try:
+                member = self._trained_plan_for(call, self.request, self._decisions_for(call))
+            except NothingToTrain:
+                return None
+            self._take_in(member)
+            return member
+        now = self._situation(call)
+        self._failures = [failure for failure in self._failures if failure[0] == now.traits]
+        if len(self._failures) >= _MOST_FAILED:
+            return self._by_itself_after(
+                now,
+                self._failures[-1][1],
+                f"Planning failed for {_MOST_FAILED} kinds of calls in a row, and is not tried for others",
+            )
+        too_many = self._too_many(now)
+        if too_many is not None:
+            found = self._instead_of_one_more(now, refusal, too_many)
+            if found is not None:
+                return found
+        follow = self._decisions_for(call, any_near=too_many is not None)
+        try:
+            member = self._trained_plan_for(call, replace(self.request, may_exceed=True), follow)
+        except NothingToTrain:
+            return None
+        except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
+            cause = without_frames(error)
+        else:
+            return self._taken_in_later(member, now, refusal, told=too_many is None)
+        gc.collect()  # of what ran out of memory
+        self._failures.append((now.traits, cause))
+        return self._by_itself_after(now, cause)
+
+    def _taken_in_later(
+        self, member: Member, now: Situation, refusal: Exception | None, told: bool
+    ) -> Member | ByItself:
+        """Take in a plan that is not the first, unless it exceeds the budget and the module itself takes no more."""
+        plan = member.plan
+        if member.exceeds:
+            assert plan.measured_peak_bytes is not None
+            member.why_above = (
+                f"no plan was found within the budget of {format_bytes(plan.budget_bytes)}, and the least that was "
+                f"found takes {format_bytes(plan.measured_peak_bytes)}"
+            )
+            if plan.baseline_peak_bytes <= plan.measured_peak_bytes:
+                cause = BudgetTooSmall(member.why_above, plan.measured_peak_bytes, "", 0)
+                fits = plan.baseline_peak_bytes <= plan.budget_bytes
+                return ByItself(cause, now, OwnStep(fits, plan.baseline_peak_bytes))
+        alike = [one for one in self.members.alike(now.call) if one.measured.traits == now.traits]
+        self.members.remove(alike[_MOST_BRANCHES - 1 :])
+        told = told and len(self.members) > 0 and not member.exceeds
+        self._take_in(member)
+        if told:
             self._tell_of_plan(member, refusal)
         return member
 
@@ -355,76 +494,168 @@ class PlanFamily:
         )
         return True
 
+    def _situation(self, call: Sample) -> Situation:
+        traits = self._traits() or TraitsReader(self._model).read()
+        pattern = CallPattern.of(call, autocast_in_force(module_devices(self._model, call.tensors)))
+        if self.members:
+            one = self.members[0]
+            return Situation(call, pattern, traits, one.plan.budget_bytes, one.measured.residents)
+        budget = self.request.budget
+        is_known = isinstance(budget, int) and self.request.scope == "step"
+        return Situation(call, pattern, traits, budget if is_known else None, None)  # type: ignore[arg-type]
+
+    def _too_many(self, now: Situation) -> str | None:
+        """Why one more plan for such a call is probably made in vain; None where it is not."""
+        alike = [one for one in self.members.alike(now.call) if one.measured.traits == now.traits]
+        if len(alike) >= _MOST_BRANCHES:
+            return f"{len(alike)} plans for such calls are there, each for other data or settings"
+        unused = sum(not one.uses and not one.ahead for one in self.members)
+        if unused >= _MOST_UNUSED:
+            return f"{unused} plans are there that no later call has used"
+        return None
+
+    def _instead_of_one_more(
+        self, now: Situation, refusal: Exception | None, too_many: str
+    ) -> Member | ByItself | None:
+        """What to do where enough plans were made: None to make one all the same, without a search."""
+        if isinstance(refusal, GuardError):
+            member = self._with_reader_opaque(now, refusal)
+            if member is not None:
+                return member
+        step = self._own_steps.about(now, self.members, self.request.loss)
+        if step.fits and refusal is not None:
+            return ByItself(without_frames(refusal), now, step, too_many, instead_of_plans=True)
+        name = type(self._model).__name__
+        self._tell(
+            f"{name} is planned for nearly every call now: {too_many}, and its own step does not fit the budget. From "
+            "here on such plans follow the decisions of those that are there, and are made without a word. Pad batches "
+            "to fewer sizes, let the submodule that reads its data be one operation (opaque=[it]), or say "
+            'shapes="eager" to run such calls without a budget.'
+        )
+        return None
+
+    def _with_reader_opaque(self, now: Situation, refusal: GuardError) -> Member | None:
+        """A plan in which the submodule that reads its data is one operation, so that it holds for other data, too."""
+        path = refusal.path
+        if not path or path in self.request.opaque or path in self._kept_open:
+            return None
+        request = replace(self.request, opaque=(*self.request.opaque, path))
+        try:
+            member = self._trained_plan_for(now.call, request, None)
+        except Exception:  # noqa: BLE001  whatever it is: then it stays as it is
+            self._kept_open.add(path)
+            return None
+        self.request = request
+        alike = [one for one in self.members.alike(now.call) if one.measured.traits == now.traits]
+        self.members.remove(alike)
+        self._take_in(member)
+        self._tell(
+            f"submodule {path!r} of {type(self._model).__name__} reads something else out of nearly every batch, and "
+            f"is one operation from now on, never recomputed: {first_clause(refusal)}."
+        )
+        return member
+
+    def _by_itself_after(self, now: Situation, cause: Exception, more: str = "") -> ByItself:
+        """How the module itself runs where planning ended with `cause`."""
+        return ByItself(cause, now, self._own_steps.about(now, self.members, self.request.loss), more)
+
+    def _settled_for(self, call: Sample) -> ByItself | None:
+        """Why calls like that one run by themselves, where that is known."""
+        if not self._settled:
+            return None
+        key = CallPattern.of(call).key
+        traits = self._traits() if self._settled.about(key) else None
+        if traits is None:
+            return None
+        return self._settled.find(call, traits, autocast_in_force(module_devices(self._model, call.tensors)))
+
+    def _by_itself(self, call: Sample, why: ByItself) -> Any:
+        """The module's own forward, counted and told; what it raises is raised as it is."""
+        try:
+            output = self._by_the_module(call)
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(f"{type(self._model).__name__} ran without a plan: {reason_of(why.cause)}.")
+            raise
+        self._settled.remember(why)
+        reason = reason_of(why.cause)
+        peak_bytes = None if why.step is None else why.step.peak_bytes
+        if self.fallbacks.count(type(why.cause).__name__, reason, "by itself", peak_bytes):
+            self._tell_of_running_by_itself(why)
+        return output
+
     def _by_the_module(self, call: Sample) -> Any:
         with self._turns.running():
             return self._model.forward(*call.args, **call.kwargs)
 
-    def _trained_plan_for(self, call: Sample, refusal: RockmateError | None) -> Member:
+    def _count_if_above(self, member: Member) -> None:
+        if not member.exceeds:
+            return
+        plan = member.plan
+        if self.fallbacks.count("BudgetTooSmall", member.why_above, "above the budget", plan.measured_peak_bytes):
+            self._warn(
+                FallbackWarning(
+                    f"calls of {type(self._model).__name__} such as {plan.calls} run above the budget: "
+                    f"{member.why_above}. The module itself takes {format_bytes(plan.baseline_peak_bytes)}. Such calls "
+                    "are counted in `fallbacks`. Raise the budget, or make such batches smaller."
+                )
+            )
+
+    def _trained_plan_for(self, call: Sample, request: PlanRequest, follow: Decisions | None) -> Member:
         """Raises `NothingToTrain` for what trains nothing, and traces it but once."""
         if self._untrained:
             traits = TraitsReader(self._model).read()
             if any(untrained.holds(call, traits) for untrained in self._untrained):
                 raise NothingToTrain
         try:
-            return self.plan_for(make_sample(self._model, call), refusal)
+            return self._plan(make_sample(self._model, call), request, follow)
         except NothingToTrain:
-            self._untrained.append(Untrained.of(self._model, call))
+            self._untrained = [*self._untrained[1 - _MOST_PLANS :], Untrained.of(self._model, call)]
             raise
 
-    def _decisions_for(self, call: Sample) -> Decisions | None:
+    def _decisions_for(self, call: Sample, any_near: bool = False) -> Decisions | None:
         """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""
         pattern = CallPattern.of(call, autocast_in_force(module_devices(self._model, call.tensors)))
         for expected, decisions in self._expected:
             if replace(expected, flags=None) == pattern:  # measured anew, under whichever flags
                 return decisions
-        larger = self._next_larger(call) if self.shapes == "nearest" else None
-        return larger.decisions if larger is not None else None
+        if self.shapes != "nearest" and not any_near:
+            return None
+        alike = self.members.alike(call) if any_near else ()
+        near = next(iter(alike), None) or self._next_larger(pattern)
+        return near.decisions if near is not None else None
 
-    def _next_larger(self, call: Sample) -> Member | None:
-        """Of the plans for calls that are nowhere smaller than `call`, the nearest in size."""
+    def _next_larger(self, pattern: CallPattern) -> Member | None:
+        """Of the plans for calls that are nowhere smaller than `pattern`, the nearest in size."""
         found: list[tuple[float, int, Member]] = []
-        cast = autocast_in_force(module_devices(self._model, call.tensors))
         for index, member in enumerate(self.members):
-            ratios = member.measured.pattern.size_ratios(call)
-            if ratios is not None and all(ratio >= 1 for ratio in ratios) and member.measured.pattern.autocast == cast:
+            ratios = member.measured.pattern.size_ratios(pattern)
+            if ratios is not None and all(ratio >= 1 for ratio in ratios):
                 found.append((sum(map(math.log, ratios)), index, member))
         return min(found)[2] if found else None
 
-    def _refuse_more_branches(self, refusal: GuardError) -> None:
-        alike = max((sum(one.is_for_calls_of(other) for other in self.members) for one in self.members), default=0)
-        if alike >= _MOST_BRANCHES:
-            refusal.add_note(
-                f'{alike} plans for such calls are there, each for other data. Say shapes="eager" to run what none '
-                "of them holds for without a plan, and without a budget."
-            )
-            raise refusal
-
-    def _used(self, member: Member) -> None:
-        if self.members[0] is not member:  # another list: a thread may be walking this one
-            self.members = [member, *(other for other in self.members if other is not member)]
-
     # ---- messages ----------------------------------------------------------------------------------
 
-    def _tell_of_plan(self, member: Member, refusal: RockmateError | None) -> None:
+    def _tell_of_plan(self, member: Member, refusal: Exception | None) -> None:
         if member.planned.is_taken_over:
             self._tell_of_numbers(member, refusal)
             return
         plan, name = member.plan, type(self._model).__name__
         warnings.warn(
             f"{name} was planned once more, in {plan.planning_s:.1f} s, and has {len(self.members)} plans now under "
-            f"{format_bytes(plan.budget_bytes)}: {_first_clause(refusal)}. Each is kept for calls like its own; "
+            f"{format_bytes(plan.budget_bytes)}: {first_clause(refusal)}. Each is kept for calls like its own; "
             'shapes="nearest", "eager" or "error" does otherwise.',
             ReplanWarning,
             stacklevel=_frames_to_the_user(),
         )
 
-    def _tell_of_numbers(self, member: Member, refusal: RockmateError | None) -> None:
+    def _tell_of_numbers(self, member: Member, refusal: Exception | None) -> None:
         """Once for all: later values are many, and none of them is measured."""
         if not self._told_of_numbers:
             self._told_of_numbers = True
             self._tell(
                 f"{type(self._model).__name__} was traced once more, in {member.plan.planning_s:.1f} s: "
-                f"{_first_clause(refusal)}. The graph is the same, and so is the plan."
+                f"{first_clause(refusal)}. The graph is the same, and so is the plan."
             )
 
     def _tell_of_own_checkpointing(self) -> None:
@@ -443,8 +674,13 @@ class PlanFamily:
                 ExportWarning,
             )
 
-    def _tell_of_eager(self, refusal: RockmateError) -> None:
-        self._tell(f"{type(self._model).__name__} runs without a plan, and without a budget: {_first_clause(refusal)}.")
+    def _unbudgeted(self, reason: str) -> str:
+        return f"{type(self._model).__name__} runs without a plan, and without a budget: {reason}."
+
+    def _tell_of_running_by_itself(self, why: ByItself) -> None:
+        warning = FallbackWarning(why.told or why.text(type(self._model).__name__))
+        warning.__cause__ = why.cause
+        self._warn(warning)
 
     @contextlib.contextmanager
     def _told_once(self) -> Iterator[None]:
@@ -457,8 +693,13 @@ class PlanFamily:
     def _tell(self, text: str, category: type[Warning] = ReplanWarning) -> None:
         """Once, however often the warning filters would have it."""
         if text not in self._told:
-            self._told.add(text)
-            warnings.warn(text, category, stacklevel=_frames_to_the_user())
+            self._told[text] = None
+            if len(self._told) > _MOST_TOLD:
+                self._told.popitem(last=False)
+            self._warn(category(text))
+
+    def _warn(self, warning: Warning) -> None:
+        warnings.warn(warning, stacklevel=_frames_to_the_user())
 
 
 def _frames_to_the_user() -> int:
@@ -467,18 +708,3 @@ def _frames_to_the_user() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _first_clause(refusal: RockmateError | None) -> str:
-    """What differed, without what to do about it."""
-    text = str(refusal)
-    for end in (
-        ": the plan holds",
-        ". Put it back",
-        ". Plan the module",
-        ". Trace with",
-        ". Call and plan",
-        ": a step that makes",
-    ):
-        text = text.partition(end)[0]
-    return text

@@ -31,6 +31,9 @@ class Member:
     # Compared with what the module held when it was planned, or copied: a tensor put there since is another.
     _settings: BoundSettings | None = None
     _found_gradients: int = 0  # calls that found all gradients there, of which the plan makes some
+    uses: int = 0  # calls since it was made
+    ahead: bool = False  # made before such a call came
+    why_above: str = ""  # why its step takes more than the budget, where it does
 
     @staticmethod
     def of(model: torch.nn.Module, measured: Measured, planned: Planned) -> Member:
@@ -117,6 +120,12 @@ class Member:
     def plan(self) -> Plan:
         """The plan."""
         return self.planned.plan
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether its step takes more than the budget: no plan was found that takes less."""
+        peak_bytes = self.plan.measured_peak_bytes
+        return peak_bytes is not None and peak_bytes > self.plan.budget_bytes
 
     @property
     def decisions(self) -> Decisions:

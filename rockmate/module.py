@@ -21,6 +21,7 @@ from rk_solvers.registry import DEFAULT_GAP
 from rkgb import ModelError, make_sample
 from rkgb.tracing.opaque import opaque_paths
 from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
+from rockmate.fallbacks import Fallback, FallbackCounts
 from rockmate.family import PlanFamily, Shapes
 from rockmate.member import Member
 from rockmate.memory.budget import Budget
@@ -161,7 +162,8 @@ class Rockmate(Transparent):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
-        Raises what planning raises, for a call that is to be planned, and under shapes "error" `InputMismatch` for
+        Raises what the model raises, and for the first call, if no sample was given, what planning raises. After the
+        first plan nothing else ends a call: see `fallbacks`. Under shapes "error" it raises `InputMismatch` for
         arguments unlike the sample's, `PlanMismatch` for a model unlike the one that was planned, and `GuardError`
         where the data would take another branch of the model than the sample took.
         """
@@ -253,6 +255,15 @@ class Rockmate(Transparent):
         return self._member.runner.source
 
     @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The calls in training that did not run by a plan within the budget, counted by reason; most calls first.
+
+        Empty while all is well. After the first plan, what cannot be planned within the budget is run by the module
+        itself, or by the plan of lowest peak that was found; a `FallbackWarning` comes with the first of each kind.
+        """
+        return self._family.fallbacks.records
+
+    @property
     def memory_split(self) -> MemorySplit | None:
         """What a budget for all of training (scope "total") is divided into; None of a budget for the step."""
         return self.plan.memory_split
@@ -307,6 +318,7 @@ class Rockmate(Transparent):
             self._family.shapes,
             self._family.decisions(),
             {name: value for name, value in self._notes().items() if not callable(value)},
+            self.fallbacks,
         )
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -404,10 +416,12 @@ def _restored(
     shapes: Shapes,
     decisions: Any,
     notes: Any = None,
+    fallbacks: tuple[Fallback, ...] = (),
 ) -> Rockmate:
     """A planned module that was pickled."""
     family = PlanFamily(model, request, shapes, False)
     family.expect(decisions)
+    family.fallbacks = FallbackCounts(fallbacks)
     module = kind._empty()
     module._adopt(model, family)
     module.__dict__.update(notes or {})

@@ -74,7 +74,7 @@ class Staged(Rockmate):
         """Follow this plan and no other, and its budget."""
         family = self._family
         family.request = replace(family.request, budget=stage.budget)
-        family.members = []
+        family.members.remove(family.members)
         family.adopt(Member.of(self.original, stage.measured, stage.planned))
 
     def _follow(self, plan_file: PlanFile, sample: Any) -> None:

@@ -50,7 +50,8 @@ class Guard:
             raise GuardError(
                 f"at {self.place} the module reads {_short(found)} out of its data ({function_name(self.read)}), but "
                 f"read {_short(self.expected)} when it was traced: it would go another way than the graph. Trace with "
-                f"a sample that goes this way, keep such values in tensors, or {opaque_advice(self.place)}."
+                f"a sample that goes this way, keep such values in tensors, or {opaque_advice(self.place)}.",
+                "" if self.place.startswith("(root)") else self.place.partition(" ")[0],
             )
 
 

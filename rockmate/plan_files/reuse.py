@@ -58,7 +58,10 @@ def plan_or_reuse(
         if found is None:
             measured = measure_traced(model, traced, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
-            if key is not None and planned.is_complete:
+            within = planned.plan.measured_peak_bytes is None or (
+                planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
+            )
+            if key is not None and planned.is_complete and within:
                 cache.put(key, plan_file_of(model, measured, planned.plan, request))
         else:
             measured, planned = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from rkgb import Sample
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
-from rkgb.state import without_autocast
-from rkgb.surroundings import unprofiled
+from rkgb.state import borrowed, for_planning, without_autocast
+from rkgb.surroundings import surroundings_aside, unprofiled
 from rkgb.tracing.attributes import FreshTensors, is_a_loss
+from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tree import leaves
 from rockmate.memory.allocators import StepPeak, end_peak, start_peak
 from rockmate.memory.split import Residents
 from rockmate.planning.costs import LossFunction, evaluate_loss
 from rockmate.units import format_bytes
+
+# A cross-entropy saves one tensor of the outputs' size and holds two gradients of that size at once; one is measured.
+_BEYOND_GRADIENTS = 2
 
 StepFunction = Callable[..., Any]  # called like the module
 
@@ -132,3 +137,40 @@ def eager_peak_bytes(
 
     measured = if_it_fits(run)
     return max(measured, keep_all_peak_bytes) if measured is not None and loss is None else measured
+
+
+def own_step_bytes(
+    model: torch.nn.Module,
+    sample: Sample,
+    loss: LossFunction | None,
+    device: torch.device,
+    residents: Residents | None,
+) -> int | None:
+    """Peak of a step of the module itself, as it is now and as it may not have been traced; it is left as it was.
+
+    None where the step does not fit the device. Without a loss to run, what a cross-entropy takes is added. Raises what
+    the module raises.
+    """
+    trained_bytes = [0]
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        output = model(*args, **kwargs)
+        trained_bytes.append(sum(tensor.nbytes for tensor in leaves(output) if tensor.requires_grad))
+        return output
+
+    step.original = model  # type: ignore[attr-defined]  # whose attributes may be losses
+    met = GeneratorsMet(model)
+    with surroundings_aside(), for_planning(model), met.given_back():
+        with MeetingGenerators(met), borrowed(model, {device}), torch.no_grad():
+            sample.copy().call(model)  # which generators of the user's own there are
+        borrow = partial(borrowed, model, {device}, met.found)
+
+        def run() -> int:
+            warm_step(step, sample, loss, device, borrow)
+            with borrow():
+                return _real_peak_bytes(step, sample, loss, device, residents).allocated_bytes
+
+        peak_bytes = if_it_fits(run)
+    if peak_bytes is None or loss is not None:
+        return peak_bytes
+    return peak_bytes + _BEYOND_GRADIENTS * max(trained_bytes)

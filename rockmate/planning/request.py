@@ -38,6 +38,7 @@ class PlanRequest:
     may_branch: bool = False  # data that take another branch of the model are planned by themselves
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: Decisions | None = None  # those of another plan: taken where they fit, in place of a search
+    may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
     @property
     def longest_search_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,11 +49,16 @@ class CallPattern:
         """Devices of the tensors."""
         return {traits.device for traits in self.traits}
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for patterns of calls whose tensors are alike; what else differs, `mismatch` tells."""
+        return self.traits
+
     def mismatch(self, call: Sample) -> InputMismatch | None:
         """How `call` differs from what was planned for; None where it does not."""
         skeleton = call.skeleton()
-        if not is_same_structure(skeleton, self.skeleton) and (
-            not self.free or not is_same_structure(blanked(skeleton, self.free), blanked(self.skeleton, self.free))
+        if not _is_same(skeleton, self.skeleton) and (
+            not self.free or not _is_same(blanked(skeleton, self.free), blanked(self.skeleton, self.free))
         ):
             return InputMismatch(
                 f"the arguments {skeleton} differ from the sample's {self.skeleton} in structure or in a value "
@@ -68,13 +74,12 @@ class CallPattern:
                 )
         return None
 
-    def size_ratios(self, call: Sample) -> list[float] | None:
-        """For each dimension of each tensor, how much smaller `call` is; None where more than sizes differ."""
-        if call.skeleton() != self.skeleton:
+    def size_ratios(self, other: CallPattern) -> list[float] | None:
+        """For each dimension of each tensor, how much smaller `other` is; None where more than sizes differ."""
+        if self.autocast != other.autocast or not _is_same(other.skeleton, self.skeleton):
             return None
         ratios: list[float] = []
-        for tensor, expected in zip(call.tensors, self.traits, strict=True):
-            found = _Traits.of(tensor)
+        for found, expected in zip(other.traits, self.traits, strict=True):
             if found.but_for_sizes != expected.but_for_sizes:
                 return None
             ratios += [big / max(size, 1) for size, big in zip(found.shape, expected.shape, strict=True)]
@@ -108,6 +113,14 @@ class _Traits:
         plain = _strides(torch.empty(self.shape, device="meta"))
         strides = f" with strides {list(self.strides)}" if self.strides != plain else ""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{strides}{grad}"
+
+
+def _is_same(skeleton: Any, other: Any) -> bool:
+    """Whether two structures are. Arguments that cannot be compared are not, such as two arrays of a library."""
+    try:
+        return is_same_structure(skeleton, other)
+    except Exception:  # noqa: BLE001  whatever comparing objects of the user's raises
+        return False
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:

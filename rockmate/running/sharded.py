@@ -49,7 +49,7 @@ def refuse_collectives(model: torch.nn.Module, sample: Sample) -> None:
     Planning runs parts of a module as often as it takes to measure them, and one rank may plan what another does not:
     they would wait for each other for ever. One forward tells; `model` is left as it was.
     """
-    if not _has_other_ranks():
+    if not has_other_ranks():
         return
     with for_planning(model), borrowed(model), _NoCollectives(model):
         try:
@@ -75,7 +75,8 @@ class _NoCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _has_other_ranks() -> bool:
+def has_other_ranks() -> bool:
+    """Whether there are other processes in a group with this one."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 

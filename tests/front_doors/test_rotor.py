@@ -103,7 +103,7 @@ def test_batches_of_another_size_are_planned_within_the_same_limit(keep_all_byte
     model.compute_sequence()
     assert [plan.budget_bytes for plan in model.plans] == [limit]
     with pytest.raises(BudgetTooSmall, match=f"^budget {format_bytes(limit)} < "):
-        model(images().repeat(2, 1, 1, 1))
+        model.plan_for(images().repeat(2, 1, 1, 1))
 
 
 def test_a_limit_that_nothing_fits_leaves_the_sequence_as_it_was(measured, keep_all_bytes, no_measuring):
