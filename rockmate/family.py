@@ -362,9 +362,7 @@ class PlanFamily:
                 if first or not self._goes_on:
                     raise guard
                 found = self._by_itself_after(self._situation(call), guard)
-        if isinstance(found, ByItself):
-            return self._by_itself(call, found)
-        return self._by_the_module(call)
+        return self._by_itself(call, found) if isinstance(found, ByItself) else self._by_the_module(call)
 
     def _ran(self, found: Member | ByItself | None, call: Sample) -> tuple[bool, Any, GuardError | None]:
         """Whether `call` ran by a plan just made, if it is one, and what came out; or what that plan's guard says."""
@@ -578,9 +576,8 @@ class PlanFamily:
                 error.add_note(f"{type(self._model).__name__} ran without a plan: {reason_of(why.cause)}.")
             raise
         self._settled.remember(why)
-        reason = reason_of(why.cause)
         peak_bytes = None if why.step is None else why.step.peak_bytes
-        if self.fallbacks.count(type(why.cause).__name__, reason, "by itself", peak_bytes):
+        if self.fallbacks.count(type(why.cause).__name__, reason_of(why.cause), "by itself", peak_bytes):
             self._tell_of_running_by_itself(why)
         return output
 
