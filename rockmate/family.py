@@ -6,12 +6,10 @@ import contextlib
 import gc
 import inspect
 import math
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +21,14 @@ from rkgb.measuring.memory import is_out_of_memory
 from rkgb.state import autocast_in_force, for_planning, module_devices
 from rkgb.surroundings import profiler_is_taken
 from rkgb.turns import TURNS, TurnsOf, warnings_collected
-from rockmate.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
+from rockmate.by_itself import (
+    ByItself,
+    SettledCalls,
+    first_clause,
+    frames_to_the_user,
+    reason_of,
+    without_frames,
+)
 from rockmate.errors import (
     BudgetTooSmall,
     CheckpointingWarning,
@@ -74,7 +79,6 @@ _MOST_KNOWN = 4096  # measured blocks
 _MOST_GRADIENTS = 4
 # Calls that find all gradients there, before they are worth a plan of their own: one or two are no habit.
 _HABIT = 4
-_OWN_CODE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
 
 
 def check_shapes(shapes: object) -> None:
@@ -383,7 +387,7 @@ class PlanFamily:
         return next((one for one in self.members.alike(call) if self._mismatch(one, call, traits) is None), None)
 
     def _mismatch(self, member: Member, call: Sample, traits: ModuleTraits) -> Exception | None:
-        """Why the plan of `member` does not hold for `call`, whatever gradients are there. Comparing ends no training."""
+        """Why the plan of `member` does not hold for `call`, whatever gradients are there."""
         try:
             mismatch = member.mismatch(call, traits)
             if mismatch is None and self.shapes in ("replan", "nearest"):  # for others it holds, but for its promise
@@ -643,7 +647,7 @@ class PlanFamily:
             f"{format_bytes(plan.budget_bytes)}: {first_clause(refusal)}. Each is kept for calls like its own; "
             'shapes="nearest", "eager" or "error" does otherwise.',
             ReplanWarning,
-            stacklevel=_frames_to_the_user(),
+            stacklevel=frames_to_the_user(),
         )
 
     def _tell_of_numbers(self, member: Member, refusal: Exception | None) -> None:
@@ -696,12 +700,4 @@ class PlanFamily:
             self._warn(category(text))
 
     def _warn(self, warning: Warning) -> None:
-        warnings.warn(warning, stacklevel=_frames_to_the_user())
-
-
-def _frames_to_the_user() -> int:
-    """How many calls above the caller there is code that is neither ours nor torch's, as `warnings.warn` counts."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
-        frame, level = frame.f_back, level + 1
-    return level
+        warnings.warn(warning, stacklevel=frames_to_the_user())
