@@ -14,6 +14,7 @@ import torch
 
 from rkgb import RockmateError, Sample
 from rkgb.measuring.memory import is_out_of_memory
+from rockmate.errors import FallbackWarning
 from rockmate.own_steps import OwnStep, Situation
 from rockmate.running.module_traits import ModuleTraits
 from rockmate.running.pattern import CallPattern
@@ -55,6 +56,12 @@ class ByItself:
             f"{name} runs by itself, without a plan, in calls{calls}: {reason_of(self.cause)}. {more}"
             f"{self._of_its_step()}Such calls are counted in `fallbacks`."
         )
+
+    def warning(self, name: str) -> FallbackWarning:
+        """What comes with the first such call."""
+        warning = FallbackWarning(self.told or self.text(name))
+        warning.__cause__ = self.cause
+        return warning
 
     def _of_its_step(self) -> str:
         if self.now is None or self.step is None or self.now.budget_bytes is None:

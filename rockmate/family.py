@@ -582,7 +582,7 @@ class PlanFamily:
         self._settled.remember(why)
         peak_bytes = None if why.step is None else why.step.peak_bytes
         if self.fallbacks.count(type(why.cause).__name__, reason_of(why.cause), "by itself", peak_bytes):
-            self._tell_of_running_by_itself(why)
+            self._warn(why.warning(type(self._model).__name__))
         return output
 
     def _by_the_module(self, call: Sample) -> Any:
@@ -677,11 +677,6 @@ class PlanFamily:
 
     def _unbudgeted(self, reason: str) -> str:
         return f"{type(self._model).__name__} runs without a plan, and without a budget: {reason}."
-
-    def _tell_of_running_by_itself(self, why: ByItself) -> None:
-        warning = FallbackWarning(why.told or why.text(type(self._model).__name__))
-        warning.__cause__ = why.cause
-        self._warn(warning)
 
     @contextlib.contextmanager
     def _told_once(self) -> Iterator[None]:
