@@ -15,6 +15,7 @@ from torch import nn
 
 from rk_solvers import Greedy
 from rockmate import (
+    ArgumentError,
     BudgetError,
     PinError,
     Plan,
@@ -249,7 +250,7 @@ def test_a_plan_goes_with_no_budget_and_no_pins(plan_file: PlanFile):
         Rockmate(Network(), sample(), 0.5, plan=plan_file)
     with pytest.raises(PinError, match="the plan out"):
         Rockmate(Network(), sample(), plan=plan_file, pin=torch.ops.aten.relu)
-    with pytest.raises(TypeError, match="give a PlanFile"):
+    with pytest.raises(ArgumentError, match="give a PlanFile"):
         Rockmate(Network(), sample(), plan=3)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         Rockmate(Network(), sample(), plan="there is none")
