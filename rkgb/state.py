@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -65,6 +66,7 @@ def nothing_packed(
     return torch.autograd.graph.saved_tensors_hooks(_dropped, unpack)
 
 
+_FRAMES = 12  # of Python's stack that a traced call of a module takes beyond a plain one, at most
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -256,6 +258,7 @@ def for_planning(module: torch.nn.Module) -> Iterator[None]:
     """`module` in training mode, its runs unseen by hooks on its parameters and on itself, and by what is around."""
     with (
         TURNS.planning(module),
+        room_for_calls(module),
         surroundings_aside(),
         torch.inference_mode(mode=False),  # a plan may be made ahead in the middle of an evaluation
         training_mode(module),
@@ -264,6 +267,18 @@ def for_planning(module: torch.nn.Module) -> Iterator[None]:
         torch.enable_grad(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def room_for_calls(module: torch.nn.Module) -> Iterator[None]:
+    """More of Python's stack where modules are nested deeply: a traced call takes more frames of it than others."""
+    before = sys.getrecursionlimit()
+    depth = max((path.count(".") for path, _ in module.named_modules()), default=0)
+    sys.setrecursionlimit(before + _FRAMES * depth)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @contextlib.contextmanager

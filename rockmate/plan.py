@@ -36,6 +36,8 @@ class Plan:
     gradient_bytes: int = 0
     # Of the step with the model's own checkpointing: what a fraction is of, where that is switched on.
     checkpointed_peak_bytes: int | None = None
+    # By how much the process's resident memory rose at most while it was planned; None where nobody looked.
+    planning_peak_bytes: int | None = None
 
     @property
     def whole_budget_bytes(self) -> int:

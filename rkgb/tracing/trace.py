@@ -52,8 +52,29 @@ class _Flat(torch.nn.Module):
         self.output: Any = None  # what the module returned: the structure to rebuild
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _leave_out_scopes(self.wrapped)
         self.output = self.sample.with_tensors(list(tensors)).call(self.wrapped)
         return (*leaves(self.output), *self._left_behind())
+
+
+_SCOPES = 16  # levels of nested modules that a trace tells apart from either end
+
+
+def _leave_out_scopes(module: torch.nn.Module) -> None:
+    """Within `torch.jit.trace`: record no calls of modules that are far from both the root and the innermost ones.
+
+    It inlines each call into its caller, which takes the cube of their depth. What runs in a module that is left out
+    is told as of the module that calls it; tracing is the same otherwise.
+    """
+    recorded = torch.jit._trace._trace_module_map
+    heights: dict[str, int] = {}
+    modules = dict(module.named_modules())
+    for path in reversed(modules):  # children before their parents
+        parent = path.rpartition(".")[0]
+        heights[parent] = max(heights.get(parent, 0), heights.setdefault(path, 0) + 1)
+    for path, submodule in modules.items():
+        if heights[path] >= _SCOPES and path.count(".") >= _SCOPES:
+            recorded.pop(submodule, None)
 
 
 def trace(

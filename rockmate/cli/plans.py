@@ -23,7 +23,7 @@ def plan_table(plan: Plan, before: Sequence[tuple[str, str]] = (), after: Sequen
         ("gap", "not known" if plan.gap is None else f"a better plan could save {plan.gap:.1%} of it at most"),
         ("recomputations", str(plan.recomputations)),
         ("solver", plan.solver),
-        ("planned in", f"{plan.planning_s:.1f} s"),
+        ("planned in", f"{plan.planning_s:.1f} s{_taken(plan)}"),
     ]
     if split is not None:
         rows.insert(0, ("budget in all", f"{format_bytes(split.total_bytes)}, of which the step has:"))
@@ -32,6 +32,10 @@ def plan_table(plan: Plan, before: Sequence[tuple[str, str]] = (), after: Sequen
 
 def _share(size_bytes: int, eager_bytes: int) -> str:
     return f", {size_bytes / eager_bytes:.1%} of eager's" if eager_bytes else ""
+
+
+def _taken(plan: Plan) -> str:
+    return "" if plan.planning_peak_bytes is None else f", in {format_bytes(plan.planning_peak_bytes)} of memory"
 
 
 def _measured(plan: Plan) -> str:
@@ -58,5 +62,6 @@ def plan_content(plan: Plan) -> dict[str, Any]:
         "recomputations": plan.recomputations,
         "solver": plan.solver,
         "planning_s": plan.planning_s,
+        "planning_peak_bytes": plan.planning_peak_bytes,
         "total_budget_bytes": None if plan.memory_split is None else plan.memory_split.total_bytes,
     }

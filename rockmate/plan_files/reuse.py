@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rkgb import RecordMismatch, Sample
 from rkgb.measuring.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
+from rockmate.memory.resident import ResidentRise
 from rockmate.plan_files import cache
 from rockmate.plan_files.alike import taken_over
 from rockmate.plan_files.content import PlanFile
@@ -46,7 +48,7 @@ def plan_or_reuse(
     Raises as `measure` and `make_plan` do.
     """
     check_request(request)
-    with planning(model):
+    with planning(model), ResidentRise() as resident:
         traced = trace_model(model, sample, request)
         alone = default_exchange(0.0) is None
         over = taken_over(model, traced, earlier) if earlier and alone else None
@@ -58,6 +60,7 @@ def plan_or_reuse(
         if found is None:
             measured = measure_traced(model, traced, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
+            planned.plan = replace(planned.plan, planning_peak_bytes=resident.rise_bytes())
             within = planned.plan.measured_peak_bytes is None or (
                 planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
             )

@@ -80,7 +80,9 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     again = sum(1 for count in _times_recomputed(plan_file) if count)
     of_which = f"of {total} operations" if again == plan.recomputations else f"of {again} of {total} operations"
     found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
-    found.append(Fact("Solver", promise.solver, f"planned in {format_ms(1000 * promise.planning_s)}"))
+    taken_bytes = promise.planning_peak_bytes
+    taken = "" if taken_bytes is None else f", in {format_bytes(taken_bytes)} of memory"
+    found.append(Fact("Solver", promise.solver, f"planned in {format_ms(1000 * promise.planning_s)}{taken}"))
     return tuple(found)
 
 

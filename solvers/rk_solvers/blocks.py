@@ -10,6 +10,7 @@ re-materialization in PyTorch", ICML 2023.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -97,13 +98,19 @@ PlansOf = Callable[[Part], list[Recompute]]
 
 
 def blocks_of(
-    problem: Problem, chain: Chain, grid: int = 4, rounds: int = 10, plans_of: PlansOf | None = None
-) -> tuple[Block, ...]:  # fmt: skip
+    problem: Problem,
+    chain: Chain,
+    grid: int = 4,
+    rounds: int = 10,
+    plans_of: PlansOf | None = None,
+    deadline: float = math.inf,
+) -> tuple[Block, ...]:
     """All blocks with their options, of `plans_of` or else of greedy; blocks of equal numbers are solved once.
 
-    Raises `ValueError` on a chain of another problem.
+    Blocks that come when `time.monotonic` has reached `deadline` have keep-all as their only option from greedy. Raises
+    `ValueError` on a chain of another problem.
     """
-    find = plans_of or (lambda part: greedy_plans(part.problem, grid, rounds))
+    find = plans_of or (lambda part: greedy_plans(part.problem, grid, rounds, deadline))
     users = _Users(problem, chain)
     solved: dict[Part, _Solved] = {}
     blocks: list[Block] = []
@@ -290,9 +297,10 @@ def _given(part: Part) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(given), frozenset(spared)
 
 
-def greedy_plans(part: Problem, grid: int, rounds: int) -> list[Recompute]:
-    """Keep-all, and what greedy finds under each of a grid of bounds on peak and saved bytes."""
-    plans = (bounded_plan(part, peak, saved, rounds) for peak, saved in bounds_of(part, grid))
+def greedy_plans(part: Problem, grid: int, rounds: int, deadline: float = math.inf) -> list[Recompute]:
+    """Keep-all, and what greedy finds under each of a grid of bounds on peak and saved bytes until `deadline`."""
+    bounds = (bound for bound in bounds_of(part, grid) if time.monotonic() < deadline)
+    plans = (bounded_plan(part, peak, saved, rounds) for peak, saved in bounds)
     return list(dict.fromkeys([part.no_recompute, *(plan for plan in plans if plan is not None)]))
 
 

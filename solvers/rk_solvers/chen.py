@@ -62,9 +62,9 @@ def chen_plans(problem: Problem, chain: Chain | None = None, max_tries: int = 24
 def segment_plan(problem: Problem, cuts: tuple[int, ...]) -> Recompute:
     """The plan that keeps what crosses a cut and recomputes the rest of each segment but the last, once."""
     bounds = [0, *cuts, len(problem.forward)]
-    segment_of = np.zeros(len(problem.forward), int)
-    for segment, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        segment_of[start:stop] = segment
+    segment_of = [
+        segment for segment, (start, stop) in enumerate(itertools.pairwise(bounds)) for _ in range(start, stop)
+    ]
     kept = set(problem.held)
     for item, users in enumerate(problem.forward_users()):
         home = segment_of[problem.data[item].producer]
@@ -80,6 +80,6 @@ def segment_plan(problem: Problem, cuts: tuple[int, ...]) -> Recompute:
             if index in seen or not problem.forward[index].recomputable:
                 continue
             seen.add(index)
-            groups[stage_of.setdefault(int(segment_of[index]), stage)].add(index)
+            groups[stage_of.setdefault(segment_of[index], stage)].add(index)
             waiting.extend(item for item in problem.forward[index].inputs if item not in kept)
     return normalise(problem, tuple(tuple(sorted(group)) for group in groups))

@@ -31,7 +31,7 @@ import numpy as np
 from .blocks import Block, Part, blocks_of, bounded, bounded_plan, bounds_of, has_choice, option_of, pareto, parts_of
 from .checkmate import Checkmate
 from .evaluate import normalise, peak_and_time
-from .local_search import improve, improve_nearby, polish, weights_for
+from .local_search import LARGE, improve, improve_nearby, polish, weights_for
 from .lowest_peak import lowest_peak_plan
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
@@ -42,7 +42,6 @@ from .solver import Solution, Solver, best_solution, solution_of
 
 FINALISTS = 3  # plans of the whole graph that are improved
 WIDE = 150  # forward operations of a segment up to which greedy makes plans of it too
-LARGE = 400  # forward operations above which a plan is improved piece by piece
 SUMS = 1_000_000_000  # of a root's table; fewer slots for longer chains
 
 

@@ -27,6 +27,7 @@ from .problem import Problem
 ROUNDS = 20  # of propagation; a few do for most problems
 PROOF_S = 2.0  # most seconds for such a proof, where nobody says otherwise
 PRECISION = 1 / 10_000  # of the bound, as a share of the budget
+LARGEST = 6_000_000  # data times stages: a second and 100 MiB; of a larger problem only `least_bytes` is told
 
 Bools = NDArray[np.bool_]
 Sizes = NDArray[np.int64]
@@ -53,8 +54,10 @@ def least_peak_bytes(problem: Problem, known_bytes: int, time_limit_s: float = m
     At most `PRECISION` below what this kind of proof can tell, and less tight once the time is up. Takes about a second
     for a thousand operations.
     """
-    tables = _Tables(problem, time.monotonic() + time_limit_s)
     infeasible, feasible = least_bytes(problem) - 1, known_bytes
+    if not _is_tabled(problem):
+        return infeasible + 1
+    tables = _Tables(problem, time.monotonic() + time_limit_s)
     if feasible - infeasible > 1 and tables.infeasible(feasible - 1):
         return feasible
     while feasible - infeasible > max(1, int(known_bytes * PRECISION)) and time.monotonic() < tables.deadline:
@@ -69,7 +72,14 @@ def least_peak_bytes(problem: Problem, known_bytes: int, time_limit_s: float = m
 def is_infeasible(problem: Problem, budget_bytes: int, time_limit_s: float = math.inf) -> bool:
     """Whether it is proven that no plan fits. False says nothing."""
     deadline = time.monotonic() + time_limit_s
-    return budget_bytes < least_bytes(problem) or _Tables(problem, deadline).infeasible(budget_bytes)
+    if budget_bytes < least_bytes(problem):
+        return True
+    return _is_tabled(problem) and _Tables(problem, deadline).infeasible(budget_bytes)
+
+
+def _is_tabled(problem: Problem) -> bool:
+    """Whether what is possible for each data at each stage is looked at."""
+    return len(problem.data) * len(problem.backward) <= LARGEST
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ from bisect import bisect_left, bisect_right
 from .plan_state import PlanState
 from .repair import Weights, repair
 
+LARGE = 400  # forward operations above which a plan is improved piece by piece (`improve_nearby`)
+
 
 def weights_for(state: PlanState, rng: random.Random, exponent: float, spread: float) -> Weights:
     """Ranking weights with log-normal noise of standard deviation `spread`."""

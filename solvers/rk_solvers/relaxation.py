@@ -38,6 +38,7 @@ class Relaxation:
     budget_bytes: int
     starts: list[int]  # first backward operation of each group
     spans: bool = False  # whether to have spans of groups
+    brief: bool = False  # the budget at the beginnings of groups alone: less tight, and much quicker to solve
     model: Model = field(default_factory=Model)
     integer: list[bool] = field(default_factory=list)  # which variables the integer program has whole
     stages: list[range] = field(default_factory=list)  # backward operations of each group
@@ -61,7 +62,8 @@ class Relaxation:
             self._add_group_memory(group)
         if self.spans:
             self._add_spans()
-        self._add_forward_memory()
+        if not self.brief:
+            self._add_forward_memory()
 
     def size(self, item: int) -> float:
         """Bytes of a data in the unit of the rows."""
@@ -197,6 +199,8 @@ class Relaxation:
         start = [(variable, self.size(item)) for item, variable in self.alive[group].items()]
         room = self.room(problem.backward[stages[0]].resident_bytes)
         model.add_row([*start, *self._replay(self.resident[group])], upper=room)
+        if self.brief:
+            return
         kept, needs, ending = self.kept[group], self.needs[group], self._after(group, self.alive)
         states = self._replay(self._after(group, self.resident))
         total = self._at_least([*((variable, self.size(item)) for item, variable in kept.items()), *states])

@@ -23,14 +23,17 @@ Schedules are persistent: what is stored across a backward operation stays until
 the input of, and is not computed again before. On chains of one operation a block the table has the least time
 of these schedules. Complexity: O(L^2 (L + options) M) for L blocks and M slots: 100 blocks, 500 slots and 10 options
 take about 0.15 s once numba is loaded and 0.4 s in numpy (`rotor_tables`); twice and three times that where every block
-has a column in the second table. Known gaps: a pin is recomputed only with the block that makes it, and counted until
-the end of the forward even where its readers could be through with it before; the input of a block of several
+has a column in the second table. Of longer chains, neighbouring blocks are taken together (`merging`), so that a table
+is within limits of bytes and of time. Known gaps: a pin is recomputed only with the block that makes it, and counted
+until the end of the forward even where its readers could be through with it before; the input of a block of several
 operations is stored until its backward even if that does not read it; sizes are rounded up to slots. The expanded plan
 is therefore evaluated exactly, for several internal budgets.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +43,7 @@ import numpy as np
 
 from .blocks import Block, blocks_of
 from .evaluate import normalise, peak_and_time
+from .merging import Limits, fitted
 from .problem import Chain, Problem, Recompute
 from .rotor_tables import ChainNumbers, ChainTable, fill, least_to_pass, sweeps
 from .sequence import Operation, Sequence, expand
@@ -55,6 +59,8 @@ class Rotor(Solver):
     grid: int = 4  # bounds per axis when options are made
     rounds: int = 10  # local search on each option
     internal: int = 9  # internal budgets tried for one budget
+    limits: Limits | None = None  # of the table; None: those of the machine
+    time_limit_s: float = math.inf  # to prepare a table
 
     @property
     def name(self) -> str:
@@ -62,9 +68,18 @@ class Rotor(Solver):
         return "rotor"
 
     def prepare(self, problem: Problem, max_budget_bytes: int) -> RotorTable:
-        """The table for every budget up to `max_budget_bytes`; `ValueError` on a chain of another problem."""
-        blocks = blocks_of(problem, self.chain, self.grid, self.rounds)
-        return prepare_table(problem, blocks, max_budget_bytes, self.slots, self.internal)
+        """The table for every budget up to `max_budget_bytes`, over fewer blocks where the chain is long (`merging`).
+
+        Raises `ValueError` on a chain of another problem, and `TimeoutError` at the time limit.
+        """
+        now = time.monotonic()
+        deadline = now + self.time_limit_s
+        self.chain.check(problem)
+        chain, slots = fitted(problem, self.chain, self.slots, self.limits or Limits.here())
+        # What is merged has many operations, of which a plan takes tenths of a second: fewer of them.
+        grid, rounds = (self.grid, self.rounds) if chain is self.chain else (min(2, self.grid), min(2, self.rounds))
+        blocks = blocks_of(problem, chain, grid, rounds, deadline=now + self.time_limit_s / 2)
+        return prepare_table(problem, blocks, max_budget_bytes, slots, self.internal, deadline)
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest plan of the table that fits `budget_bytes`; see `prepare` for several budgets."""
@@ -83,13 +98,21 @@ def solved(prepare: Callable[[int], RotorTable], budget_bytes: int, most_bytes: 
 
 
 def prepare_table(
-    problem: Problem, blocks: tuple[Block, ...], max_budget_bytes: int, slots: int = 500, internal: int = 9
-) -> RotorTable:  # fmt: skip
-    """The table over these blocks of a problem, for every budget up to `max_budget_bytes`."""
+    problem: Problem,
+    blocks: tuple[Block, ...],
+    max_budget_bytes: int,
+    slots: int = 500,
+    internal: int = 9,
+    deadline: float = math.inf,
+) -> RotorTable:
+    """The table over these blocks of a problem, for every budget up to `max_budget_bytes`.
+
+    Raises `TimeoutError` where it is not filled when `time.monotonic` reaches `deadline`.
+    """
     held = sum(problem.data[item].size_bytes for item in problem.held)
     room = max(slots, round(1.3 * max(0, max_budget_bytes - problem.base_bytes - held)))
     slot_bytes = -(-room // slots)
-    table = fill(ChainNumbers.of(blocks, slot_bytes, slots))
+    table = fill(ChainNumbers.of(blocks, slot_bytes, slots), deadline)
     return RotorTable(problem, blocks, table, slot_bytes, problem.base_bytes + held, internal)
 
 

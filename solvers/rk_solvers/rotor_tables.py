@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,12 +26,13 @@ from .blocks import Block, Option, Rerun
 
 Times = NDArray[np.float64]
 Slots = NDArray[np.int64]
-Filler = Callable[["ChainNumbers", Times], None]
+Filler = Callable[["ChainNumbers", Times, int, int], None]
 
 # Sums of two cells from which numba pays. It adds about four times as many per second as numpy, but its import and the
 # reading of its cache take most of a second: once in a process, and only for what takes numpy about half a second.
 _WORTH_AN_IMPORT = 50_000_000
 _WORTH_A_CALL = 100_000
+_COLUMNS = 4  # filled between two looks at the clock
 
 
 class ChainNumbers(NamedTuple):
@@ -176,11 +179,14 @@ def pinned_bytes(blocks: tuple[Block, ...]) -> Slots:
     return alive
 
 
-def fill(numbers: ChainNumbers) -> ChainTable:
-    """All cells of the table."""
+def fill(numbers: ChainNumbers, deadline: float = math.inf) -> ChainTable:
+    """All cells of the table. Raises `TimeoutError` once `time.monotonic` reaches `deadline`."""
     times = np.empty(table_shape(numbers))  # cells below the diagonal are never touched
-    filler = numba_filler() if _use_numba(numbers) else None
-    (filler or fill_by_numpy)(numbers, times)
+    filler = (numba_filler() if _use_numba(numbers) else None) or fill_by_numpy
+    for column in range(0, numbers.length, _COLUMNS):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"the table of {numbers.length} blocks was not filled within the time limit")
+        filler(numbers, times, column, min(column + _COLUMNS, numbers.length))
     return ChainTable(numbers, times)
 
 
@@ -189,15 +195,15 @@ def table_shape(numbers: ChainNumbers) -> tuple[int, int, int, int]:
     return len(numbers.given), numbers.length, numbers.length, numbers.slots + 1
 
 
-def fill_by_numpy(numbers: ChainNumbers, times: Times) -> None:
-    """Fill `times`, one cell after the other."""
+def fill_by_numpy(numbers: ChainNumbers, times: Times, begin: int, end: int) -> None:
+    """Fill these columns of `times`, one cell after the other."""
     states, count, width = len(times), numbers.length, numbers.slots + 1
     sweeping: NDArray[np.bool_] = np.any(numbers.sweep < width, axis=2)
     stores: NDArray[np.bool_] = np.any(numbers.reads, axis=2)
     # [s, k]: T[s, k, last] with the input of k paid from the memory, and the time to reach k from the first block
     stored = np.empty((states, count, width))
     totals = np.empty((count, width))
-    for last in range(count):
+    for last in range(begin, end):
         for first in range(last, -1, -1):
             for state in range(states):
                 cell = times[state, first, last]
@@ -280,7 +286,7 @@ def numba_filler() -> Filler | None:
     return kernel
 
 
-def _fill_cells(numbers: ChainNumbers, times: Times) -> None:
+def _fill_cells(numbers: ChainNumbers, times: Times, begin: int, end: int) -> None:
     """What `fill_by_numpy` does, in loops to be compiled."""
     inputs, elapsed, saved = numbers.input, numbers.elapsed, numbers.saved
     states, count, width = times.shape[0], times.shape[1], times.shape[3]
@@ -288,7 +294,7 @@ def _fill_cells(numbers: ChainNumbers, times: Times) -> None:
     below = np.empty((states, count + 1, width))  # [s, k]: T[s, k, last], in one run of memory
     later = np.empty((states, count, width))  # the same with the time to reach k from the first block
     best = np.empty(width)
-    for last in range(count):
+    for last in range(begin, end):
         below[:, last + 1] = 0.0  # nothing is left to run after the last block
         for first in range(last, -1, -1):
             for state in range(states):

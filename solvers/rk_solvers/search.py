@@ -12,6 +12,7 @@ as long as the relaxation takes. On two cores both would leave greedy tries too 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
@@ -24,7 +25,7 @@ from .combine import MOST_BINARIES, combination
 from .evaluate import normalise, peak_and_time
 from .exact_windows import ExactWindows
 from .greedy import attempts
-from .local_search import improve, polish, weights_for
+from .local_search import LARGE, improve, improve_nearby, polish, weights_for
 from .lowest_peak import lowest_peak_plan
 from .milp import Limits, Outcome, Result, solve
 from .plan_state import PlanState, Tables
@@ -42,10 +43,12 @@ PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot 
 HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
 FAR = 0.025  # a gap that is worth a second wind
+HUGE = 2000  # forward operations above which there is no second wind, but all of the time from the start
 COMBINATION_S = 5.0  # for the program of a combination in the second wind
 BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
 WINDOW_S = 3.0  # for the program of a window
 WINDOW_GAP = 0.01  # of the recomputation's time, that it may leave
+POLISH = 0.15  # of the time left, at most, to drop what is redundant of a large plan, and to improve it
 GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
 
 
@@ -98,6 +101,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.enough, self.deadline = max(self.options.gap, SAME), self.options.deadline
+        if len(self.problem.forward) > HUGE and self.options.extra_s > 0:
+            # What a second wind does is for smaller problems; here, the first one needs all of the time.
+            self.enough, self.deadline = max(self.enough, FAR), self.deadline + self.options.extra_s
         self.refinement = Refinement(self.problem, self.budget_bytes, self.chain)
         self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.tables = Tables(self.problem)
@@ -159,7 +165,8 @@ class Search:
             limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
             self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
         self._go_on()
-        if self.options.extra_s > 0 and self.plans and self.gap > max(self.enough, FAR):
+        extra = self.options.extra_s > 0 and len(self.problem.forward) <= HUGE
+        if extra and self.plans and self.gap > max(self.enough, FAR):
             self.say(f"gap {100 * self.gap:.2f} %: the search goes on for {self.options.extra_s:.0f} s at most")
             # Logged, and so told at once, before the wait that it explains; warnings may be collected until the end.
             _LOG.warning(
@@ -199,8 +206,12 @@ class Search:
         if not repair(state, self.budget_bytes, weights, self.deadline):
             self.others.append(normalise(self.problem, state.recompute()))
             return
-        polish(state, self.budget_bytes, self.deadline)
-        improve(state, self.budget_bytes, rounds, self.deadline, self.rng)
+        if self.tables.count <= LARGE:
+            polish(state, self.budget_bytes, self.deadline)
+            improve(state, self.budget_bytes, rounds, self.deadline, self.rng)
+        else:
+            polish(state, self.budget_bytes, time.monotonic() + POLISH * self._left_s())
+            improve_nearby(state, self.budget_bytes, rounds, time.monotonic() + POLISH * self._left_s(), self.rng)
         self.add(solver, state.recompute())
 
     def _refine(self) -> None:
@@ -209,14 +220,15 @@ class Search:
         incumbent = best.recompute if best else self.problem.no_recompute
         overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
         gap = min(0.05, 0.25 * self.options.gap / max(overhead, 1e-9))  # of the recomputation's time
-        limit_s = max(1.0, (0.4 if rounds else 0.1) * self._left_s())
+        large = self.tables.count > LARGE
+        limit_s = max(1.0, (0.4 if rounds or large else 0.1) * self._left_s())
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), self.refinement.advanced, incumbent, target)
         if self.second_wind:
             while not self.process.answered() and not self.done():
                 self.work()
         else:
-            self.work(MEANWHILE if rounds else 2)
+            self.work(MEANWHILE if rounds else 1 if large else 2)
         self.refinement = self.process.wait(self.refinement)
         self.prove(self.refinement.bound_ms)
 
@@ -262,9 +274,16 @@ class Search:
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""
         problem, options = self.problem, self.options
+        large = self.tables.count > LARGE
+        if large:  # one repair of keep-all takes longer than the chain's table, and gives less
+            self._add_of_rotor()
+            yield
         baselines = [normalise(problem, plan) for plan in baseline_plans(problem, self.chain)]
         for plan in baselines:
             self.add("baseline", plan)
+        if large and self.plans:
+            self._add_improved()
+            yield
         starts = attempts(self.tables, self.budget_bytes, baselines, options.seed, options.tries, options.deadline)
         for number, state in enumerate(starts):
             if state.peak_bytes > self.budget_bytes:
@@ -274,12 +293,24 @@ class Search:
             if number:
                 yield
         yield
-        if self.chain is not None:
-            for plan in Rotor(self.chain).prepare(problem, max(self.budget_bytes, 0)).plans(self.budget_bytes):
-                self.add("rotor", plan)
+        if not large and self.chain is not None:
+            self._add_of_rotor()
             yield
         while True:
             if self.plans:
-                chosen = self.rng.choice(self.plans[:4])
-                self.add_repaired(chosen.solver, chosen.recompute, max(1, options.rounds // 4))
+                self._add_improved()
             yield
+
+    def _add_of_rotor(self) -> None:
+        """Take note of what rotor plans along the chain, in two thirds of what time is left."""
+        if self.chain is None:
+            return
+        rotor = Rotor(self.chain, time_limit_s=2 / 3 * self._left_s())
+        with contextlib.suppress(TimeoutError):
+            for plan in rotor.prepare(self.problem, max(self.budget_bytes, 0)).plans(self.budget_bytes):
+                self.add("rotor", plan)
+
+    def _add_improved(self) -> None:
+        """Take note of what a quarter of the rounds of local search makes of one of the best plans."""
+        chosen = self.rng.choice(self.plans[:4])
+        self.add_repaired(chosen.solver, chosen.recompute, max(1, self.options.rounds // 4))

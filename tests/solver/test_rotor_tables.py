@@ -165,7 +165,7 @@ def test_the_table_is_that_of_the_recursion(filler, seed, slots):
     blocks = random_blocks(seed)
     numbers = tables.ChainNumbers.of(blocks, 1, slots)
     times = np.zeros(tables.table_shape(numbers))
-    fill(numbers, times)
+    fill(numbers, times, 0, numbers.length)
     np.testing.assert_allclose(times, least_time(blocks, times.shape), rtol=1e-12)
 
 
