@@ -66,7 +66,7 @@ def _leave_out_scopes(module: torch.nn.Module) -> None:
     It inlines each call into its caller, which takes the cube of their depth. What runs in a module that is left out
     is told as of the module that calls it; tracing is the same otherwise.
     """
-    recorded = torch.jit._trace._trace_module_map
+    recorded = torch.jit._trace._trace_module_map or {}
     heights: dict[str, int] = {}
     modules = dict(module.named_modules())
     for path in reversed(modules):  # children before their parents

@@ -112,14 +112,14 @@ def _bytes_across(problem: Problem, chain: Chain) -> list[int]:
         for item in op.inputs:
             last[item] = max(last[item], home[index])
     own = [False] * len(problem.data)  # whether its block's own backward needs it
-    for stage, op in enumerate(problem.backward):
-        for item in op.needs:
+    for stage, backward in enumerate(problem.backward):
+        for item in backward.needs:
             own[item] |= chain.backward_block[stage] == home[problem.data[item].producer]
     change = [0] * (len(chain.blocks) + 2)
-    for number, item in enumerate(problem.data):
+    for number, data in enumerate(problem.data):
         if number not in problem.held:
-            size = item.size_bytes if own[number] else 2 * item.size_bytes
-            change[home[item.producer] + 1] += size
+            size = data.size_bytes if own[number] else 2 * data.size_bytes
+            change[home[data.producer] + 1] += size
             change[last[number] + 1] -= size
     return list(itertools.accumulate(change))
 
