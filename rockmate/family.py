@@ -58,6 +58,7 @@ from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.flags import flags_in_force
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
+from rockmate.running.sharded import refuse_what_spans_ranks
 from rockmate.running.transforms import reason_to_run_unplanned, refuse_transforms
 from rockmate.units import format_bytes
 
@@ -290,6 +291,7 @@ class PlanFamily:
         return member
 
     def _plan(self, call: Sample, request: PlanRequest, follow: Decisions | None) -> Member:
+        refuse_what_spans_ranks(self._model)  # before any part of it runs
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
             request = replace(request, progress=tell, follow=follow)
