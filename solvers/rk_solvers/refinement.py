@@ -30,7 +30,7 @@ TRIED = 16  # of these, from the second beginning on: those that raised the boun
 FEWER = 2  # by which these two are divided where there are spans
 EFFORT = 2_000_000  # entries of all linear programs solved to place the groups of one grouping, at most
 GAIN = 2e-4  # of the step's time: what a beginning must raise the bound by
-LARGE = 400  # forward operations above which one program may take seconds: the clock is looked at
+LARGE = 600  # forward operations above which one program may take seconds: the clock is looked at
 BRIEF = 1500  # forward operations above which the relaxation counts bytes at the beginnings of groups alone
 REACH = 16  # stages to either side, to which a beginning is moved
 

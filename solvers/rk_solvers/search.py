@@ -25,7 +25,7 @@ from .combine import MOST_BINARIES, combination
 from .evaluate import normalise, peak_and_time
 from .exact_windows import ExactWindows
 from .greedy import attempts
-from .local_search import LARGE, improve, improve_nearby, polish, weights_for
+from .local_search import improve, improve_nearby, polish, weights_for
 from .lowest_peak import lowest_peak_plan
 from .milp import Limits, Outcome, Result, solve
 from .plan_state import PlanState, Tables
@@ -43,6 +43,7 @@ PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot 
 HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
 FAR = 0.025  # a gap that is worth a second wind
+LONG = 600  # forward operations above which rotor comes first, and plans are improved piece by piece
 HUGE = 2000  # forward operations above which there is no second wind, but all of the time from the start
 COMBINATION_S = 5.0  # for the program of a combination in the second wind
 BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
@@ -206,7 +207,7 @@ class Search:
         if not repair(state, self.budget_bytes, weights, self.deadline):
             self.others.append(normalise(self.problem, state.recompute()))
             return
-        if self.tables.count <= LARGE:
+        if self.tables.count <= LONG:
             polish(state, self.budget_bytes, self.deadline)
             improve(state, self.budget_bytes, rounds, self.deadline, self.rng)
         else:
@@ -220,7 +221,7 @@ class Search:
         incumbent = best.recompute if best else self.problem.no_recompute
         overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
         gap = min(0.05, 0.25 * self.options.gap / max(overhead, 1e-9))  # of the recomputation's time
-        large = self.tables.count > LARGE
+        large = self.tables.count > LONG
         limit_s = max(1.0, (0.4 if rounds or large else 0.1) * self._left_s())
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), self.refinement.advanced, incumbent, target)
@@ -274,7 +275,7 @@ class Search:
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""
         problem, options = self.problem, self.options
-        large = self.tables.count > LARGE
+        large = self.tables.count > LONG
         if large:  # one repair of keep-all takes longer than the chain's table, and gives less
             self._add_of_rotor()
             yield
