@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import without_autocast
 from rkgb.bgraph import Leaf, LeafKind, Source, kept_trees, verify_order
 from rkgb.call import Call, bind, ref_names
-from rkgb.state import without_autocast
 from rkgb.tracing.attributes import AttributeWrite
 from rkgb.tracing.generators import OwnGenerator
 from rkgb.values import ValueInfo

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import Autocast
 from rkgb.bgraph import BGraph, LeafKind
 from rkgb.call import is_ref, ref_names
 from rkgb.cut import Block, chain, cut
@@ -31,7 +32,7 @@ from rkgb.measuring.profile import BlockProfile
 from rkgb.partition import SubGraph, partition
 from rkgb.sample import Sample, make_sample
 from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import autocast_in_force, borrowed, for_planning, module_devices
+from rkgb.state import borrowed, for_planning
 from rkgb.tracing.attributes import Writing, is_a_loss
 from rkgb.tracing.expand import expand_composites
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
@@ -193,7 +194,7 @@ def exact_trace(
     """
     tell = on_stage or _say_nothing
     refuse_devices(model, sample)
-    cast = autocast_in_force(module_devices(model, sample.tensors))
+    cast = Autocast.now().regions
     if cast and tracer == "jit":
         raise TraceError(
             f'autocast is on for {cast[0][0]}, whose casts torch.jit.trace does not record. Use tracer="record".'

@@ -43,12 +43,6 @@ def module_devices(module: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()
     return {tensor.device for tensor in (*module.parameters(), *module.buffers(), *tensors)}
 
 
-def autocast_in_force(devices: set[torch.device]) -> tuple[tuple[str, torch.dtype], ...]:
-    """Device types, of those among `devices`, for which autocast is on now, and what it casts to."""
-    kinds = sorted({device.type for device in devices} - {"meta"})  # where nothing is computed, nothing is cast
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
-
-
 @never_compiled  # compiled submodules call it as they run: it is no part of them
 def _dropped(_: object) -> None:
     """In the place of a saved tensor."""
@@ -67,22 +61,6 @@ def nothing_packed(
 
 
 _FRAMES = 12  # of Python's stack that a traced call of a module takes beyond a plain one, at most
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
-
-def autocast_is_on() -> bool:
-    """Whether there is autocast of any device here."""
-    return torch._C._is_any_autocast_enabled()
-
-
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Run operations below autocast, whose casts were recorded as operations of their own."""
-    with contextlib.ExitStack() as stack:
-        for kind in _AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 @contextlib.contextmanager

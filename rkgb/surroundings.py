@@ -32,12 +32,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
 
+from rkgb.autocast import Autocast
 from rkgb.turns import acting_for, current_thread
 
 Result = TypeVar("Result")
 
 _found_prepared: contextvars.ContextVar[bool | None] = contextvars.ContextVar("found_prepared", default=None)
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @contextlib.contextmanager
@@ -206,8 +206,7 @@ def unprofiled(device: torch.device, run: Callable[[], Result]) -> Result:
     if device.type != "cpu" or not _profiler_enabled():
         return run()
     devices = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
-    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST_DEVICES]
-    grad, caller, context = torch.is_grad_enabled(), current_thread(), contextvars.copy_context()
+    cast, grad, caller, context = Autocast.now(), torch.is_grad_enabled(), current_thread(), contextvars.copy_context()
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -215,9 +214,7 @@ def unprofiled(device: torch.device, run: Callable[[], Result]) -> Result:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(acting_for(caller))
-                for kind, dtype, enabled in casts:
-                    if enabled:
-                        stack.enter_context(torch.autocast(kind, dtype=dtype))
+                stack.enter_context(cast.entered())
                 for mode in devices:
                     stack.enter_context(torch.device(mode.device))
                 stack.enter_context(torch.set_grad_enabled(grad))

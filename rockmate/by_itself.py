@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from rkgb import RockmateError, Sample
+from rkgb.autocast import Autocast
 from rkgb.measuring.memory import is_out_of_memory
 from rockmate.errors import FallbackWarning
 from rockmate.own_steps import OwnStep, Situation
@@ -86,9 +87,7 @@ class SettledCalls:
         """Those for calls that look so; see `CallPattern.key`."""
         return self._settled.get(key, ())
 
-    def find(
-        self, call: Sample, traits: ModuleTraits, autocast: tuple[tuple[str, torch.dtype], ...]
-    ) -> ByItself | None:
+    def find(self, call: Sample, traits: ModuleTraits, autocast: Autocast) -> ByItself | None:
         """Why a call like that one runs by itself on the module as it is, if it is known to."""
         for one in self.about(CallPattern.of(call).key):
             now = one.now

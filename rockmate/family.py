@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 
 from rkgb import GuardError, Sample, TraceError, make_sample
+from rkgb.autocast import Autocast
 from rkgb.first_call import FirstCall, is_lazy_module, left_as_it_was
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.measuring.memory import is_out_of_memory
-from rkgb.state import autocast_in_force, for_planning, module_devices
+from rkgb.state import for_planning
 from rkgb.surroundings import profiler_is_taken
 from rkgb.turns import TURNS, TurnsOf, warnings_collected
 from rockmate.by_itself import (
@@ -500,7 +501,7 @@ class PlanFamily:
 
     def _situation(self, call: Sample) -> Situation:
         traits = self._traits() or TraitsReader(self._model).read()
-        pattern = CallPattern.of(call, autocast_in_force(module_devices(self._model, call.tensors)))
+        pattern = CallPattern.of(call, Autocast.now())
         if self.members:
             one = self.members[0]
             return Situation(call, pattern, traits, one.plan.budget_bytes, one.measured.residents)
@@ -571,7 +572,7 @@ class PlanFamily:
         traits = self._traits() if self._settled.about(key) else None
         if traits is None:
             return None
-        return self._settled.find(call, traits, autocast_in_force(module_devices(self._model, call.tensors)))
+        return self._settled.find(call, traits, Autocast.now())
 
     def _by_itself(self, call: Sample, why: ByItself) -> Any:
         """The module's own forward, counted and told; what it raises is raised as it is."""
@@ -618,14 +619,13 @@ class PlanFamily:
 
     def _decisions_for(self, call: Sample, any_near: bool = False) -> Decisions | None:
         """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""
-        pattern = CallPattern.of(call, autocast_in_force(module_devices(self._model, call.tensors)))
+        pattern = CallPattern.of(call, Autocast.now())
         for expected, decisions in self._expected:
             if replace(expected, flags=None) == pattern:  # measured anew, under whichever flags
                 return decisions
         if self.shapes != "nearest" and not any_near:
             return None
-        alike = self.members.alike(call) if any_near else ()
-        near = next(iter(alike), None) or self._next_larger(pattern)
+        near = next(iter(self.members.alike(call) if any_near else ()), None) or self._next_larger(pattern)
         return near.decisions if near is not None else None
 
     def _next_larger(self, pattern: CallPattern) -> Member | None:

@@ -6,8 +6,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from rkgb.autocast import OFF, Autocast
 from rkgb.json_form.errors import FunctionNotGiven
 
 
@@ -52,7 +51,7 @@ class MissingFunction:
     """In the place of a function of the user's: its name, to be told what it is when a graph is loaded."""
 
     name: str
-    autocast: tuple[str, torch.dtype] | None = None  # it was called in such a region
+    autocast: Autocast = OFF  # it was called under this
 
     @property
     def __name__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import KINDS, OFF, Autocast
 from rkgb.json_form import names
 from rkgb.json_form.containers import MissingFunction
 from rkgb.json_form.errors import Place, shortly
@@ -16,7 +17,7 @@ from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tracing.record import UnderAutocast
 
 _GUARD = {"read", "expected", "place", "may_vary"}
-_CUSTOM = {"custom", "autocast"}
+_CUSTOM = {"custom", "autocast", "autocast_off", "autocast_caches"}
 
 
 def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
@@ -38,14 +39,16 @@ def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
     if isinstance(function, OpaqueCall):
         return _custom(function.name, function.autocast)
     if isinstance(function, UnderAutocast):
-        return _custom(name_of(function.apply), (function.kind, function.dtype))
-    return _custom(name_of(function), None)
+        return _custom(name_of(function.apply), function.autocast)
+    return _custom(name_of(function), OFF)
 
 
-def _custom(name: str, autocast: tuple[str, torch.dtype] | None) -> dict[str, Any]:
-    if autocast is None:
-        return {"custom": name}
-    return {"custom": name, "autocast": [autocast[0], names.name_in(names.DTYPES, autocast[1])]}
+def _custom(name: str, autocast: Autocast) -> dict[str, Any]:
+    form: dict[str, Any] = {"custom": name}
+    for key, regions in (("autocast", autocast.regions), ("autocast_off", autocast.off)):
+        if regions:
+            form[key] = [[kind, names.name_in(names.DTYPES, dtype)] for kind, dtype in regions]
+    return form if autocast.caches else form | {"autocast_caches": False}
 
 
 def name_of(function: Any) -> str:
@@ -106,17 +109,28 @@ class FunctionReader:
         return Guard(read, expected, told, may_vary)
 
     def _custom(self, form: dict[str, Any]) -> Callable[..., Any]:
-        name, autocast = form["custom"], form.get("autocast")
+        name = form["custom"]
         if type(name) is not str:
             raise self._place.error(f"the name of a function is {shortly(name)}")
-        region = None if "autocast" not in form else self._region(autocast)
+        autocast = self._autocast(form)
         if name not in self._given:
-            return MissingFunction(name, region)
-        return self._given[name] if region is None else UnderAutocast(self._given[name], *region)
+            return MissingFunction(name, autocast)
+        return self._given[name] if autocast == OFF else UnderAutocast(self._given[name], autocast)
 
-    def _region(self, autocast: Any) -> tuple[str, torch.dtype]:
-        parts = autocast if type(autocast) is list and len(autocast) == 2 else [None, None]
-        kind, dtype = parts
-        if type(kind) is not str or kind not in ("cpu", "cuda") or type(dtype) is not str or dtype not in names.DTYPES:
+    def _autocast(self, form: dict[str, Any]) -> Autocast:
+        on, off, caches = form.get("autocast", []), form.get("autocast_off", []), form.get("autocast_caches", True)
+        if type(on) is list and len(on) == 2 and type(on[0]) is str:
+            on = [on]  # as files have it from when a call was in one region at most
+        if type(on) is not list or type(off) is not list or type(caches) is not bool:
+            raise self._place.error("autocast is a list of regions, and whether it caches")
+        regions, others = tuple(map(self._region, on)), tuple(map(self._region, off))
+        kinds = [kind for kind, _ in (*regions, *others)]
+        if len(set(kinds)) < len(kinds):
+            raise self._place.error("a kind of device has two autocast regions")
+        return Autocast(regions, others, caches)
+
+    def _region(self, region: Any) -> tuple[str, torch.dtype]:
+        kind, dtype = region if type(region) is list and len(region) == 2 else (None, None)
+        if type(kind) is not str or kind not in KINDS or type(dtype) is not str or dtype not in names.DTYPES:
             raise self._place.error("an autocast region is a kind of device and a type of elements")
         return kind, names.DTYPES[dtype]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import without_autocast
 from rkgb.cut import BlockMaker
 from rkgb.dgraph import leaf_tensors
 from rkgb.kgraph import KGraph
@@ -22,7 +23,7 @@ from rkgb.measuring.memory import if_it_fits
 from rkgb.measuring.profile import BlockProfile, backward_stages
 from rkgb.measuring.timeline import StageWindow, joined_windows
 from rkgb.sample import Sample
-from rkgb.state import borrowed, main_device, module_devices, without_autocast
+from rkgb.state import borrowed, main_device, module_devices
 
 
 def measure_in_context(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import without_autocast
 from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.equivalence import CanonicalForm, canonical_form
@@ -27,7 +28,7 @@ from rkgb.measuring.profile import BlockProfile
 from rkgb.measuring.repetition import repetition_times
 from rkgb.sample import Sample
 from rkgb.sgraph import SGraph
-from rkgb.state import borrowed, main_device, module_devices, without_autocast
+from rkgb.state import borrowed, main_device, module_devices
 
 _WALKS = ("measure", "time")  # through the model, as progress names them
 _LONG_WALK_MS = 10_000.0  # where the first takes longer, there is no second

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import Autocast
 from rkgb.errors import GuardError, TraceError
 from rkgb.state import nothing_packed
 from rkgb.tree import attributes_of, is_tensor, leaves, map_leaves
@@ -45,7 +46,7 @@ class OpaqueCall:
     is_compiled: bool
     gradients: tuple[bool, ...]  # requires_grad of the tensors in its arguments
     grad_enabled: bool
-    autocast: tuple[str, torch.dtype] | None  # in force when it was called
+    autocast: Autocast  # in force when it was called
     expected: Any  # the outline of its output
     is_plain: bool  # its output is a tensor, or a tuple or list of tensors
     traits: Traits
@@ -84,9 +85,7 @@ class OpaqueCall:
                 return map_leaves(lambda tensor: tensor.detach(), self._parts(args, kwargs))
 
     def _parts(self, args: Any, kwargs: Any) -> Any:
-        with contextlib.ExitStack() as region:
-            if self.autocast is not None:
-                region.enter_context(torch.autocast(self.autocast[0], dtype=self.autocast[1]))
+        with self.autocast.entered():
             return self.parts(self.submodule(*args, **kwargs))
 
     def parts(self, output: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rkgb.autocast import Autocast
 from rkgb.bgraph import BNode
 from rkgb.errors import TraceError
 from rkgb.sample import Sample
@@ -51,19 +52,12 @@ def call_and_examine(
         is_compiled=is_compiled(submodule),
         gradients=flags,
         grad_enabled=torch.is_grad_enabled(),
-        autocast=_autocast_now(),
+        autocast=Autocast.now(),
         expected=outline(output),
         is_plain=is_plain(output),
         traits=traits,
     )
     return function, output
-
-
-def _autocast_now() -> tuple[str, torch.dtype] | None:
-    for kind in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(kind):
-            return kind, torch.get_autocast_dtype(kind)
-    return None
 
 
 def _refuse_cuda_graphs(path: str, submodule: torch.nn.Module) -> None:

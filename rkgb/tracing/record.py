@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import CheckpointFunction
 
+from rkgb.autocast import OFF, Autocast
 from rkgb.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.call import Call, Ref, function_name
 from rkgb.errors import TraceError
@@ -403,25 +404,22 @@ def _refuse_backward(_: object) -> torch.Tensor:
 
 
 class UnderAutocast:
-    """A custom function that was called in an autocast region, to be called in one again."""
+    """A custom function that was called under autocast, to be called under the same again."""
 
-    def __init__(self, apply: Callable[..., Any], kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, apply: Callable[..., Any], autocast: Autocast) -> None:
         self.apply = apply
-        self.kind = kind
-        self.dtype = dtype
+        self.autocast = autocast
         self.__name__ = _stem(apply)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it as it was called."""
-        with torch.autocast(self.kind, dtype=self.dtype):
+        with self.autocast.entered():
             return self.apply(*args, **kwargs)
 
 
 def _as_called_now(cls: Any) -> Callable[..., Any]:
-    for kind in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(kind):
-            return UnderAutocast(cls.apply, kind, torch.get_autocast_dtype(kind))
-    return cls.apply
+    autocast = Autocast.now()
+    return cls.apply if autocast == OFF else UnderAutocast(cls.apply, autocast)
 
 
 def _stem(function: Any) -> str:

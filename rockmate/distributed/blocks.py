@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from rkgb import ModelError, ReplayMismatch, Sample, SampleError, make_sample
-from rkgb.state import autocast_in_force, borrowed, module_devices, training_mode
+from rkgb.autocast import Autocast
+from rkgb.state import borrowed, training_mode
 from rkgb.tracing.replay import replay_check
 from rockmate.distributed.precision import casting, removed
 from rockmate.module import Rockmate
@@ -176,7 +177,7 @@ def _noting(block: nn.Module, seen: Calls, *, copied: bool) -> Callable[..., Non
         if not torch.is_grad_enabled():
             return
         arguments = make_sample(block, Sample(args, kwargs))
-        seen.patterns.append(CallPattern.of(arguments, autocast_in_force(module_devices(block, arguments.tensors))))
+        seen.patterns.append(CallPattern.of(arguments, Autocast.now()))
         if copied and seen.sample is None:
             seen.sample = arguments.copy()
 

@@ -11,10 +11,10 @@ import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
+from rkgb.autocast import without_autocast
 from rkgb.kgraph import held_storages
 from rkgb.measuring.memory import AllocationLog, allocated_bytes, warm_up
 from rkgb.measuring.profile import SavedKind
-from rkgb.state import without_autocast
 from rkgb.surroundings import unprofiled
 from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import leaves, map_leaves

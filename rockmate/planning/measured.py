@@ -14,11 +14,12 @@ import torch
 
 from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
+from rkgb.autocast import Autocast
 from rkgb.devices import refuse_devices, refuse_without_data
 from rkgb.measuring.measure import MeasuredBlocks
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.sgraph import run_once
-from rkgb.state import autocast_in_force, borrowed, for_planning, main_device, module_devices
+from rkgb.state import borrowed, for_planning, main_device, module_devices
 from rockmate.errors import NothingToTrain
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import (
@@ -154,9 +155,7 @@ def trace_model(
     devices = module_devices(model, arguments.tensors)
     return Traced(
         arguments,
-        CallPattern.of(
-            arguments, autocast_in_force(devices), flags_in_force(any(device.type == "cuda" for device in devices))
-        ),
+        CallPattern.of(arguments, Autocast.now(), flags_in_force(any(device.type == "cuda" for device in devices))),
         basic,
         graph,
         main_device(info.device for info in dataflow.values.values()),

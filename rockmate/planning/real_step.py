@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from rkgb import Sample
+from rkgb.autocast import without_autocast
 from rkgb.measuring.available import available_bytes
 from rkgb.measuring.block_run import FreshGradients
 from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
-from rkgb.state import borrowed, for_planning, without_autocast
+from rkgb.state import borrowed, for_planning
 from rkgb.surroundings import surroundings_aside, unprofiled
 from rkgb.tracing.attributes import FreshTensors, is_a_loss
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators

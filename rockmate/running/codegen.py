@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rkgb import DNode, Leaf, LeafKind
+from rkgb.autocast import OFF
 from rkgb.call import Ref, is_ref
 from rkgb.measuring.profile import SavedKind, SavedTensor
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
@@ -261,12 +262,15 @@ class _Writer:
                 self._line(1, f"{name} = {name}.detach()")
 
     def _enter_autocast(self, op: DNode, indent: int) -> int:
-        """The region in which an opaque call was traced: of other operations, casts are operations of their own."""
+        """The autocast in which an opaque call was traced: of other operations, casts are operations of their own."""
         function = op.call.function
-        if not isinstance(function, OpaqueCall) or function.autocast is None:
+        if not isinstance(function, OpaqueCall) or function.autocast == OFF:
             return indent
-        kind, dtype = function.autocast
-        self._line(indent, f"with torch.autocast({kind!r}, dtype={dtype}):")
+        texts = [f"{kind}={dtype}" for kind, dtype in function.autocast.regions]
+        if function.autocast.off:
+            texts.append("off={" + ", ".join(f"{kind!r}: {dtype}" for kind, dtype in function.autocast.off) + "}")
+        texts += [] if function.autocast.caches else ["caches=False"]
+        self._line(indent, f"with autocast({', '.join(texts)}):")
         return indent + 1
 
     def _fills(self, segment: Segment) -> list[_Fill]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rkgb import DGraph, DNode, LeafKind
+from rkgb.autocast import autocast
 from rkgb.call import Call, Ref, is_ref, ref_names
 from rkgb.inspection import RUNNING_STATISTICS
 from rkgb.tracing.generators import OwnGenerator, is_own_generator
@@ -31,6 +32,7 @@ class Expressions:
         self.namespace: dict[str, Any] = {
             "torch": torch,
             "aten": SimpleNamespace(),  # as torch.ops.aten, with the operations that are called
+            "autocast": autocast,
             "differentiable": differentiable,
             "writable": writable,
             "Step": Step,

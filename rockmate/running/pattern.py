@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rkgb import Sample
+from rkgb.autocast import OFF, Autocast
 from rockmate.errors import InputMismatch
 from rockmate.running.flags import Flags
 from rockmate.running.numbers import blanked, is_same_structure
@@ -20,16 +21,14 @@ class CallPattern:
 
     skeleton: Any
     traits: tuple[_Traits, ...]
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # in force while planning: device types, and what it casts to
+    autocast: Autocast = OFF  # in force while planning
     flags: Flags | None = None  # of PyTorch's back ends, in force while planning; None where they do not matter
 
     # Paths of numbers that may be others: the code computes with them. A plan for the sample's is the same plan.
     free: frozenset[tuple[Any, ...]] = field(default=frozenset(), compare=False)
 
     @classmethod
-    def of(
-        cls, sample: Sample, autocast: tuple[tuple[str, torch.dtype], ...] = (), flags: Flags | None = None
-    ) -> CallPattern:
+    def of(cls, sample: Sample, autocast: Autocast = OFF, flags: Flags | None = None) -> CallPattern:
         """The pattern of every call that is like `sample`."""
         return cls(sample.skeleton(), tuple(_Traits.of(tensor) for tensor in sample.tensors), autocast, flags)
 
@@ -86,7 +85,10 @@ class CallPattern:
         return ratios
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.traits)) + (f" under autocast {self.autocast}" if self.autocast else "")
+        text = ", ".join(map(str, self.traits))
+        if self.autocast.regions:
+            text += f" under autocast {self.autocast.regions}"
+        return text if self.autocast.caches and not self.autocast.off else f"{text}, autocast {self.autocast}"
 
 
 @dataclass(frozen=True, slots=True)

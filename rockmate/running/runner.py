@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from rkgb import DGraph, GuardError, LeafKind, RockmateError, Sample
+from rkgb.autocast import Autocast, without_autocast
 from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
-from rkgb.state import autocast_in_force, random_states, without_autocast
+from rkgb.state import random_states
 from rkgb.surroundings import hooks_allowed
 from rkgb.tracing.attributes import AttributeGone, Writing
 from rkgb.tracing.generators import generators_for
@@ -105,7 +106,7 @@ class Runner:
             assert known is not None, "a call is compared with the plan before"
             step.numbers = self._numbers.values(known)
         with (
-            without_autocast() if self._pattern.autocast else contextlib.nullcontext(),
+            without_autocast() if self._pattern.autocast.regions else contextlib.nullcontext(),
             contextlib.nullcontext() if _hooks_are_allowed() else hooks_allowed(),
             self._undone_if_refused() if self._is_guarded else contextlib.nullcontext(),
         ):
@@ -170,11 +171,11 @@ class Runner:
         )
 
     def _autocast_mismatch(self) -> PlanMismatch | None:
-        cast = autocast_in_force(self._devices)
+        cast = Autocast.now()
         if cast == self._pattern.autocast:
             return None
         return PlanMismatch(
-            f"autocast is {_autocast_text(cast)}, but was {_autocast_text(self._pattern.autocast)} when the module "
+            f"autocast is {cast}, but was {self._pattern.autocast} when the module "
             "was planned: planned code casts as it did then. Call and plan the module under the same autocast."
         )
 
@@ -184,7 +185,3 @@ def _written_buffers(graph: DGraph) -> list[str]:
     owners = dict.fromkeys(graph.owner(name) for op in graph for name in op.written)
     leaves = [graph.leaves[owner] for owner in owners if owner in graph.leaves]
     return [leaf.path for leaf in leaves if leaf.kind is LeafKind.BUFFER]
-
-
-def _autocast_text(cast: tuple[tuple[str, torch.dtype], ...]) -> str:
-    return " and ".join(f"on for {kind} ({str(dtype).removeprefix('torch.')})" for kind, dtype in cast) or "off"

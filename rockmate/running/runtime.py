@@ -18,8 +18,9 @@ from weakref import ref
 
 import torch
 
+from rkgb.autocast import autocast_is_on, without_autocast
 from rkgb.normalisation import normalised
-from rkgb.state import autocast_is_on, never_unpacked, without_autocast
+from rkgb.state import never_unpacked
 from rkgb.surroundings import hooks_allowed
 from rkgb.turns import STREAMS
 from rkgb.uncompiled import never_compiled

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rkgb import AllGraphs, BGraph, BNode, DGraph, GuardError, Leaf, LeafKind, b_to_d, d_to_s, make_sample, trace
+from rkgb.autocast import Autocast
 from rkgb.call import Call, Ref
 from rkgb.json_form import (
     FunctionNotGiven,
@@ -28,6 +29,7 @@ from rkgb.json_form import (
 )
 from rkgb.json_form.reader import Reader
 from rkgb.json_form.writer import Writer
+from rkgb.tracing.record import UnderAutocast
 from rkgb.tracing.replay import run_graph
 from rkgb.tree import leaves
 from rockmate import zoo
@@ -340,6 +342,32 @@ def test_custom_functions_are_names_until_they_are_given():
         run_graph(found, module, sample)
     same_outputs(loads(text, FUNCTIONS), module, sample)
     assert step_difference(loads(text, FUNCTIONS), module, sample, seed=1) is None
+
+
+def two_kinds(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("xpu", torch.bfloat16, cache_enabled=False):
+        x = ScaledSquare.apply(module.layer(x), 2.0)
+        with torch.autocast("xpu", enabled=False):
+            return ScaledSquare.apply(x, 0.5)
+
+
+def autocasts_of(graph: Any) -> list[Autocast]:
+    functions = [node.call.function for node in graph.nodes]
+    return [one.autocast for one in functions if isinstance(one, UnderAutocast)]
+
+
+def test_custom_functions_under_autocast_of_several_kinds_are_read_as_they_were_and_from_older_files():
+    module = Program(two_kinds, layer=linear())
+    text = dumps(b_to_d(trace(module, make_sample(module, rows()), "record"), module, make_sample(module, rows())))
+    cpu, xpu = ("cpu", torch.bfloat16), ("xpu", torch.bfloat16)
+    assert autocasts_of(loads(text, FUNCTIONS)) == [Autocast((cpu, xpu), (), False), Autocast((cpu,), (xpu,), False)]
+    new = '"autocast":[["cpu","bfloat16"],["xpu","bfloat16"]],"autocast_caches":false'
+    assert text.count(new) == 1
+    old = text.replace(new, '"autocast":["cpu","bfloat16"]')
+    assert autocasts_of(loads(old, FUNCTIONS))[0] == Autocast((cpu,))
+    for wrong in ('"autocast":[["tpu","bfloat16"]]', '"autocast":[["cpu"]]', '"autocast":"cpu"'):
+        with pytest.raises(GraphFormatError, match="autocast"):
+            loads(text.replace(new, wrong), FUNCTIONS)
 
 
 # ---- new versions of classes -----------------------------------------------------------------------------------
