@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -25,7 +23,6 @@ _MOST_SETTLED = 256  # kinds of calls of which it is remembered that they run by
 _MOST_MODES = 8  # of the module, for each of these
 _MOST_SHOWN = 300  # characters of somebody else's message
 _RAISED = "raised at "
-_OWN_CODE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
 _ADVICE = (
     ": the plan holds",
     ". Put it back",
@@ -142,11 +139,3 @@ def first_clause(refusal: Exception | None) -> str:
     for end in _ADVICE:
         text = text.partition(end)[0]
     return text.rstrip(".")
-
-
-def frames_to_the_user() -> int:
-    """How many calls above the caller there is code that is neither ours nor torch's, as `warnings.warn` counts."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -43,6 +43,10 @@ class CheckpointingWarning(UserWarning):
     """A model's own checkpointing is switched on. Planned steps run without it: the plan chooses what is recomputed."""
 
 
+class DoubleBackwardWarning(UserWarning):
+    """A backward with `create_graph=True` goes through a module whose plan recomputes: it may exceed the budget."""
+
+
 class NothingToTrain(RockmateError):
     """The module has no gradient to compute, so there is no training step to plan."""
 

@@ -22,14 +22,7 @@ from rkgb.measuring.memory import is_out_of_memory
 from rkgb.state import for_planning
 from rkgb.surroundings import profiler_is_taken
 from rkgb.turns import TURNS, TurnsOf, warnings_collected
-from rockmate.by_itself import (
-    ByItself,
-    SettledCalls,
-    first_clause,
-    frames_to_the_user,
-    reason_of,
-    without_frames,
-)
+from rockmate.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
 from rockmate.errors import (
     BudgetTooSmall,
     CheckpointingWarning,
@@ -56,6 +49,7 @@ from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import Progress, progress_display
 from rockmate.running.checkpointing import OwnCheckpointing
+from rockmate.running.double_backward import DoubleBackward, frames_to_the_user
 from rockmate.running.flags import flags_in_force
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.pattern import CallPattern
@@ -117,6 +111,7 @@ class PlanFamily:
         self._told: OrderedDict[str, None] = OrderedDict()
         self._expected: list[tuple[CallPattern, Decisions]] = []
         self._own_checkpointing = OwnCheckpointing(model)
+        self._double_backward = DoubleBackward(model)
         self._untrained: list[Untrained] = []
         self._turns = TurnsOf(model)
         self._made = 0  # plans so far
@@ -259,7 +254,7 @@ class PlanFamily:
                 if self.shapes != "error" and member.is_due_for_another(_HABIT):
                     return False, None, None
                 try:
-                    output = member.runner.run(call)
+                    output = member.runner.run(call, self._double_backward)
                 except GuardError as error:
                     refusal = error  # more telling than that other plans are for other modes
                 else:
@@ -376,7 +371,7 @@ class PlanFamily:
         if not isinstance(found, Member) or (self._first_makes and self._is_first_call()):
             return False, None, None
         try:
-            output = found.runner.run(call)
+            output = found.runner.run(call, self._double_backward)
         except GuardError as error:
             return False, None, error
         self._count_if_above(found)

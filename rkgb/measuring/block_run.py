@@ -94,15 +94,42 @@ def run_block(
 
 
 def stand_ins(graph: DGraph, block: Block, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the block reads, by name: leaves of an autograd graph of its own."""
-    return {name: _stand_in(graph, block, name, given[name]) for name in (*block.leaves, *block.inputs)}
+    """What the block reads, by name: leaves of an autograd graph of its own.
+
+    A custom function, also within an opaque submodule, may run the module that holds its parameters in its backward,
+    and ask for their gradients, as checkpoints of people's own do: these parameters are themselves, without a gradient.
+    """
+    own = {name for op in block.ops if _is_custom(op) for name in op.inputs}
+    found = {}
+    for name in (*block.leaves, *block.inputs):
+        tensor = given[name]
+        if name in own and isinstance(tensor, torch.nn.Parameter) and not _is_written(graph, block, name):
+            tensor.grad = None
+            found[name] = tensor
+        else:
+            found[name] = _stand_in(graph, block, name, tensor)
+    return found
+
+
+def _is_custom(op: DNode) -> bool:
+    return not isinstance(op.call.function, torch._ops.OpOverload)
+
+
+def forget_gradients(block: Block, given: dict[str, Any]) -> None:
+    """Let go of what runs of `block` have left in the parameters that it reads."""
+    for name in block.leaves:
+        if isinstance(given[name], torch.nn.Parameter):
+            given[name].grad = None
+
+
+def _is_written(graph: DGraph, block: Block, name: str) -> bool:
+    return graph.owner(name) in {graph.owner(target) for op in block.ops for target in op.written}
 
 
 def _stand_in(graph: DGraph, block: Block, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A leaf with the storage of `tensor`, or a copy where the block writes into it."""
-    written = {graph.owner(target) for op in block.ops for target in op.written}
     detached = tensor.detach()
-    if graph.owner(name) in written:
+    if _is_written(graph, block, name):
         detached = detached.clone()
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(detached, graph.values[name].requires_grad)  # compiled code looks at the class

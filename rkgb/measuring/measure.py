@@ -23,7 +23,7 @@ from rkgb.cut import Block
 from rkgb.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.equivalence import CanonicalForm, canonical_form
 from rkgb.measuring.block_memory import observe_memory
-from rkgb.measuring.block_run import Observer, run_block, stand_ins
+from rkgb.measuring.block_run import Observer, forget_gradients, run_block, stand_ins
 from rkgb.measuring.profile import BlockProfile
 from rkgb.measuring.repetition import repetition_times
 from rkgb.sample import Sample
@@ -110,6 +110,7 @@ def _measure(
     else:
         profile = _timed(graph, block, values, observe_memory(graph, block, values, _device(graph, block)).profile())
     measured[form.digest] = form.names, profile
+    forget_gradients(block, values)
 
 
 def _profile_of(form: CanonicalForm, measured: MeasuredBlocks) -> BlockProfile:

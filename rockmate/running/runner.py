@@ -21,6 +21,7 @@ from rkgb.tracing.guard import Guard
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch
 from rockmate.running.codegen import CompiledProgram
+from rockmate.running.double_backward import DoubleBackward
 from rockmate.running.flags import flag_texts, flags_difference, flags_in_force
 from rockmate.running.module_traits import ModuleTraits, TraitsReader
 from rockmate.running.numbers import RunTimeNumbers
@@ -60,6 +61,7 @@ class Runner:
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
         self._is_guarded = any(isinstance(op.call.function, Guard) for op in graph)
         self._written = _written_buffers(graph)
+        self._double_backward = DoubleBackward(module)
         self.make_step: Callable[[StepTables], Step] = Step  # another one may watch what a step does
 
     @property
@@ -94,13 +96,14 @@ class Runner:
             or self._numbers_mismatch(call)
         )
 
-    def run(self, call: Sample) -> Any:
-        """Forward of a call for which there is no mismatch.
+    def run(self, call: Sample, double_backward: DoubleBackward | None = None) -> Any:
+        """Forward of a call for which there is no mismatch; a module of several plans tells of all by one object.
 
         Raises `GuardError` where the data would take another branch of the module: then nothing has happened.
         """
         tensors = call.tensors
         step = self.make_step(self._compiled.tables)
+        step.double_backward = double_backward or self._double_backward
         if self._numbers is not None:
             known = self._numbers.known(call, self._module)
             assert known is not None, "a call is compared with the plan before"

@@ -25,6 +25,7 @@ from rkgb.surroundings import hooks_allowed
 from rkgb.turns import STREAMS
 from rkgb.uncompiled import never_compiled
 from rockmate.errors import PlanMismatch
+from rockmate.running.double_backward import DoubleBackward
 from rockmate.running.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
 
 # Between other operations none of what is called here is in a cache, and each call and attribute takes its time, which
@@ -34,6 +35,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined,unused-ignore]
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+_backward_that_runs = torch._C._current_graph_task_id  # type: ignore[attr-defined,unused-ignore]
 
 
 class Handle:
@@ -107,6 +109,7 @@ class Step:
         "_tables",
         "_values",
         "_versions",
+        "double_backward",
         "hooks",
         "numbers",
     )
@@ -114,6 +117,7 @@ class Step:
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
         self.hooks = UserHooks.around()
+        self.double_backward: DoubleBackward | None = None  # whom to tell that a graph of the backward is wanted
         self.numbers: dict[str, int | float] = {}  # what this call gives for expressions of arguments and settings
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
@@ -208,6 +212,8 @@ class Step:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
         code = self._tables.segments[segment]
         self._ran.add(segment)
+        if torch.is_grad_enabled() and self.double_backward is not None and _backward_that_runs() != -1:
+            self.double_backward.tell()
         replaced = [leaf for name in code.reads if (leaf := self._replaced(name)) is not None] if code.reads else []
         # There may be autocast around the backward, and a graph of it may be wanted. Contexts are entered where they
         # have something to do: between the operations of a backward none of their code is in a cache.

@@ -201,6 +201,7 @@ def test_only_one_of_several_outputs_reaches_the_loss(name):
     assert_like_eager(recomputing(built(TwoHeads), rows()), scenario)
 
 
+@pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 def test_gradients_of_gradients():
     def scenario(module):
         data = rows(1, requires_grad=True)
@@ -212,6 +213,7 @@ def test_gradients_of_gradients():
     assert_like_eager(recomputing(built(Smooth), rows(requires_grad=True)), scenario)
 
 
+@pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 def test_gradients_of_gradients_of_parameters():
     def scenario(module):
         loss = squares(module(rows(1)))

@@ -118,6 +118,7 @@ SCENARIOS: list[Scenario] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("recompute", [keep_nothing, keep_every_other])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.__name__ for scenario in SCENARIOS])

@@ -71,6 +71,7 @@ def test_a_forward_with_only_a_part_of_its_backward_leaves_nothing():
     assert net_bytes(log) == 0
 
 
+@pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 def test_a_second_order_step_leaves_nothing():
     model = recomputing(built(Smooth), rows())
     with AllocationLog(CPU) as log:

@@ -1,5 +1,7 @@
 """Checkpoints of a model's own, and what happens to a step between its forward and its end."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rkgb import TraceWarning
 from rockmate import BudgetTooSmall, Rockmate, verify
+from rockmate.memory.split import gradients_made
 
 
 class Layers(nn.Module):
@@ -75,12 +78,67 @@ def test_a_checkpoint_of_ones_own_is_one_operation_and_draws_what_it_draws():
     assert result.exact or result.own_checkpoint, result
 
 
+class Strict(Again):
+    """The same, which believes that its backward meets the parameters that it was given."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.part(x)
+        return (None, *torch.autograd.grad(output, (x, *ctx.parameters), gradient))
+
+
+class StrictBody(Layers):
+    def forward(self, x):
+        return Strict.apply(self.part, x, *self.first.parameters(), *self.second.parameters())
+
+
+class StrictLayers(Layers):
+    def forward(self, x):
+        return self.last(torch.tanh(Strict.apply(self.part, x, *self.first.parameters(), *self.second.parameters())))
+
+
+class Around(nn.Module):
+    """A checkpoint of one's own within a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = StrictBody(dropout=0.0), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.inner(x)))
+
+
+def test_a_checkpoint_of_ones_own_that_asks_for_gradients_of_its_parameters_is_measured_with_them():
+    model, sample = StrictLayers(dropout=0.0), torch.randn(64, 16, requires_grad=True)
+    held = dict(model.named_parameters())
+    result = verify(model, sample, 1 << 24)
+    assert result.exact, result
+    assert all(held[name] is parameter and parameter.grad is None for name, parameter in model.named_parameters())
+    planned = Rockmate(model, sample, 1.0, cache=False)
+    made = gradients_made(planned._member.measured.graphs)
+    assert sorted(made.values()) == sorted(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_checkpoint_of_ones_own_may_be_in_an_opaque_submodule():
+    model, sample = Around(), torch.randn(64, 16, requires_grad=True)
+    assert verify(model, sample, 1 << 24).exact
+    planned = Rockmate(model, sample, 1 << 24, opaque=model.inner, cache=False)
+    expected = copy.deepcopy(model)
+    for module in (planned, expected):
+        module(sample).square().mean().backward()
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (one.grad is None and name.startswith("inner.last")) or torch.equal(one.grad, other.grad)
+
+
 def least(model, sample):
     with pytest.raises(BudgetTooSmall) as caught:
         Rockmate(model, sample, 1, cache=False, time_limit=1)
     return caught.value.smallest_budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 def test_a_second_backward_through_a_planned_step_is_eagers():
     sample, found = torch.randn(64, 16), []
     planned = Rockmate(Layers(), sample, least(Layers(), sample), cache=False, time_limit=1)
