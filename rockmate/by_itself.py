@@ -8,8 +8,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from rkgb import RockmateError, Sample
 from rkgb.autocast import Autocast
 from rkgb.measuring.memory import is_out_of_memory
