@@ -121,6 +121,11 @@ class Snapshot:
         """All tensors that are held, but for those within longer containers."""
         return [tensor for held in self.held.values() for tensor in leaves(_values(held.content))]
 
+    def generators(self) -> list[torch.Generator]:
+        """All random generators that are held, in lists and objects, too."""
+        values = [value for held in self.held.values() for value in _values(held.content)]
+        return [value for value in values if isinstance(value, torch.Generator)]
+
     def again(self) -> Snapshot:
         """What the same modules hold now."""
         return Snapshot(self.submodules)

@@ -18,7 +18,7 @@ from rkgb.measuring.memory import is_out_of_memory
 from rkgb.sample import Sample
 from rkgb.sgraph import d_to_s
 from rkgb.state import borrowed, module_devices, random_states
-from rkgb.tracing.attributes import attributes_of, differ
+from rkgb.tracing.attributes import Snapshot
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import GeneratorsMet
 from rkgb.tracing.guard import Guard
@@ -157,7 +157,7 @@ def _run(submodule: torch.nn.Module, arguments: Sample, states: list[tuple[torch
     # Written parameters show by their versions; copies of them all would be too much.
     copies = [None if isinstance(t, torch.nn.Parameter) else t.detach().clone() for t in tensors]
     versions = [tensor._version for tensor in tensors]
-    attributes = [(part, attributes_of(part)) for part in submodule.modules()]
+    attributes = Snapshot(submodule.named_modules())  # through lists and objects: what is appended to counts, too
     others = random.getstate(), np.random.get_state()
     packed: list[tuple[torch.Tensor, StorageWeakRef]] = []
 
@@ -189,15 +189,11 @@ def _run(submodule: torch.nn.Module, arguments: Sample, states: list[tuple[torch
         saved=_described(packed, tensors, outputs),
         written=written,
         writes_state=any(place >= len(given.tensors) for place in written),
-        attributes=any(_changed(before, attributes_of(part)) for part, before in attributes),
+        attributes=bool(attributes.writes()),
         other_random=random.getstate() != others[0] or not _same_numpy(others[1]),
         foreign_random=any(place >= own or states[place][0].device != device for place in moved),
         ends=ends,
     )
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return before.keys() != after.keys() or any(differ(before[name], value) for name, value in after.items())
 
 
 def _same_numpy(before: Any) -> bool:

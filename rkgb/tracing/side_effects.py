@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from rkgb.errors import TraceError
 from rkgb.source import caller_is_torch, opaque_advice, python_location
-from rkgb.tracing.attributes import Snapshot, accesses_noted, attributes_of
+from rkgb.tracing.attributes import Snapshot, accesses_noted
 from rkgb.turns import replaced_here
 
 _SHOWN = 3  # submodules named in a message
@@ -146,8 +146,7 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
     That is attributes, what is in the lists, dictionaries and objects that they hold, states of generators, and hooks.
     """
     before = Snapshot(module.named_modules())
-    attributes = [value for submodule in module.modules() for value in attributes_of(submodule).values()]
-    states = [(held, held.get_state()) for held in attributes if isinstance(held, torch.Generator)]
+    states = [(held, held.get_state()) for held in before.generators()]
     # Together: models that add hooks at their first call note in an attribute that they have.
     hooks = [(held, dict(held)) for submodule in module.modules() for held in _hooks_of(submodule)]
     try:

@@ -159,6 +159,16 @@ class Counts(Mix):
         return super().forward(x)
 
 
+class Appends(Mix):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return super().forward(x)
+
+
 class Throws(Mix):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * random.random()
@@ -184,6 +194,7 @@ class Hooked(Mix):
     ("inner", "reason"),
     [
         (Counts, "inner.0 sets attributes"),
+        (Appends, "inner.0 sets attributes"),
         (Throws, "inner.0 draws from random numbers of Python or NumPy"),
         (Draws, "inner.0 draws from a random generator of its own, or of another device than its output"),
         (Hooked, "inner.0 has hooks, which would fire again"),
