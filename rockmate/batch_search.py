@@ -9,6 +9,8 @@ from functools import partial
 
 from rk_solvers import Chain, Problem, Recompute, normalise, peak_and_time
 from rk_solvers.lowest_peak import lowest_peak_plan
+from rkgb import make_sample
+from rkgb.first_call import left_as_it_was
 from rkgb.measuring.memory import is_out_of_memory
 from rockmate.batches import MakeBatch, interpolated
 from rockmate.errors import BudgetError, BudgetTooSmall
@@ -146,8 +148,10 @@ class BatchSearch:
         made = self._make(batch)
         model, sample, loss = (*made, self._request.loss)[:3]
         request = replace(self._request, loss=loss)
-        with planning(model):
-            measured = measure(model, sample, request)
+        call = make_sample(model, sample)
+        # What a forward writes into parameters is given back; what only the first call makes is told with an error.
+        with planning(model), left_as_it_was(model, call) as first, first.told():
+            measured = measure(model, call, request)
             self._resolve(measured)
             request = replace(request, budget=self._request.budget)
             self._learn(batch, measured)

@@ -11,6 +11,8 @@ from rk_solvers import Effort, Problem, Recompute, Solution, Solver, peak_and_ti
 from rk_solvers.least_peak import least_peak_bytes
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rk_solvers.solver import solution_of
+from rkgb import make_sample
+from rkgb.first_call import left_as_it_was
 from rockmate.batch_search import BatchSearch, LargestBatch, Trial
 from rockmate.batches import MakeBatch, find_batch
 from rockmate.errors import ArgumentError, BudgetError, BudgetTooSmall
@@ -100,7 +102,8 @@ def max_batch(
             'as "8GiB", or None for what is free.'
         )
     if isinstance(model, torch.nn.Module):
-        batches = find_batch(model, sample, loss)
+        with left_as_it_was(model, make_sample(model, sample)):
+            batches = find_batch(model, sample, loss)
         make, found = batches.make, batches.tried[-1]
         start = start or batches.size
     else:
@@ -147,8 +150,9 @@ def smallest_budget(
     with progress_display(progress) as tell:
         request = PlanRequest(None, loss, solver, tell, time_limit, gap)
         check_request(request)
-        with planning(model):
-            measured = measure(model, sample, request)
+        call = make_sample(model, sample)
+        with planning(model), left_as_it_was(model, call) as first, first.told():
+            measured = measure(model, call, request)
             plan, attempts = _fast_enough(measured, request, slowdown)
             planned = _within_its_peak(measured, request, model, plan)
     return CheapestBudget(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rk_solvers import Solver
-from rkgb import make_sample
-from rockmate.errors import NotPlanned
+from rkgb import Sample, TraceError, make_sample
+from rkgb.first_call import FirstCall, left_as_it_was
+from rockmate.errors import NotPlanned, PlanMismatch
 from rockmate.member import Member
 from rockmate.memory.budget import AboveResidents, Budget
 from rockmate.module import Rockmate
@@ -23,6 +24,7 @@ from rockmate.planning.request import PlanRequest, check_request
 from rockmate.progress import progress_display
 
 _MEASURED = "_measured"
+_FIRST = "_first"
 
 
 @dataclass(eq=False, slots=True)
@@ -46,12 +48,35 @@ class Staged(Rockmate):
     """
 
     _measured: Measured | None = None
+    _first: FirstCall | None = None  # where what was measured is a call after the first
 
     def measure(self, sample: Any) -> None:
         """Trace and measure calls like `sample`, for `plan_within`. Raises as planning does."""
         call = make_sample(self.original, sample)
-        with self._one_at_a_time() as request, planning(self.original):
-            self.__dict__[_MEASURED] = measure(self.original, call, request)
+        model = self.original
+        with (
+            self._one_at_a_time() as request,
+            planning(model),
+            left_as_it_was(model, call) as first,
+            first.told(),
+        ):
+            measured, is_later = self._measured_as_calls_are(call, request, first)
+        self.__dict__.update({_MEASURED: measured, _FIRST: first if is_later else None})
+
+    def _measured_as_calls_are(self, call: Sample, request: PlanRequest, first: FirstCall) -> tuple[Measured, bool]:
+        """What a call takes, and whether it is one after the first, which makes state that no plan of it has."""
+        if not first.is_structure:
+            try:
+                return measure(self.original, call, request), False
+            except (TraceError, PlanMismatch):
+                if not first.made:
+                    raise
+        with first.done():
+            return measure(self.original, call, request), True
+
+    def _after_first_call(self) -> AbstractContextManager[None]:
+        """Context in which the module is as it was measured: where need be, after its first call."""
+        return nullcontext() if self._first is None else self._first.done()
 
     def plan_within(self, budget: Budget) -> Plan:
         """Plan what was measured for this budget; plans made before are forgotten, and later ones are within it, too.
@@ -65,7 +90,7 @@ class Staged(Rockmate):
     def _planned_within(self, budget: Budget, solver: Solver | None = None) -> PlannedStage:
         """A plan that the module does not follow yet, by another solver than the one asked for."""
         measured = self._what_was_measured()
-        with self._one_at_a_time() as request, planning(self.original):
+        with self._one_at_a_time() as request, planning(self.original), self._after_first_call():
             request = replace(request, budget=budget, solver=solver or request.solver)
             check_request(request)
             return PlannedStage(*plan_with_others(measured, request, self.original, make_plan), budget)
@@ -75,7 +100,13 @@ class Staged(Rockmate):
         family = self._family
         family.request = replace(family.request, budget=stage.budget)
         family.members.remove(family.members)
-        family.adopt(Member.of(self.original, stage.measured, stage.planned))
+        if self._first is None or stage.measured is not self._measured:
+            family.adopt(Member.of(self.original, stage.measured, stage.planned))
+            return
+        with self._first.done():  # its code may read parts that are not there before
+            make = Member.of if stage.measured.settings.have_tensors else Member
+            family.adopt(make(self.original, stage.measured, stage.planned))
+        family._first_makes = self._first.words
 
     def _follow(self, plan_file: PlanFile, sample: Any) -> None:
         """Follow the plan of a file for calls like `sample`. Raises as `restore`: then everything stays as it was."""
@@ -102,4 +133,4 @@ class Staged(Rockmate):
             yield replace(family.request, progress=tell, follow=None)
 
     def _notes(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._notes().items() if name != _MEASURED}
+        return {name: value for name, value in super()._notes().items() if name not in (_MEASURED, _FIRST)}

@@ -100,7 +100,7 @@ def stand_ins(graph: DGraph, block: Block, given: dict[str, Any]) -> dict[str, t
     and ask for their gradients, as checkpoints of people's own do: these parameters are themselves, without a gradient.
     """
     own = {name for op in block.ops if _is_custom(op) for name in op.inputs}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name in (*block.leaves, *block.inputs):
         tensor = given[name]
         if name in own and isinstance(tensor, torch.nn.Parameter) and not _is_written(graph, block, name):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import ModelError, RockmateError, TraceError, make_all_graphs
-from rockmate import ReplanWarning, Rockmate, verify
+from rockmate import ReplanWarning, Rockmate, max_batch, verify
+from rockmate.staged import Staged
 
 BUDGET = 0.95
 
@@ -247,3 +248,33 @@ def test_graphs_alone_say_what_the_first_call_makes():
     with pytest.raises(TraceError) as caught:
         make_all_graphs(ActNorm(), torch.randn(64, 16))
     assert "its first call makes" in str(caught.value.__notes__)
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.parametrize("kind", [Registers, ActNorm])
+def test_a_module_that_is_measured_by_itself_is_planned_as_it_is_after_its_first_call(kind):
+    model, sample = kind(), torch.randn(64, 16)
+    expected = copy.deepcopy(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    staged = Staged(model, budget=None)
+    staged.measure(sample)
+    staged.plan_within(1 << 20)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for _ in range(3):
+        outputs = [module(sample) for module in (staged, expected)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.square().mean().backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_the_largest_batch_of_a_module_with_a_first_call_leaves_its_parameters():
+    model = ActNorm()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TraceError) as refused:
+        max_batch(model, torch.randn(8, 16), budget=1 << 20, most=16, time_limit=1)
+    assert "Call it once before" in "".join(refused.value.__notes__)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
