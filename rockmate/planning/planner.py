@@ -112,7 +112,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         lower_bound_ms=bound_ms,
     )
     _tell_fragmentation(peak, budget_bytes)
-    _tell_poor_plan(planned.plan, request)
+    _tell_poor_plan(planned.plan, solution, request)
     return planned
 
 
@@ -191,10 +191,9 @@ def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module
     return max(peaks) + (max(peaks) - min(peaks))
 
 
-def _tell_poor_plan(plan: Plan, request: PlanRequest) -> None:
-    """Of a solver that the user named, and of decisions that are followed, nothing better was to be expected."""
-    searched = request.solver == "auto" and request.follow is None
-    if searched and plan.recomputations and plan.gap is not None and plan.gap > _POOR_GAP:
+def _tell_poor_plan(plan: Plan, solution: Solution, request: PlanRequest) -> None:
+    """Tell of a plan that a longer search may well better."""
+    if solution.out_of_time and plan.gap is not None and plan.gap > _POOR_GAP:
         limit = "" if request.time_limit_s is None else f" within time_limit={request.time_limit_s:g} s"
         more = max(60, math.ceil(4 * request.longest_search_s))
         warnings.warn(

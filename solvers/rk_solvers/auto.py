@@ -84,7 +84,8 @@ class Auto(Solver):
             best = search.plans[0]
             optimal = search.gap <= SAME
             solution = solution_of(problem, budget_bytes, best.recompute, best.solver, optimal=optimal)
-            return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms))
+            ended = search.gap > search.enough and time.monotonic() >= search.deadline
+            return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms), out_of_time=ended)
         # In time of its own, whatever the search took: the smallest budget that a refusal names was found like this,
         # and must be met when it is asked for.
         smallest = smallest_budget(problem, self.chain, self.time_limit_s)

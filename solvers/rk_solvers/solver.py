@@ -47,6 +47,7 @@ class Solution:
     proven_bytes: int | None = None  # infeasible only: no schedule's peak is lower; None if not known
     lower_bound_ms: float | None = None  # no schedule that fits takes less; infinite if none fits, None if unknown
     interrupted: bool = False  # the user ended the search: a longer one may find a better schedule
+    out_of_time: bool = False  # its time limit ended the search, likewise
 
     @property
     def gap(self) -> float | None:
