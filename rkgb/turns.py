@@ -236,12 +236,46 @@ def warnings_collected() -> contextlib.AbstractContextManager[list[warnings.Warn
 
 # ---- locks ------------------------------------------------------------------------------------------------
 
+
+class ThreadsLock:
+    """As `threading.RLock`, but who acts for the thread that holds it holds it, too: that one waits for the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._depth = 0
+
+    def acquire(self) -> None:
+        """Wait until no other thread holds it."""
+        me = current_thread()
+        if self._holder != me:
+            self._lock.acquire()
+            self._holder = me
+        self._depth += 1
+
+    def release(self) -> None:
+        """Once for each `acquire`."""
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self._lock, self._holder, self._depth = threading.Lock(), None, 0
+
+
 # The random streams belong to the process, and so does the lock on them: while one thread repeats an operation with
 # the numbers of its forward, or notes where a stream is before it draws, or compares a trace with its module from a
 # seed, no other planned step may draw or put the stream elsewhere.
-STREAMS = threading.RLock()
+STREAMS = ThreadsLock()
 # So does the profiler that records allocations: a second one ends the process.
-ALLOCATIONS = threading.RLock()
+ALLOCATIONS = ThreadsLock()
 
 
 def _in_a_fork() -> None:

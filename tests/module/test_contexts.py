@@ -374,3 +374,14 @@ def test_all_that_was_aside_is_back_also_after_an_error() -> None:
 def test_default_devices_stay() -> None:
     with torch.device("meta"), surroundings_aside():
         assert torch.ones(1).is_meta
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:Sequential was planned while a profiler runs:rockmate.ReplanWarning")
+def test_a_step_that_is_planned_while_its_peak_is_measured_goes_on() -> None:
+    module = planned()
+    eager = copy.deepcopy(module.original)
+    with PeakMemory() as peak:
+        found = step(module, batch())
+    assert peak.peak_bytes > 0
+    assert same(found, step(eager, batch()))
