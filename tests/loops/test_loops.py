@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.loops import language, optimising, vision
+from tests.loops import language, optimising, representations, vision
 from tests.loops.harness import Loop, run_both
 
-LOOPS = [*vision.LOOPS, *optimising.LOOPS, *language.LOOPS]
+LOOPS = [*vision.LOOPS, *optimising.LOOPS, *language.LOOPS, *representations.LOOPS]
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 
