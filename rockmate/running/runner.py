@@ -15,9 +15,10 @@ from rkgb.call import is_ref
 from rkgb.dgraph import leaf_tensors
 from rkgb.state import random_states
 from rkgb.surroundings import hooks_allowed
-from rkgb.tracing.attributes import AttributeGone, Writing
+from rkgb.tracing.attributes import AttributeGone, Snapshot, Writing
 from rkgb.tracing.generators import generators_for
 from rkgb.tracing.guard import Guard
+from rkgb.tracing.opaque import OpaqueCall
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch
 from rockmate.running.codegen import CompiledProgram
@@ -59,7 +60,8 @@ class Runner:
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._on_cuda = any(device.type == "cuda" for device in self._devices)
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
-        self._is_guarded = any(isinstance(op.call.function, Guard) for op in graph)
+        self._is_guarded = any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
+        self._opaque = {op.call.function.path for op in graph if isinstance(op.call.function, OpaqueCall)}
         self._written = _written_buffers(graph)
         self._double_backward = DoubleBackward(module)
         self.make_step: Callable[[StepTables], Step] = Step  # another one may watch what a step does
@@ -123,13 +125,17 @@ class Runner:
 
     @contextlib.contextmanager
     def _undone_if_refused(self) -> Iterator[None]:
-        """Where a guard refuses the data, random streams and buffers are as if the call had not been made."""
+        """Where a guard refuses the data, streams, buffers and attributes are as if the call had not been made."""
+        opaque = [self._module.get_submodule(path) for path in self._opaque]  # of others, nothing is written before
+        held = [Snapshot(submodule.named_modules()) for submodule in opaque]
         streams = random_states(self._devices)
         streams += [(one, one.get_state()) for one in generators_for(self._module, self._graph.generators)]
         buffers = [(self._module.get_buffer(path), self._module.get_buffer(path).clone()) for path in self._written]
         try:
             yield
         except GuardError:
+            for before in held:
+                before.restore()
             for generator, state in streams:
                 generator.set_state(state)
             with torch.no_grad():

@@ -202,6 +202,35 @@ def test_many_habits_and_loops_are_exact_or_told_or_refused_with_their_cause(chu
     assert not failed, "\n\n".join(f"{case}\n{error}" for case, error in failed.items())
 
 
+class Alternating(torch.nn.Module):
+    """Goes by the count of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.layer = 0, torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.layer(x)) if self.calls % 2 else self.layer(x)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.alternating = torch.nn.Linear(8, 8), Alternating()
+
+    def forward(self, x, number):
+        return torch.tanh(self.alternating(torch.tanh(self.layer(x)))) * (1 + int(number.max()))
+
+
+@pytest.mark.filterwarnings("ignore::rkgb.TraceWarning", "ignore::rockmate.ReplanWarning")
+def test_what_a_call_counts_before_its_plan_proves_to_be_another_s_is_taken_back():
+    model = Rockmate(Counting(), (torch.randn(16, 8), torch.tensor([3])), 1.0, solver="greedy", cache=False)
+    for call, number in enumerate((3, 4, 3)):
+        model(torch.randn(16, 8), torch.tensor([number])).sum().backward()
+        assert model.original.alternating.calls == call + 1
+
+
 KNOWN = "what Python's and NumPy's generators give is a constant of the graph: that is told, and the values are others"
 
 
