@@ -61,12 +61,13 @@ def planned(kind: str, operations: int, share: float) -> dict[str, Any]:
     """Plan one model in this process: seconds by stage, bytes, and the gap."""
     model, sample = model_of(kind, operations)
     stages: dict[str, float] = {}
-    last = [time.perf_counter(), "start"]
+    last = (time.perf_counter(), "start")
 
     def tell(stage: str, _done: int, _total: int) -> None:
-        now = time.perf_counter()
-        stages[last[1]] = round(stages.get(last[1], 0.0) + now - last[0], 3)
-        last[:] = [now, stage.split(" (")[0]]
+        nonlocal last
+        began, name = last
+        last = (time.perf_counter(), stage.split(" (")[0])
+        stages[name] = round(stages.get(name, 0.0) + last[0] - began, 3)
 
     row: dict[str, Any] = {"kind": kind, "operations": operations, "share": share}
     started = time.perf_counter()

@@ -10,10 +10,10 @@ from torch import nn
 from rkgb import ReplayMismatch, TraceError, TraceWarning, make_sample
 from rkgb.pipeline import exact_trace
 from rkgb.tracing.fresh import fresh_sample, offers
+from rkgb.tracing.replay import replay_check
 from rockmate import Rockmate, verify
 from tests.graph.programs import Program, linear, rows
 
-CALLS = []
 INDEX, VALUE = "IndexError", "ValueError"
 
 
@@ -163,16 +163,20 @@ def test_a_constant_of_the_data_is_found_by_data_made_of_the_sample_too():
         exact_trace(module, make_sample(module, (torch.tensor([9.0, 9.0, 9.0, 8.5]),)))
 
 
-def test_a_module_that_takes_nothing_any_more_is_told_with_all_that_was_tried():
-    CALLS.clear()
+def test_a_module_that_takes_nothing_any_more_is_told_with_all_that_was_tried(monkeypatch):
+    is_checked = []
 
-    def once(m, x):
-        CALLS.append(None)
-        if len(CALLS) > 3:
+    def check(*arguments):
+        is_checked.append(True)
+        return replay_check(*arguments)
+
+    def until_it_is_checked(m, x):
+        if is_checked:
             raise KeyError("no more")
         return spread(m, x)
 
-    module = module_of(once)
+    monkeypatch.setattr("rkgb.pipeline.replay_check", check)
+    module = module_of(until_it_is_checked)
     with pytest.raises(TraceError, match=r"random numbers.*KeyError.*the sample itself \(KeyError: 'no more'\)"):
         exact_trace(module, make_sample(module, (rows(8, 4),)))
 
