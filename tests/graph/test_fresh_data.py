@@ -178,7 +178,7 @@ def test_a_module_that_takes_nothing_any_more_is_told_with_all_that_was_tried(mo
     monkeypatch.setattr("rkgb.pipeline.replay_check", check)
     module = module_of(until_it_is_checked)
     with pytest.raises(TraceError, match=r"random numbers.*KeyError.*the sample itself \(KeyError: 'no more'\)"):
-        exact_trace(module, make_sample(module, (rows(8, 4),)))
+        exact_trace(module, make_sample(module, (rows(8, 4),)), "record")
 
 
 def test_whole_numbers_in_columns_are_those_of_the_sample():
