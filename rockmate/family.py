@@ -47,6 +47,7 @@ from rockmate.planning.follow import Decisions
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.share import Share, asked_now
 from rockmate.progress import Progress, progress_display
 from rockmate.running.checkpointing import OwnCheckpointing
 from rockmate.running.double_backward import DoubleBackward, frames_to_the_user
@@ -123,6 +124,7 @@ class PlanFamily:
         self._kept_open: set[str] = set()  # submodules that cannot be one operation
         self._given: PlanFile | None = None  # the plan of a file, for the first call
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
+        self._share: Share | None = None  # what the budget is a fraction of, if it was given as one
 
     def copy_for(self, model: torch.nn.Module) -> PlanFamily:
         """The same plans for a copy of the module."""
@@ -137,7 +139,7 @@ class PlanFamily:
         twin._known = self._known  # what blocks take does not depend on which module has them
         twin._given = self._given
         twin._expected = self._expected
-        twin._first_makes = self._first_makes
+        twin._first_makes, twin._share = self._first_makes, self._share
         twin._was_planned = self._was_planned
         twin.fallbacks = FallbackCounts(self.fallbacks.records)
         for member in reversed(self.members):
@@ -290,7 +292,7 @@ class PlanFamily:
         refuse_what_spans_ranks(self._model)  # before any part of it runs
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
-            request = replace(request, progress=tell, follow=follow)
+            request = replace(asked_now(request, self._share, self._model), progress=tell, follow=follow)
             with self._told_once(), left_as_it_was(self._model, call) as first, first.told():
                 member = self._after_first_call(call, request, first)
         if profiler_is_taken():
@@ -301,8 +303,10 @@ class PlanFamily:
         return member
 
     def _take_in(self, member: Member) -> None:
-        if not self.members and not isinstance(self.request.budget, AboveResidents):
+        given = self.request.budget
+        if not self.members and not isinstance(given, AboveResidents):
             self.request = replace(self.request, budget=member.plan.whole_budget_bytes)
+            self._share = Share.of(given, member.measured)
         self.members.remove([other for other in self.members if member.covers(other)])
         self.adopt(member)
 
@@ -406,7 +410,8 @@ class PlanFamily:
         now, cause = self._situation(call), None
         with progress_display(self.progress) as tell, self._told_once():
             may_exceed = self._goes_on and refusal is not None
-            request = replace(self.request, progress=tell, follow=None, may_exceed=may_exceed)
+            request = asked_now(self.request, self._share, self._model, alike.measured)
+            request = replace(request, progress=tell, follow=None, may_exceed=may_exceed)
             try:
                 found = plan_above(self._model, alike.measured, make_sample(self._model, call), request, gradients)
             except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
@@ -419,7 +424,7 @@ class PlanFamily:
         if refusal is None:
             self.adopt(member)
             return member
-        return self._taken_in_later(member, now, refusal, told=True)
+        return self._taken_in_later(member, now, refusal, told=request.budget == self.request.budget)
 
     def _planned_now(self, call: Sample, refusal: Exception | None) -> Member | ByItself | None:
         """A new plan for `call`, or why the module itself runs; None where there is nothing to train."""

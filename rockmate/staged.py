@@ -21,6 +21,7 @@ from rockmate.planning.exchange import plan_with_others
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import Planned, make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
+from rockmate.planning.share import Share
 from rockmate.progress import progress_display
 
 _MEASURED = "_measured"
@@ -99,6 +100,7 @@ class Staged(Rockmate):
         """Follow this plan and no other, and its budget."""
         family = self._family
         family.request = replace(family.request, budget=stage.budget)
+        family._share = Share.of(stage.asked, stage.measured)
         family.members.remove(family.members)
         if self._first is None or stage.measured is not self._measured:
             family.adopt(Member.of(self.original, stage.measured, stage.planned))

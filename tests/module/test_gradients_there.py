@@ -257,3 +257,41 @@ def test_a_profile_measures_steps_above_the_gradients():
     model = with_gradients(built(Wide))
     module = planned(model, smallest(model))
     assert profile(module, batch(), loss=squares, steps=1).plan.peak_bytes == module.plan.peak_bytes
+
+
+@pytest.mark.parametrize(("fraction", "rows"), [(0.95, 48), (1.0, 48), (1.0, 12), ("100%", 12)])
+def test_a_fraction_is_of_what_the_steps_of_the_loop_take_whatever_gradients_a_warm_up_left(fraction, rows):
+    """Warnings are errors: that the steps make their gradients is no news."""
+    warmed, fresh = built(Wide), built(Wide)
+    step(warmed, batch())
+    module = planned(warmed, fraction, batch()[:rows])
+    above = module.plan
+    warmed.zero_grad()
+    step(module, batch()[:rows])
+    for seed in range(3):
+        warmed.zero_grad()
+        assert step_bytes(module, batch(seed)[:rows]) <= module.plan.budget_bytes
+    expected = planned(fresh, fraction, batch()[:rows]).plan
+    assert module.plan.budget_bytes == expected.budget_bytes >= above.budget_bytes
+    assert (module.plan.budget_bytes > above.budget_bytes) == (rows == 12), "gradients make the peak of few rows"
+    assert module.plan.baseline_peak_bytes == expected.baseline_peak_bytes
+    assert len(module.plans) == 2
+
+
+def test_a_fraction_is_of_the_first_calls_step_where_calls_of_another_shape_make_gradients():
+    warmed = with_gradients(built(Wide))
+    module = planned(warmed, 1.0, batch()[:12])
+    above = module.plan
+    warmed.zero_grad()
+    with pytest.warns(ReplanWarning, match="tensor 0 of this call"):
+        step(module, batch()[:8])
+    assert above.budget_bytes < module.plan.budget_bytes
+    assert module.plan.budget_bytes == planned(built(Wide), 1.0, batch()[:12]).plan.budget_bytes
+    assert [plan.gradient_bytes for plan in module.plans] == [0, GRADIENT_BYTES]
+
+
+def test_what_a_fraction_is_of_outlives_a_copy():
+    module = copy.deepcopy(planned(with_gradients(built(Wide)), 1.0, batch()[:12]))
+    module.zero_grad()
+    step(module, batch()[:12])
+    assert module.plan.budget_bytes == planned(built(Wide), 1.0, batch()[:12]).plan.budget_bytes
