@@ -281,7 +281,7 @@ ALLOCATIONS = ThreadsLock()
 def _in_a_fork() -> None:
     TURNS.after_fork()
     for lock in (STREAMS, ALLOCATIONS, _warnings.lock):
-        lock._at_fork_reinit()  # type: ignore[attr-defined]
+        lock._at_fork_reinit()  # type: ignore[union-attr]
 
 
 if hasattr(os, "register_at_fork"):
