@@ -23,6 +23,7 @@ from rkgb.state import for_planning, module_devices, state_kept
 from rkgb.tracing.attributes import Snapshot, attributes_of
 from rkgb.tracing.digest import digest
 from rkgb.tracing.fresh import offers
+from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
 from rkgb.tracing.opaque import as_written
 from rkgb.tracing.outliving import outliving
 from rkgb.tracing.record import call_saving_nothing
@@ -143,7 +144,9 @@ def _look(first: FirstCall) -> None:
 
 def _compare_calls(first: FirstCall, watch: _Watch) -> None:
     module = first.module
-    with state_kept(module, module_devices(module, first.sample.tensors)), for_planning(module), as_written():
+    met = GeneratorsMet(module)  # in closures, too
+    kept = state_kept(module, module_devices(module, first.sample.tensors))
+    with kept, for_planning(module), as_written(), met.given_back(), MeetingGenerators(met):
         states = [_State(module)]
         with watch:
             call_saving_nothing(module, first.sample.copy())

@@ -119,7 +119,7 @@ class Snapshot:
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that are held, but for those within longer containers."""
-        return [tensor for held in self.held.values() for tensor in leaves(_values(held.content))]
+        return [tensor for held in self.held.values() for tensor in _tensors_of(_values(held.content))]
 
     def generators(self) -> list[torch.Generator]:
         """All random generators that are held, in lists and objects, too."""
@@ -198,6 +198,15 @@ def _content(thing: Any) -> Any:
     if isinstance(thing, (dict, set)):
         return dict(thing) if isinstance(thing, dict) else set(thing)
     return held_by_object(thing)
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among `values`, in tuples and sets, too; what else holds tensors, perhaps itself, is held by itself."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, set, frozenset)):
+            yield from _tensors_of(value)
 
 
 def _values(content: Any) -> list[Any]:

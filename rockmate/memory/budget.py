@@ -48,6 +48,8 @@ def read_budget(budget: object) -> int | float | AboveResidents | None:
     unit that is at most 1. Numbers of other libraries, and tensors of one number, count as what they hold.
     Raises `BudgetError` for anything that is no positive amount of memory.
     """
+    if isinstance(budget, AboveResidents):
+        _positive(budget.size_bytes, budget.size_bytes)
     if budget is None or isinstance(budget, AboveResidents):
         return budget
     if isinstance(budget, str):
