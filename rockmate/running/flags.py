@@ -53,7 +53,7 @@ def flag_texts(flags: Flags) -> tuple[str, ...]:
 
 def flags_difference(now: Iterable[str], then: Iterable[str]) -> str:
     """Which values differ of flags that both tell, in words; empty where none do."""
-    values = dict(text.split("=", 1) for text in now)
-    before = dict(text.split("=", 1) for text in then)
+    values = {name: value for name, _, value in (text.partition("=") for text in now)}
+    before = {name: value for name, _, value in (text.partition("=") for text in then)}  # of a file: any text
     differ = [name for name in before if values.get(name, before[name]) != before[name]]
     return ", ".join(f"{name} is {values[name]}, but was {before[name]}" for name in differ)
