@@ -227,10 +227,12 @@ class BlockMaker:
 
     def _leaves_block(self, name: str, inside: dict[str, int]) -> bool:
         """Whether what is outside needs `name`: to read it, or for a write to a leaf that runs there too."""
-        if name in self._kept or self._readers.get(name, 0) > inside.get(name, 0):
-            return True
-        writes = self._writes_reading.get(name, ())
-        return any(self._leaves_block(written, inside) for op in writes for written in op.output_names)
+        reached = [name]
+        for name in reached:  # which grows meanwhile: a value, and what is written from it, one after the other
+            if name in self._kept or self._readers.get(name, 0) > inside.get(name, 0):
+                return True
+            reached += (written for op in self._writes_reading.get(name, ()) for written in op.output_names)
+        return False
 
     def _has_gradient_after(self, name: str, place: int) -> bool:
         """Whether the backward of what comes after node `place` begins the gradient of `name`."""

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.errors import ModelError, TraceError
-from rkgb.measuring.memory import is_out_of_memory
+from rkgb.measuring.memory import is_out_of_memory, out_of_memory_told
 from rkgb.sample import Sample
 from rkgb.state import for_planning, module_devices, state_kept
 from rkgb.tracing.attributes import Snapshot, attributes_of
@@ -31,6 +31,10 @@ from rkgb.tree import is_tensor, leaves
 from rkgb.turns import TURNS
 
 _SHOWN = 3  # pieces of state named in a message
+_ADVICE = (
+    "Free some memory first, or give a smaller sample: the module is called twice, without gradients, to see what "
+    "its first call makes."
+)
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -131,8 +135,10 @@ def refuse_lazy(module: torch.nn.Module) -> None:
 def _look(first: FirstCall) -> None:
     """Call the module twice, note what the first call alone changes, and take everything back."""
     watch = _Watch(first.module)
+    doing = f"while {type(first.module).__name__} was called to see what a first call of it makes"
     try:
-        _compare_calls(first, watch)
+        with out_of_memory_told(doing, _ADVICE):
+            _compare_calls(first, watch)
     except Exception as error:
         if is_out_of_memory(error):
             raise  # else tracing meets the same error, and says what is wrong

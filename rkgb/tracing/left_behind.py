@@ -154,8 +154,8 @@ class LeftBehind:
         others = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._own]
         if any(is_from_data(tensor) or tensor.requires_grad for tensor in others):
             raise _refused(write, "keeps, at its first call alone, a tensor that depends on its data")
-        if tensors:
-            return None  # such as a table of positions: the graph computes it in every call
+        if tensors:  # such as a table of positions: the graph computes it in every call, and leaves it where that is
+            return write if write.kind is WriteKind.SET and len(others) == len(tensors) else None
         if write.kind is WriteKind.SET and not is_scalar(write.value):
             return None
         if write.kind is not WriteKind.SET:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import rk_solvers
 import rkgb
 from rkgb import RecordMismatch, Sample
 from rkgb.measuring.measure import MeasuredBlocks
-from rockmate.errors import PlanFileError
+from rockmate.errors import PlanFileError, PoorPlanWarning
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.memory.resident import ResidentRise
 from rockmate.plan_files import cache
@@ -27,7 +28,7 @@ from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.exchange import default_exchange, plan_with_others, solver_text
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
-from rockmate.planning.planner import Planned, make_plan, planning
+from rockmate.planning.planner import Planned, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.running.checkpointing import is_switched_off
 
@@ -60,6 +61,7 @@ def plan_or_reuse(
         if found is None:
             measured = measure_traced(model, traced, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
+            _tell_poor_plan(planned, request)
             planned.plan = replace(planned.plan, planning_peak_bytes=resident.rise_bytes())
             within = planned.plan.measured_peak_bytes is None or (
                 planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
@@ -82,8 +84,15 @@ def plan_above(
     with planning(model):
         other = measured_above(model, measured, sample, request, gradients)
         other, planned = plan_with_others(other, request, model, make_plan)
+        _tell_poor_plan(planned, request)
     other.sample = None
     return other, planned
+
+
+def _tell_poor_plan(planned: Planned, request: PlanRequest) -> None:
+    told = poor_plan_text(planned, request)
+    if told is not None:
+        warnings.warn(told, PoorPlanWarning, stacklevel=5)  # who calls Rockmate(...)
 
 
 def _reused(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: str) -> tuple[Measured, Planned] | None:

@@ -22,7 +22,7 @@ from rkgb.measuring.memory import out_of_memory_told
 from rkgb.state import for_planning, module_devices
 from rkgb.surroundings import surroundings_aside
 from rkgb.turns import TURNS
-from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch, PoorPlanWarning
+from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
@@ -64,6 +64,7 @@ class Planned:
     program: Program
     header: str
     is_complete: bool = True  # False where the user ended the search
+    is_out_of_time: bool = False  # True where the search had to end, and found the plan by then
     is_taken_over: bool = False  # from a plan of other numbers with the same graph: nothing was measured or solved
 
     def compile_for(self, module: torch.nn.Module, numbers: RunTimeNumbers | None = None) -> CompiledProgram:
@@ -111,9 +112,23 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         measured_reserved_bytes=peak.reserved_bytes,
         lower_bound_ms=bound_ms,
     )
+    planned.is_out_of_time = solution.out_of_time
     _tell_fragmentation(peak, budget_bytes)
-    _tell_poor_plan(planned.plan, solution, request)
     return planned
+
+
+def poor_plan_text(planned: Planned, request: PlanRequest) -> str | None:
+    """What to tell of a plan that a longer search may well better; None of any other."""
+    plan = planned.plan
+    if not planned.is_out_of_time or plan.gap is None or plan.gap <= _POOR_GAP:
+        return None
+    limit = "" if request.time_limit_s is None else f" within time_limit={request.time_limit_s:g} s"
+    more = max(60, math.ceil(4 * request.longest_search_s))
+    return (
+        f"the plan found{limit} takes {plan.overhead:+.0%} time, and one that is up to {plan.gap:.0%} faster may "
+        f"exist under {format_bytes(plan.budget_bytes)}. Let the search go on for longer (time_limit={more}), or "
+        "raise the budget."
+    )
 
 
 class _Tried(NamedTuple):
@@ -189,20 +204,6 @@ def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module
         runner = tried.planned.runner_for(module, measured)
         peaks.append(measured_peak(module, runner, measured, request.loss).allocated_bytes)
     return max(peaks) + (max(peaks) - min(peaks))
-
-
-def _tell_poor_plan(plan: Plan, solution: Solution, request: PlanRequest) -> None:
-    """Tell of a plan that a longer search may well better."""
-    if solution.out_of_time and plan.gap is not None and plan.gap > _POOR_GAP:
-        limit = "" if request.time_limit_s is None else f" within time_limit={request.time_limit_s:g} s"
-        more = max(60, math.ceil(4 * request.longest_search_s))
-        warnings.warn(
-            f"the plan found{limit} takes {plan.overhead:+.0%} time, and one that is up to {plan.gap:.0%} faster may "
-            f"exist under {format_bytes(plan.budget_bytes)}. Let the search go on for longer (time_limit={more}), or "
-            "raise the budget.",
-            PoorPlanWarning,
-            stacklevel=5,  # who calls Rockmate(...)
-        )
 
 
 def _tell_fragmentation(peak: StepPeak, budget_bytes: int) -> None:

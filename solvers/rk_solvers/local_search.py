@@ -11,6 +11,7 @@ import math
 import random
 import time
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 
 from .plan_state import PlanState
 from .repair import Weights, repair
@@ -29,6 +30,17 @@ def weights_for(state: PlanState, rng: random.Random, exponent: float, spread: f
 
 def take_out(state: PlanState, key: int) -> None:
     """Remove a recomputation; those of its stage that only led to it move to their next use, or go."""
+    under_way = [_taking_out(state, key)]  # not by recursion: what leads to it may be a chain of thousands
+    while under_way:
+        only_led_to_it = next(under_way[-1], None)
+        if only_led_to_it is None:
+            under_way.pop()
+        else:
+            under_way.append(_taking_out(state, only_led_to_it))
+
+
+def _taking_out(state: PlanState, key: int) -> Iterator[int]:
+    """Remove it; gives those that are to be taken out then, each before what follows is done."""
     tables = state.tables
     stage, index = tables.split(key)
     state.remove(key)
@@ -37,7 +49,7 @@ def take_out(state: PlanState, key: int) -> None:
         if state.has(stage, producer) and not _serves(state, stage, producer):
             origin = tables.key(stage, producer)
             later = _next_stage(state, producer, origin)
-            take_out(state, origin)
+            yield origin
             if later >= 0 and not state.has(later, producer):
                 state.add(tables.key(later, producer))
 

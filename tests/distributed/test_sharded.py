@@ -69,7 +69,6 @@ def test_what_cannot_be_planned_or_run_is_refused(two: Ranks):
     for told in two.run(sharded.refusals):
         assert "'blocks.1.scale' of Stack is a DTensor" in told["planning a model with a sharded block"]
         assert "'blocks.1.scale' of Stack is a DTensor" in told["planning the blocks of a model with a sharded one"]
-        assert "'blocks.1.scale' of Stack is a DTensor" in told["calling a planned model with a sharded block"]
-        assert "a FSDPBlock, where 'blocks.1', a Block, was" in told["calling it where nothing is planned again"]
-        assert "rockmate.distributed.apply" in told["calling a planned model with a sharded block"]
+        assert "rockmate.distributed.apply" in told["planning a model with a sharded block"]
+        assert "Stack runs by itself" in told["calling a planned model with a sharded block"]
         assert "modified by an in-place operation" in told["changing a parameter after the forward"]

@@ -28,6 +28,7 @@ class Loop:
     recomputes: bool  # some plan recomputes something
     judged: bool  # the peak of some step is measured and held against the budget
     falls_back: bool  # some call may run otherwise than by a plan within the budget, which is told and counted
+    tells: type[Warning] | None  # a warning that users get and can do nothing about; None for nearly all
     fails: str  # why it does, as things are; "" for nearly all
 
     @property
@@ -45,10 +46,11 @@ class Registry(list[Loop]):
         recomputes: bool = True,
         judged: bool = True,
         falls_back: bool = False,
+        tells: type[Warning] | None = None,
         fails: str = "",
     ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
         def added(run: Callable[[Run], None]) -> Callable[[Run], None]:
-            self.append(Loop(run, quick, recomputes, judged, falls_back, fails))
+            self.append(Loop(run, quick, recomputes, judged, falls_back, tells, fails))
             return run
 
         return added
@@ -93,7 +95,7 @@ class Run:
             self.judged += 1
 
     def _state(self) -> list[Any]:
-        return [(len(model.plans), model.fallbacks) for model in self.models]
+        return [(model._family._made, model.fallbacks) for model in self.models]
 
     def see(self, *modules: Any, **values: Any) -> None:
         """Keep a copy of everything of `modules`, of these values and of the random stream."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.loops.harness import Registry, Run
 
@@ -82,7 +83,7 @@ class Recurrent(nn.Module):
 
 @LOOPS.add(judged=False)
 def a_recurrent_network_whose_state_is_carried(run: Run) -> None:
-    model = run.plan(Recurrent(), 0.95)
+    model = run.plan(Recurrent(), 0.9)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = torch.zeros(1, 4, WIDTH)
     for _ in range(5):
@@ -94,3 +95,81 @@ def a_recurrent_network_whose_state_is_carried(run: Run) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
         run.see(model, logits=logits, state=state, loss=loss)
+
+
+class Reader(nn.Module):
+    """Packed sequences of many lengths, longest first, through an LSTM of two directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(2 * WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 3))
+
+    def forward(self, data: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(data), lengths, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.cell(packed)
+        return self.head(torch.cat((last[0], last[1]), -1))
+
+
+@LOOPS.add(judged=False, recomputes=False, falls_back=True)  # each batch takes another way through forward
+def packed_sequences_of_all_lengths(run: Run) -> None:
+    model = run.plan(Reader(), 1.0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(12):
+        lengths = torch.randint(2, 12, (6,))
+        data = ids(12)[:, :1].repeat(2, 12)[:6] * (torch.arange(12) < lengths[:, None])
+        optimizer.zero_grad()
+        logits = model(data[:, : int(lengths.max())], lengths)
+        loss = F.cross_entropy(logits, lengths % 3)
+        loss.backward()
+        optimizer.step()
+        run.see(model, logits=logits, loss=loss)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder with masks of the padding, as torch.nn has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH, padding_idx=0), nn.Embedding(32, WIDTH)
+        self.body = nn.Transformer(WIDTH, 2, 1, 1, 32, 0.1, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def _embedded(self, data: Tensor) -> Tensor:
+        return self.words(data) + self.places(torch.arange(data.shape[1]))
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.bool)
+        decoded = self.body(
+            self._embedded(source),
+            self._embedded(target),
+            tgt_mask=causal,
+            src_key_padding_mask=source == 0,
+            tgt_key_padding_mask=target == 0,
+            memory_key_padding_mask=source == 0,
+            tgt_is_causal=True,
+        )
+        return self.head(decoded)
+
+
+def padded(count: int, longest: int) -> Tensor:
+    """Rows of words, of which the first is as long as any; what follows a row is 0."""
+    lengths = torch.randint(3, longest + 1, (count,))
+    lengths[0] = longest
+    return torch.randint(1, WORDS, (count, longest)) * (torch.arange(longest) < lengths[:, None])
+
+
+@LOOPS.add()
+def translation_by_batches_that_are_padded_to_their_longest_row(run: Run) -> None:
+    model = run.plan(Translator(), 140_000)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for longest in (12, 9, 12, 10, 9, 12):
+        source, target = padded(4, longest), padded(4, longest)
+        optimizer.zero_grad()
+        with run.step(model):
+            logits = model(source, target[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+            loss.backward()
+        optimizer.step()
+        run.see(model, logits=logits, loss=loss)

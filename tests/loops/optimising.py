@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from rockmate import DoubleBackwardWarning
 from tests.loops.harness import Registry, Run
 
 LOOPS = Registry()
@@ -193,7 +194,7 @@ def maml_with_an_inner_loop(run: Run) -> None:
         run.see(model, learner, loss=loss, validation=validation)
 
 
-@LOOPS.add()
+@LOOPS.add(tells=DoubleBackwardWarning)
 def physics_informed_with_a_double_backward(run: Run) -> None:
     model = run.plan(nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)), 0.9)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

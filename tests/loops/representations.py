@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.loops.harness import Registry, Run
-from tests.loops.optimising import layers, rows
+from tests.loops.optimising import WIDTH, layers, rows
 
 LOOPS = Registry()
 
@@ -90,3 +93,58 @@ def a_policy_gradient_that_samples_without_gradients(run: Run) -> None:
             loss.backward()
         optimizer.step()
         run.see(model, actions=actions, loss=loss)
+
+
+@LOOPS.add()
+def an_online_network_that_predicts_a_slower_one(run: Run) -> None:
+    encoder, head = run.plan(layers()), run.plan(layers())
+    slow = copy.deepcopy(encoder).requires_grad_(False)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], 1e-3)
+    for _ in range(4):
+        data = rows()
+        views = [data + 0.1 * torch.randn_like(data) for _ in range(2)]
+        with torch.no_grad():
+            wanted = [F.normalize(slow(view), dim=-1) for view in views]
+        optimizer.zero_grad()
+        with run.step(encoder, encoder, head, head):
+            told = [F.normalize(head(encoder(view)), dim=-1) for view in views]
+            loss = 4 - 2 * ((told[0] * wanted[1]).sum(-1) + (told[1] * wanted[0]).sum(-1)).mean()
+            loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, new in zip(slow.parameters(), encoder.parameters(), strict=True):
+                kept.lerp_(new, 0.05)
+        run.see(encoder, head, slow, loss=loss)
+
+
+class GraphNetwork(nn.Module):
+    """Sums messages along edges; mini-batches have other nodes and edges each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 48), nn.Linear(48, 48)
+        self.head = nn.Linear(48, 3)
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = layer(x)
+            x = F.gelu(x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]))
+        graphs = int(graph.max()) + 1
+        return self.head(x.new_zeros(graphs, x.shape[-1]).index_add(0, graph, x))
+
+
+@LOOPS.add(judged=False, recomputes=False, falls_back=True)  # no two batches are of the same shapes
+def mini_batches_of_graphs(run: Run) -> None:
+    model = run.plan(GraphNetwork(), 1.0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(6):
+        sizes = torch.randint(3, 9, (4,))
+        graph = torch.arange(4).repeat_interleave(sizes)
+        nodes = len(graph)
+        edges = torch.randint(nodes, (2, 3 * nodes))
+        optimizer.zero_grad()
+        logits = model(rows(nodes), edges, graph)
+        loss = F.cross_entropy(logits, sizes % 3)
+        loss.backward()
+        optimizer.step()
+        run.see(model, logits=logits, loss=loss)

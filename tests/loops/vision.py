@@ -148,9 +148,9 @@ class Pyramid(nn.Module):
         return [*outputs, centres]
 
 
-@LOOPS.add(fails="a tensor that the first call keeps in an attribute for later ones is not there after a planned call")
+@LOOPS.add(recomputes=False)  # keep-all is the smallest plan, too: its peak is in a backward
 def images_of_several_scales(run: Run) -> None:
-    model = run.plan(Pyramid(), 0.9)
+    model = run.plan(Pyramid(), 0.85)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, nesterov=True)
     for size in (24, 16, 20, 24, 16, 20):
         data = images(4, size)

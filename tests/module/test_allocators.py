@@ -168,12 +168,13 @@ def test_the_cpu_needs_no_warm_up():
 
 
 def test_a_warm_up_that_does_not_fit_says_where(allocator, monkeypatch):
-    def fail(_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    class Fails(nn.Module):
+        def forward(self, _):
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(rockmate.planning.real_step, "available_bytes", lambda device: GIB)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        warm_step(fail, make_sample(nn.Linear(2, 2), (torch.ones(2),)), None, CUDA, nullcontext)
+        warm_step(Fails(), make_sample(nn.Linear(2, 2), (torch.ones(2),)), None, CUDA, nullcontext)
     assert "in a real step of the plan" in caught.value.__notes__[0]
     assert "1.00 GiB were free on cuda:0" in caught.value.__notes__[0]
 
@@ -353,7 +354,7 @@ def printed_with_glibc(program: str) -> str:
 def test_freed_tensors_go_back_to_the_system():
     """Every second of 1000 tensors of 100 KiB is freed: their pages are returned, though others lie between them."""
     program = (
-        "import psutil, rockmate, torch\n"
+        "import psutil, rockmate, rockmate.module, torch\n"
         "assert rockmate.reduce_fragmentation() == rockmate.reduce_fragmentation()\n"
         "if not rockmate.reduce_fragmentation().freed_memory_returned: print('no glibc'); raise SystemExit\n"
         "tensors = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(1000)]\n"
@@ -368,7 +369,7 @@ def test_freed_tensors_go_back_to_the_system():
 def test_freed_memory_is_kept_until_it_is_to_be_returned():
     """One tensor of 64 MiB after the other is in the pages of those before, and another setting later is followed, too.
 
-    A larger one leaves room for them: tensors are aligned, and small ones may lie where the one before was.
+    Tensors are aligned, and small blocks may come to lie where the one before was: the first few find their places.
     """
     program = (
         "import psutil, resource, rockmate, torch\n"
@@ -379,7 +380,7 @@ def test_freed_memory_is_kept_until_it_is_to_be_returned():
         "if not rockmate.keep_freed_memory(): print('no glibc'); raise SystemExit\n"
         "first = faults()\n"
         "torch.ones(160 << 20, dtype=torch.uint8)\n"
-        "print(first, sum(faults() for _ in range(7)))\n"
+        "print(first, sum([faults() for _ in range(30)][-15:]))\n"
         "rockmate.reduce_fragmentation()\n"
         "before = psutil.Process().memory_info().rss\n"
         "tensor = torch.ones(256 << 20, dtype=torch.uint8)\n"

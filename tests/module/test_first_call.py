@@ -278,3 +278,74 @@ def test_the_largest_batch_of_a_module_with_a_first_call_leaves_its_parameters()
         max_batch(model, torch.randn(8, 16), budget=1 << 20, most=16, time_limit=1)
     assert "Call it once before" in "".join(refused.value.__notes__)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# ---- tables that are kept ----------------------------------------------------------------------------------
+
+
+class Kept(Layers):
+    """A table that is made where there is none of this size."""
+
+    table = None
+
+    def between(self, h):
+        if self.table is None or len(self.table) != len(h):
+            self.table = torch.arange(len(h))[:, None] * 0.01
+        return h + self.table
+
+
+class KeptBySize(Layers):
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def between(self, h):
+        if len(h) not in self.tables:
+            self.tables[len(h)] = torch.linspace(0, 1, len(h))[:, None]
+        return h + self.tables[len(h)]
+
+
+class KeptTogether(Layers):
+    tables = None
+
+    def between(self, h):
+        if self.tables is None or len(self.tables[0]) != len(h):
+            angles = torch.arange(len(h))[:, None] * 0.1
+            self.tables = (angles.cos(), angles.sin())
+        cosine, sine = self.tables
+        return h * cosine + h * sine
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.parametrize("kind", [Kept, KeptBySize, KeptTogether])
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (64, 48, 48, 64, 64, 48)], ids=["one size", "two sizes"])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_table_that_is_kept_for_later_calls_is_where_the_module_keeps_it(kind, sizes, called):
+    eager = kind()
+    if called:
+        eager(torch.randn(48, 16))
+    module = copy.deepcopy(eager)
+    before = everything(module)
+    planned = Rockmate(module, torch.randn(64, 16), 1 << 20, cache=False, time_limit=1)
+    assert_left(module, before)
+    for size in sizes:
+        batch = torch.randn(size, 16)
+        expected, found = steps(eager, [batch]), steps(planned, [batch])
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        assert_alike(held(module), held(eager))
+    assert not planned.fallbacks
+
+
+def held(module):
+    return {name: value for name, value in vars(module).items() if name.startswith("table")}
+
+
+def assert_alike(found, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, (dict, tuple)):
+        assert len(found) == len(expected)
+        for key, value in expected.items() if isinstance(expected, dict) else enumerate(expected):
+            assert_alike(found[key], value)
+    else:
+        assert found == expected

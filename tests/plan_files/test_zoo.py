@@ -80,11 +80,11 @@ def test_models_train_exactly_by_their_plans(model: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanFileWarning)  # taken over as they are, not only followed
         planned = Rockmate(entry.model, entry.sample, plan=stored[-1].load())
-    assert planned.plan.measured_peak_bytes == stored[-1].peak_bytes
+    assert planned.plan.peak_bytes == stored[-1].peak_bytes
+    assert planned.plan.measured_peak_bytes <= stored[-1].budget_bytes  # of a real step here, on whatever processor
     assert_trains_exactly(planned, [entry.sample], entry.loss)
 
 
-@pytest.mark.filterwarnings("ignore::rockmate.PoorPlanWarning")  # in half a second
 def test_the_script_makes_such_a_folder(tmp_path, monkeypatch):
     script = load_script("benchmarks/schedule_zoo.py")
     options = ["--models", "mixer-tiny", "--time-limit", "0.5", "--output", str(tmp_path)]

@@ -89,12 +89,19 @@ def after_two_epochs(module: nn.Module, **settings: Any) -> dict[str, Any]:
     return run.result()
 
 
+def assert_planned_once_for_each_kind_of_batch(planned: Rockmate) -> None:
+    """Batches of four and of two; a plan of its own may be there for steps that find gradients, and add to them."""
+    kinds = [(plan.calls, plan.gradient_bytes > 0) for plan in planned.plans]
+    assert len(kinds) == len(set(kinds))
+    assert len({calls for calls, _ in kinds}) == 2
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_prepared_modules_train_as_the_module_itself(precision):
     expected = after_two_epochs(built(), mixed_precision=precision)
     planned = Rockmate(built(), budget=0.75)
     assert_same(after_two_epochs(planned, mixed_precision=precision), expected)
-    assert len(planned.plans) == 2
+    assert_planned_once_for_each_kind_of_batch(planned)
 
 
 def test_a_module_that_was_planned_for_mixed_precision_ahead_is_not_planned_again():
@@ -104,7 +111,7 @@ def test_a_module_that_was_planned_for_mixed_precision_ahead_is_not_planned_agai
         for rows in (4, 2):
             planned.plan_for(torch.randn(rows, 32, 16))
     assert_same(after_two_epochs(planned, mixed_precision="bf16"), expected)
-    assert len(planned.plans) == 2
+    assert_planned_once_for_each_kind_of_batch(planned)
 
 
 def test_unwrapping_gives_the_planned_module_as_it_was():
