@@ -36,8 +36,8 @@ from rkgb.state import borrowed, for_planning
 from rkgb.tracing.attributes import Writing, is_a_loss
 from rkgb.tracing.expand import expand_composites
 from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
-from rkgb.tracing.left_behind import CarriedState
 from rkgb.tracing.replay import given, replay_check
+from rkgb.tracing.side_effects import Unrepeatable
 from rkgb.tracing.trace import FrontEnd, Tracer, trace
 from rkgb.tracing.unsteady import unsteady_submodules
 from rkgb.tracing.varying import without_varying_guards
@@ -241,7 +241,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
     tell("trace", 0, 4)
     try:
         basic = trace(model, sample.copy(), tracer, check.opaque)
-    except CarriedState as error:
+    except Unrepeatable as error:
         whole = check.with_opaque(filter(None, [error.path]), model)
         if tracer == "jit" or len(whole.opaque) == len(check.opaque):
             raise

@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from rkgb.surroundings import surroundings_aside
 from rkgb.tracing.attributes import attributes_of
 from rkgb.tracing.generators import OwnGenerator, generators_for
-from rkgb.tracing.side_effects import attributes_kept, other_random_states_kept
+from rkgb.tracing.other_random import other_random_states_kept
+from rkgb.tracing.side_effects import attributes_kept
 from rkgb.turns import TURNS
 from rkgb.uncompiled import never_compiled
 

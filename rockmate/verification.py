@@ -17,9 +17,9 @@ from rkgb.state import borrowed, for_planning, module_devices, random_states, sh
 from rkgb.tracing.attributes import FreshTensors, Snapshot
 from rkgb.tracing.digest import digest
 from rkgb.tracing.generators import OwnGenerator
+from rkgb.tracing.other_random import other_random_states_kept
 from rkgb.tracing.own_checkpoints import random_numbers_restored, told_of_other_numbers
 from rkgb.tracing.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
-from rkgb.tracing.side_effects import other_random_states_kept
 from rkgb.tree import leaves
 from rkgb.turns import TURNS
 from rockmate.errors import ArgumentError

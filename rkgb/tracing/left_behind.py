@@ -31,21 +31,22 @@ from rkgb.tracing.attributes import (
     watched,
     watched_list,
 )
+from rkgb.tracing.side_effects import Unrepeatable
 from rkgb.tree import leaves
 
 _Place = tuple[str, tuple[Step, ...]]
 
 
-class CarriedState(TraceError):
+class CarriedState(Unrepeatable):
     """What a forward keeps somewhere cannot be written by a run of the graph."""
 
     def __init__(self, told: str, place: object, path: str) -> None:
         super().__init__(
             f"forward {told} in {place}: what a planned call leaves there would not be what the module does. "
             "Keep it in a buffer that is written in place (copy_, add_), pass it as an argument and return it, or let "
-            "the submodule be one operation (opaque=[it])."
+            "the submodule be one operation (opaque=[it]).",
+            path,
         )
-        self.path = path  # of the submodule
 
 
 def _refused(write: AttributeWrite, told: str) -> CarriedState:

@@ -7,20 +7,27 @@ finds; the rest is told in warnings, or refused where a later run could be wrong
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from rkgb.errors import TraceError
 from rkgb.source import caller_is_torch, opaque_advice, python_location
 from rkgb.tracing.attributes import Snapshot, accesses_noted
+from rkgb.tracing.other_random import other_random_states
 from rkgb.turns import replaced_here
 
 _SHOWN = 3  # submodules named in a message
+
+
+class Unrepeatable(TraceError):
+    """A forward does what no run of its graph repeats; `path` is that of the submodule which does it."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class SideEffects:
@@ -31,9 +38,10 @@ class SideEffects:
         parts = list(submodules)
         self.was_set: set[tuple[int, str]] = set()  # by the object's identity and name: attributes that forward set
         self.told: list[str] = []
-        self._paths = {submodule: path or "(root)" for path, submodule in parts}
+        self.drawn: dict[str, str] = {}  # streams of Python and NumPy, by the path of the submodule that draws
+        self._paths = {submodule: path for path, submodule in parts}
         self.held = Snapshot(parts)
-        self._states = _other_random_states()
+        self._states = other_random_states()
         self._running: list[str] = []  # paths of the modules that are in their forward
         self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
 
@@ -51,17 +59,17 @@ class SideEffects:
         finally:
             entering.remove()
             leaving.remove()
-        self._tell_of_random_numbers("(root)")
+        self._note_draws("")
 
     def passed_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which runs something that a run of the graph repeats as it is: nothing of it is told."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            self._tell_of_random_numbers(self._running[-1] if self._running else "(root)")
+            self._note_draws(self._running[-1] if self._running else "")
             try:
                 return function(*args, **kwargs)
             finally:
-                self._states = _other_random_states()
+                self._states = other_random_states()
 
         return called
 
@@ -80,21 +88,18 @@ class SideEffects:
 
     def _entered(self, submodule: torch.nn.Module, *_: Any) -> None:
         if submodule in self._paths:
-            self._tell_of_random_numbers(self._running[-1] if self._running else "(root)")
+            self._note_draws(self._running[-1] if self._running else "")
             self._running.append(self._paths[submodule])
 
     def _left(self, submodule: torch.nn.Module, *_: Any) -> None:
         if submodule in self._paths and self._running:
-            self._tell_of_random_numbers(self._running.pop())
+            self._note_draws(self._running.pop())
 
-    def _tell_of_random_numbers(self, path: str) -> None:
-        states = _other_random_states()
+    def _note_draws(self, path: str) -> None:
+        states = other_random_states()
         for name, state in states.items():
             if state != self._states[name]:
-                self.told.append(
-                    f"submodule {path!r} draws from {name}, which belongs to no device: the graph holds what was drawn "
-                    "while it was traced. Draw with torch.rand instead."
-                )
+                self.drawn.setdefault(path, name)
         self._states = states
 
 
@@ -115,28 +120,6 @@ def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
 def is_torchs_own(hook: Any) -> bool:
     """Such as those of `torch.nn.utils.weight_norm`, which only compute."""
     return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
-
-
-def _other_random_states() -> dict[str, Any]:
-    return {
-        "Python's random numbers": random.getstate(),
-        "NumPy's random numbers": _bytes(np.random.get_state()),
-    }
-
-
-def _bytes(state: Any) -> Any:
-    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
-
-
-@contextlib.contextmanager
-def other_random_states_kept() -> Iterator[None]:
-    """Give Python's and NumPy's random numbers back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from rkgb.errors import TraceError
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.attributes import AttributeWrite, Snapshot, with_refs
+from rkgb.tracing.draws import told_of_draws
 from rkgb.tracing.generators import MeetingGenerators
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.jit_walker import JitWalker
@@ -201,6 +202,8 @@ def _record(
                 raise _failed(module, error) from error
         _refuse_new_gradients(module, sample, flags)
         effects.tell()
+        if effects.drawn:
+            effects.told += told_of_draws(effects.drawn, module, sample)
         _refuse_outliving(recorder, module, (output, sample), effects)
         writes = _left_behind(module, sample, recorder, frugal, effects)
     effects.told += told_of_calls(recorder.nodes)

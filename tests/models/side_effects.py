@@ -210,7 +210,7 @@ EFFECTS: dict[str, Effect] = {
     "state_in_an_attribute": ({WARNED}, lambda: around(LastOutput())),
     "python_random": ({REFUSED, WARNED}, runs(seldom(random.random))),
     "numpy_random": ({REFUSED, WARNED}, runs(seldom(lambda: float(np.random.random())))),
-    "python_random_factor": ({REFUSED}, runs(lambda m, x: m.layer(x) * random.random())),
+    "python_random_factor": ({REFUSED, WARNED}, runs(lambda m, x: m.layer(x) * random.random())),
     "seed_in_a_fork": ({EXACT, REFUSED}, runs(fixed_noise)),
     "seed_in_forward": ({EXACT, REFUSED}, runs(seeding)),
     "generator_of_its_own": ({EXACT}, own_generator),

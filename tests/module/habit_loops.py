@@ -417,8 +417,6 @@ def state_of(network: nn.Module, *, streams: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, part in network.named_modules():
         for name, value in vars(part).items():
-            if name in part.__dict__.get("memo", ()):
-                continue
             if name in _OWN or not name.startswith("_"):
                 found[f"{path}.{name}"] = seen(value)
     for name, parameter in network.named_parameters():

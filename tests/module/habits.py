@@ -374,7 +374,6 @@ class Lazy(Part):
         self.register_buffer("codes", torch.zeros(3, WIDTH))
         self.register_buffer("started", torch.tensor(False))
         self.scale, self.cached = nn.Parameter(torch.ones(WIDTH)), {}
-        self.memo = ("cached",)  # of what every call would make alike: planned calls compute it, and need not keep it
         if self.option == "layer":
             self.layer = nn.LazyLinear(WIDTH)
 
@@ -450,10 +449,10 @@ class Checkpointed(Part):
 
 
 class LayerDrop(Part):
-    """Skips itself at random, or adds noise. Those that draw in Python are not drawn: see `KNOWN` in test_habits."""
+    """Skips itself at random, or adds noise."""
 
-    options = ("torch", "rows", "noise")
-    refused = ("torch",)
+    options = ("random", "torch", "rows", "numpy", "noise")
+    refused = ("random", "torch", "numpy")
 
     def forward(self, h, given):
         found = torch.tanh(self.layer(h))
