@@ -170,6 +170,10 @@ class Snapshot:
             return holder.content.get(key, ABSENT)
         return holder.content[key] if isinstance(key, int) and key < len(holder.content) else ABSENT
 
+    def content(self, write: AttributeWrite) -> Any:
+        """What was in the list that `write` extends or replaces the items of; empty where there was none."""
+        return next((h.content for h in self.held.values() if (h.path, h.steps) == (write.path, write.steps)), [])
+
 
 class _Absent(enum.Enum):
     ABSENT = "nothing"

@@ -138,7 +138,7 @@ class LeftBehind:
             return replace(one, kind=WriteKind.CHANGE, value=[(before, one.value), (one.value, before)])
         if one.kind is WriteKind.SET and two.kind is WriteKind.EXTEND and (before is ABSENT or before is None):
             one = replace(one, kind=WriteKind.EXTEND, value=list(one.value))
-        elif one.kind is WriteKind.EXTEND and two.kind is WriteKind.REPLACE:
+        elif one.kind is WriteKind.EXTEND and two.kind is WriteKind.REPLACE and not self._before.content(one):
             one = replace(one, kind=WriteKind.REPLACE)  # there was nothing in it to be replaced
         if one.kind is not two.kind or outline(one.value) != outline(two.value):
             raise _refused(one, "leaves something else at every call")

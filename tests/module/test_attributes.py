@@ -381,6 +381,13 @@ def keeps_three(m, h):
     return h
 
 
+def clears_when_full(m, h):
+    if len(m.items) > 1:
+        m.items.clear()
+    m.items.append(h.mean())
+    return h
+
+
 def keeps_the_one_before(m, h):
     m.box.value, m.aux = m.aux, h.detach().mean()
     return h
@@ -402,6 +409,7 @@ CARRYING = [
     goes_by_a_counter,
     multiplies_by_a_counter,
     keeps_three,
+    clears_when_full,
     keeps_the_one_before,
     joins_lists,
     grows_a_text,
