@@ -33,6 +33,7 @@ from .checkmate import Checkmate
 from .evaluate import normalise, peak_and_time
 from .local_search import LARGE, improve, improve_nearby, polish, weights_for
 from .lowest_peak import lowest_peak_plan
+from .merging import LEAST_SLOTS, Limits, fitted
 from .plan_state import PlanState, Tables
 from .problem import Chain, Problem, Recompute
 from .repair import repair
@@ -88,7 +89,10 @@ class Hiremate(Solver):
 
     def plans(self, problem: Problem, budget_bytes: int, deadline: float) -> list[Recompute]:
         """The plans of the tables, in which no bound is exact; raises as `solve`."""
-        chains = coarser(self.chain, 2) if self.chain is not None else []
+        chains = []
+        if self.chain is not None:
+            self.chain.check(problem)
+            chains += coarser(fitted(problem, self.chain, LEAST_SLOTS, Limits.here())[0], 2)
         if len(problem.forward) > 1 and problem.backward:
             chains.append(divided(problem, self.leaf, self.branch))
         hierarchy = Hierarchy(self, deadline)

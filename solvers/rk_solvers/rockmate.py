@@ -19,6 +19,7 @@ greedy options only, and so has one whose programs do not end in time.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from functools import partial
 from .blocks import Block, Option, Part, blocks_of, bounded, has_choice, saved_bytes_in_pause, with_more_options
 from .checkmate import Checkmate
 from .evaluate import peak_and_time
+from .merging import Limits, fitted
 from .problem import Chain, Problem, Recompute
 from .rotor import RotorTable, prepare_table, solved
 from .solver import Solution, Solver, best_solution
@@ -73,19 +75,24 @@ class RockmateSolver(Solver):
         Half of what is left until `deadline` (`time.monotonic`) is for exact options, in equal parts. A chain is left
         out if there is less time than the one before has taken.
         """
-        chains = coarser(self.chain, self.together)
+        self.chain.check(problem)
+        chain, _ = fitted(problem, self.chain, self.slots, Limits.here())
+        # As in rotor: what is merged has many operations, and fewer options.
+        grid, rounds = (self.grid, self.rounds) if chain is self.chain else (min(2, self.grid), min(2, self.rounds))
+        end = math.inf if chain is self.chain else time.monotonic() + 0.5 * (deadline - time.monotonic())
+        chains = coarser(chain, self.together)
         begun = took_s = 0.0
         for number, chain in enumerate(chains):
             took_s, begun = time.monotonic() - begun, time.monotonic()
             if number and begun + took_s > deadline:
                 return
-            greedy = blocks_of(problem, chain, self.grid, self.rounds)
+            greedy = blocks_of(problem, chain, grid, rounds, deadline=end)
             yield greedy
             classes = {block.part for block in greedy if block.part and has_choice(block.part)}
             now = time.monotonic()
-            end = now + max(0.0, deadline - now) / (len(chains) - number) * 0.5
+            until = now + max(0.0, deadline - now) / (len(chains) - number) * 0.5
             steps = self.steps, self.saved_steps
-            yield with_more_options(greedy, ExactPlanner(len(classes), end, self.max_forward, steps, self.backend))
+            yield with_more_options(greedy, ExactPlanner(len(classes), until, self.max_forward, steps, self.backend))
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest plan of the tables that fits `budget_bytes`; see `prepare` for several budgets.

@@ -75,11 +75,12 @@ class Rotor(Solver):
         now = time.monotonic()
         deadline = now + self.time_limit_s
         self.chain.check(problem)
-        chain, slots = fitted(problem, self.chain, self.slots, self.limits or Limits.here())
+        limits = self.limits or Limits.here()
+        chain, slots = fitted(problem, self.chain, self.slots, limits)
         # What is merged has many operations, of which a plan takes tenths of a second: fewer of them.
         grid, rounds = (self.grid, self.rounds) if chain is self.chain else (min(2, self.grid), min(2, self.rounds))
         blocks = blocks_of(problem, chain, grid, rounds, deadline=now + self.time_limit_s / 2)
-        return prepare_table(problem, blocks, max_budget_bytes, slots, self.internal, deadline)
+        return prepare_table(problem, blocks, max_budget_bytes, slots, self.internal, deadline, limits)
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest plan of the table that fits `budget_bytes`; see `prepare` for several budgets."""
@@ -104,11 +105,14 @@ def prepare_table(
     slots: int = 500,
     internal: int = 9,
     deadline: float = math.inf,
+    limits: Limits | None = None,
 ) -> RotorTable:
     """The table over these blocks of a problem, for every budget up to `max_budget_bytes`.
 
-    Raises `TimeoutError` where it is not filled when `time.monotonic` reaches `deadline`.
+    It has fewer than `slots` where so many would be beyond `limits`, by default those of the machine. Raises
+    `TimeoutError` where it is not filled when `time.monotonic` reaches `deadline`.
     """
+    slots = max(2, (limits or Limits.here()).slots(len(blocks), slots))
     held = sum(problem.data[item].size_bytes for item in problem.held)
     room = max(slots, round(1.3 * max(0, max_budget_bytes - problem.base_bytes - held)))
     slot_bytes = -(-room // slots)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from rk_solvers import Auto, BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, Rotor, check
+from rk_solvers import Auto, BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, RockmateSolver, Rotor, check
+from rk_solvers.blocks import blocks_of
 from rk_solvers.evaluate import peak_and_time
 from rk_solvers.least_peak import is_infeasible, least_bytes
-from rk_solvers.merging import Limits, fitted, joined
+from rk_solvers.merging import LEAST_SLOTS, Limits, fitted, joined
 from rk_solvers.milp import relaxation_bound
 from rk_solvers.relaxation import UNITS, Relaxation
+from rk_solvers.rotor import prepare_table
 from rk_solvers.rotor_tables import table_shape
 from tests.solver.instances import random_problem
 
@@ -63,6 +67,17 @@ def test_what_is_allocated_is_what_the_limits_counted():
     table = Rotor(chain, limits=limits, rounds=0).prepare(problem, share(problem, 0.5)).table
     assert table.times.shape == table_shape(table.numbers)
     assert table.times.nbytes <= limits.table_bytes
+
+
+def test_tables_that_other_solvers_fill_are_within_the_limits_too():
+    problem, chain = pairs(900)
+    first = next(RockmateSolver(chain).blocks(problem, time.monotonic() + 2))
+    assert len(first) < 900
+    assert Limits.here().slots(len(first), LEAST_SLOTS) == LEAST_SLOTS
+    problem, chain = pairs(200)
+    blocks = blocks_of(problem, chain, 1, 0)
+    table = prepare_table(problem, blocks, share(problem, 0.5), limits=Limits(table_bytes=4 << 20)).table
+    assert table.times.nbytes <= 4 << 20
 
 
 @pytest.mark.parametrize("together", [2, 3, 7, 59, 60, 61])
