@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from .chain_bound import chain_bound_ms
 from .evaluate import peak_and_time
 from .least_peak import PROOF_S, is_infeasible
 from .problem import Chain, Problem, Recompute
@@ -21,10 +22,10 @@ def lower_bound_ms(
 ) -> float:
     """A proven lower bound, in milliseconds, on the time of every plan whose peak is at most `budget_bytes`.
 
-    Infinite if none fits; that of keep-all if it fits. The bound is that of a relaxation in a few coarse groups of
-    stages (see `refinement`): of its linear program, or, with `integer`, of its integer program, which is tighter and
-    refined until the time limit. The groups may begin where blocks of `chain` do. `plan`, a good one for this budget,
-    helps to place them. Raises `ValueError` if `chain` is not one of the problem.
+    Infinite if none fits; that of keep-all if it fits. The bound is that of `chain_bound`, or that of a relaxation in a
+    few coarse groups of stages (see `refinement`): of its linear program, or, with `integer`, of its integer program,
+    which is tighter and refined until the time limit. The groups may begin where blocks of `chain` do. `plan`, a good
+    one for this budget, helps to place them. Raises `ValueError` if `chain` is not one of the problem.
     """
     if chain is not None:
         chain.check(problem)
@@ -33,7 +34,7 @@ def lower_bound_ms(
     if not problem.backward or is_infeasible(problem, budget_bytes, PROOF_S):
         return math.inf
     deadline = time.monotonic() + time_limit_s
-    found = Refinement(problem, budget_bytes, chain, bound_ms=problem.keep_all_time_ms)
+    found = Refinement(problem, budget_bytes, chain, bound_ms=chain_bound_ms(problem, budget_bytes))
     while found.bound_ms < math.inf and time.monotonic() < deadline and (integer or found.rounds < 2):
         left_s = deadline - time.monotonic()
         before, found = found, found.advanced(plan or problem.no_recompute, Target(math.inf, left_s, integer=integer))

@@ -2,8 +2,9 @@
 
 Plans come from greedy tries, from rotor along the chain, from the coarse-to-fine relaxation (`refinement`), repaired to
 the budget, from destroying and repairing parts of good plans (`local_search`), and from the best of several together
-(`combine`). Bounds come from the relaxation. Programs are solved in a process of their own; meanwhile a fixed amount of
-the other work is done here, so that the result does not depend on the clock unless the time limit ends the search.
+(`combine`). Bounds come from the relaxation, and those of chains from `chain_bound`. Programs are solved in a process
+of their own; meanwhile a fixed amount of the other work is done here, so that the result does not depend on the clock
+unless the time limit ends the search.
 
 A second wind follows if a plan may still be much faster then, and there is time for it: the same, but what is done here
 is first of all to combine plans, and to improve the best one by exact programs for a few stages (`exact_windows`), for
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .baselines import baseline_plans
+from .chain_bound import chain_bound_ms
 from .checkmate import Program
 from .combine import MOST_BINARIES, combination
 from .evaluate import normalise, peak_and_time
@@ -109,7 +111,7 @@ class Search:
         self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.tables = Tables(self.problem)
         self.rng = random.Random(self.options.seed)
-        self.bound_ms = self.problem.keep_all_time_ms
+        self.bound_ms = chain_bound_ms(self.problem, self.budget_bytes)
         self._work = self._all_work()
 
     @property
@@ -276,7 +278,10 @@ class Search:
         """Everything that needs no program, in parts of about equal length."""
         problem, options = self.problem, self.options
         large = self.tables.count > LONG
-        if large:  # one repair of keep-all takes longer than the chain's table, and gives less
+        # One repair of a large keep-all takes longer than the chain's table, and gives less; of operations that follow
+        # each other, that table has the best plans there are, or nearly.
+        rotor_first = large or self.bound_ms > problem.keep_all_time_ms
+        if rotor_first:
             self._add_of_rotor()
             yield
         baselines = [normalise(problem, plan) for plan in baseline_plans(problem, self.chain)]
@@ -294,7 +299,7 @@ class Search:
             if number:
                 yield
         yield
-        if not large and self.chain is not None:
+        if not rotor_first and self.chain is not None:
             self._add_of_rotor()
             yield
         while True:
