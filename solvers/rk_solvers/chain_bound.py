@@ -69,16 +69,18 @@ def _needs(problem: Problem, budget_bytes: int) -> tuple[list[int], list[int]] |
         return None
     held_bytes = sum(problem.data[item].size_bytes for item in problem.held)
     room: dict[int, int] = {}
-    last = len(problem.forward)
+    last = end = len(problem.forward)
     for backward in problem.backward:
         asked = max((home[item] for item in backward.needs), default=-1)
-        if asked < 0:
-            continue
+        tokens = (budget_bytes - problem.base_bytes - held_bytes - backward.peak_bytes) // size
         if asked > last:
             return None
-        last = asked
-        tokens = (budget_bytes - problem.base_bytes - held_bytes - backward.peak_bytes) // size - 1
-        room.setdefault(asked, tokens)  # more later are no use: a sweep that leaves them can wait for the next place
+        if asked >= 0:
+            last = asked
+            # More of them later are no use: a sweep that leaves them can wait for the next place.
+            room.setdefault(asked, tokens - 1)
+        elif last == end:  # the loss: a place that is served at the end of the forward, and asks for nothing
+            room[end] = min(room.get(end, tokens), tokens)
     if not room:
         return None
     places = sorted(room)
@@ -92,7 +94,8 @@ def _least_cost_ms(problem: Problem, places: list[int], room: list[int], most: i
     is the same where the first sweep is the forward, which costs nothing.
     """
     until = np.concatenate([[0.0], np.cumsum([op.recompute_ms for op in problem.forward])])
-    at: Times = np.concatenate([[0.0], until[np.array(places) + 1]])  # time from the beginning through each place
+    through = np.minimum(np.array(places) + 1, len(problem.forward))
+    at: Times = np.concatenate([[0.0], until[through]])  # time from the beginning through each place
     count = len(places)
     # Served with c tokens left, most - c of them are in use.
     allowed = np.array([[most - left <= tokens for left in range(most + 1)] for tokens in [most, *room]])

@@ -40,7 +40,10 @@ def random_chain(seed: int, count: int) -> Problem:
             )
         )
         made.append(outputs)
-    backward = [BackwardOp("loss", 0.0, (made[-1][0],) if rng.random() < 0.5 else (), 0, rng.choice([0, 2]))]
+    backward = [
+        BackwardOp(f"loss{i}", 0.0, (made[-1][0],) if rng.random() < 0.3 else (), 0, rng.choice([0, 2, 8]))
+        for i in range(rng.choice([1, 1, 2]))
+    ]
     resident = 0
     for index in reversed(range(count)):
         needs = set(rng.choice([(made[index][-1],), (), (made[index][0],)]))
@@ -149,7 +152,7 @@ def test_plans_of_rotor_are_proven_near_the_best_where_few_values_can_stay(part)
     budget = share(problem, part)
     found = Rotor(chain).solve(problem, budget)
     assert found.status.fits
-    assert 1 - chain_bound_ms(problem, budget) / found.time_ms < 0.02
+    assert chain_bound_ms(problem, budget) == pytest.approx(found.time_ms)  # it is the best there is
 
 
 def test_the_default_search_ends_with_that_proof():
