@@ -47,6 +47,7 @@ Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
 
 
+_DEEPEST_BY_JIT = 100  # levels of modules, beyond which torch.jit.trace takes minutes where each has parameters
 _ADVICE = (
     "Planning takes what a forward without gradients takes, and the step of the largest block: give a sample with a "
     "smaller batch, or free memory first."
@@ -209,6 +210,8 @@ def exact_trace(
 
 
 def _believed_trace(model: torch.nn.Module, sample: Sample, tracer: Tracer, check: _Check) -> tuple[BGraph, DGraph]:
+    if tracer == "auto" and max(path.count(".") for path, _ in model.named_modules()) >= _DEEPEST_BY_JIT:
+        tracer = "record"
     try:
         return _front_end(model, sample, "jit" if tracer == "auto" else tracer, check)
     except TraceError as first:

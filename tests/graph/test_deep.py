@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -43,8 +44,10 @@ def test_operations_of_deeply_nested_modules_are_traced_as_they_are_of_shallow_o
     assert few.leaves.keys() == every.leaves.keys()
 
 
-def test_modules_nested_as_deep_as_python_runs_them_are_traced():
-    model = nested(220, weighted=False)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_modules_nested_as_deep_as_python_runs_them_are_traced(weighted, monkeypatch):
+    monkeypatch.setattr(torch.jit, "trace", None)  # which would take the cube of their depth
+    model = nested(220, weighted)
     sample = make_sample(model, torch.randn(2, 4))
     before = sys.getrecursionlimit()
     with for_planning(model):
