@@ -62,6 +62,7 @@ class LeftBehind:
         self._own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         self._first: list[AttributeWrite] = []
         self._middle = before
+        self._first_notes_hooks = False
         self._set_first: set[tuple[int, str]] = set()  # by holder and name: attributes that are set and not read before
 
     def look(self, was_set: set[tuple[int, str]]) -> bool:
@@ -70,6 +71,13 @@ class LeftBehind:
         self._middle = self._before.again()
         held = self._before.held
         return bool(self._first) or any(key in held and name in held[key].content for key, name in was_set)
+
+    def first_decides_nothing(self) -> None:
+        """What the first call alone sets to plain values only notes that it has put hooks on modules.
+
+        No planned call writes it, as none puts them there: a later call of the module itself is to do both.
+        """
+        self._first_notes_hooks = True
 
     def writes(
         self, run_again: Callable[[], object], is_from_data: Callable[[torch.Tensor], bool]
@@ -157,7 +165,7 @@ class LeftBehind:
             raise _refused(write, "keeps, at its first call alone, a tensor that depends on its data")
         if tensors:  # such as a table of positions: the graph computes it in every call, and leaves it where that is
             return write if write.kind is WriteKind.SET and len(others) == len(tensors) else None
-        if write.kind is WriteKind.SET and not is_scalar(write.value):
+        if write.kind is WriteKind.SET and (self._first_notes_hooks or not is_scalar(write.value)):
             return None
         if write.kind is not WriteKind.SET:
             is_list = write.kind is WriteKind.EXTEND and isinstance(self._now(write), list)

@@ -41,6 +41,7 @@ class SideEffects:
         self.drawn: dict[str, str] = {}  # streams of Python and NumPy, by the path of the submodule that draws
         self._paths = {submodule: path for path, submodule in parts}
         self.held = Snapshot(parts)
+        self._hooks = {submodule: _hook_keys(submodule) for submodule, _ in self._paths.items()}
         self._states = other_random_states()
         self._running: list[str] = []  # paths of the modules that are in their forward
         self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
@@ -77,6 +78,19 @@ class SideEffects:
     def has_hooks(self) -> bool:
         """Whether there are forward hooks, of which nothing happens when a graph runs: that is told."""
         return bool(self._hooked)
+
+    @property
+    def made_hooks(self) -> bool:
+        """Whether the forward has put hooks on modules."""
+        return any(_hook_keys(submodule) - before for submodule, before in self._hooks.items())
+
+    def take_back(self) -> None:
+        """Put what modules hold back as it was before the forward, and take away the hooks that it has made."""
+        for submodule, before in self._hooks.items():
+            for place, held in enumerate(_hooks_of(submodule)):
+                for key in [key for key in held if (place, key) not in before]:
+                    del held[key]
+        self.held.restore()
 
     def tell(self) -> None:
         """Fill `told`."""
@@ -115,6 +129,10 @@ def has_hooks_of_its_own(module: torch.nn.Module) -> bool:
 
 def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [held for name, held in vars(module).items() if "_hooks" in name and isinstance(held, dict)]
+
+
+def _hook_keys(module: torch.nn.Module) -> set[tuple[int, Any]]:
+    return {(place, key) for place, held in enumerate(_hooks_of(module)) for key in held}
 
 
 def is_torchs_own(hook: Any) -> bool:

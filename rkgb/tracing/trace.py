@@ -23,6 +23,7 @@ from rkgb.errors import TraceError
 from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.attributes import AttributeWrite, Snapshot, with_refs
+from rkgb.tracing.digest import digest
 from rkgb.tracing.draws import told_of_draws
 from rkgb.tracing.generators import MeetingGenerators
 from rkgb.tracing.guard import Guard
@@ -32,7 +33,7 @@ from rkgb.tracing.opaque import Interception, OpaqueModules
 from rkgb.tracing.opaque_calls import recorded_call, refuse_uncalled, told_of_calls
 from rkgb.tracing.opaque_jit import JitCalls
 from rkgb.tracing.outliving import outliving
-from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, nothing_saved, recording
+from rkgb.tracing.record import BackwardInside, Recorder, as_if_by_jit, call_saving_nothing, nothing_saved, recording
 from rkgb.tracing.side_effects import SideEffects
 from rkgb.tracing.statistics import with_statistics_hidden
 from rkgb.tree import leaves, map_leaves
@@ -232,6 +233,8 @@ def _left_behind(
     left = LeftBehind(module, effects.held)
     if not left.look(effects.was_set):
         return []
+    if effects.made_hooks and _calls_are_alike(module, sample, effects):
+        left.first_decides_nothing()
 
     def run_again() -> None:
         with nothing_saved(frugal), MeetingGenerators(recorder.generators):
@@ -248,6 +251,16 @@ def _left_behind(
             if tensor.requires_grad and not recorder.is_known(tensor):
                 raise CarriedState("keeps a tensor that none of its operations computes", f"the {write}", write.path)
     return writes
+
+
+def _calls_are_alike(module: torch.nn.Module, sample: Sample, effects: SideEffects) -> bool:
+    """Whether a call after the first gives what the first does, bit by bit."""
+    with borrowed(module):
+        later = [digest(tensor.detach()) for tensor in leaves(call_saving_nothing(module, sample.copy()))]
+    with borrowed(module):
+        effects.take_back()
+        first = [digest(tensor.detach()) for tensor in leaves(call_saving_nothing(module, sample.copy()))]
+    return first == later
 
 
 def _failed(module: torch.nn.Module, error: Exception) -> TraceError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from rockmate import TraceWarning
 from tests.loops.harness import Registry, Run
 
 LOOPS = Registry()
@@ -173,3 +175,31 @@ def translation_by_batches_that_are_padded_to_their_longest_row(run: Run) -> Non
             loss.backward()
         optimizer.step()
         run.see(model, logits=logits, loss=loss)
+
+
+@LOOPS.add(tells=TraceWarning)  # the hooks that the library makes when hidden states are first asked for
+def a_model_of_a_library_whose_hidden_states_are_looked_at_in_evaluation(run: Run) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        use_cache=False,
+        attention_dropout=0.1,
+    )
+    model = run.plan(transformers.LlamaForCausalLM(config), 0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(3):
+        data = ids()
+        optimizer.zero_grad()
+        with run.step(model):
+            found = model(input_ids=data, labels=data)
+            found.loss.backward()
+        optimizer.step()
+        run.see(model, logits=found.logits, loss=found.loss)
+        model.eval()
+        with torch.no_grad():
+            run.see(hidden=list(model(input_ids=data, output_hidden_states=True).hidden_states))
+        model.train()

@@ -349,3 +349,60 @@ def assert_alike(found, expected):
             assert_alike(found[key], value)
     else:
         assert found == expected
+
+
+# ---- hooks that a first call makes -------------------------------------------------------------------------
+
+
+class Captures(Layers):
+    """As libraries of transformers do: hooks that hand on what layers give, made where they are first needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.captured = []
+        self.passes = None
+
+    def between(self, h):
+        return h + self.captured.pop().sin()
+
+    def forward(self, x):
+        if not getattr(self, "has_hooks", False):
+            self.first.register_forward_hook(lambda _, given, output: self.captured.append(output * 0.5))
+            self.has_hooks = True
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning", "ignore::rkgb.TraceWarning")
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_hooks_that_a_first_call_makes_are_there_whenever_the_module_itself_runs(evaluated):
+    eager = Captures()
+    module, batches = copy.deepcopy(eager), [torch.randn(64, 16) for _ in range(2)]
+    before = everything(module)
+    planned = Rockmate(module, torch.randn(64, 16), 1 << 20, cache=False, time_limit=1)
+    assert_left(module, before)
+    for _ in range(2):
+        expected, found = steps(eager, batches), steps(planned, batches)
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        if evaluated:
+            with torch.no_grad():
+                assert torch.equal(planned.eval()(batches[0]), eager.eval()(batches[0]))
+            planned.train(), eager.train()
+    assert not planned.fallbacks
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning", "ignore::rkgb.TraceWarning")
+def test_a_flag_that_decides_more_than_hooks_is_written():
+    class Warms(Captures):
+        def between(self, h):
+            h = super().between(h)
+            if self.passes is None:
+                self.passes = 1
+                return h * 0.5
+            return h
+
+    eager = Warms()
+    planned = Rockmate(copy.deepcopy(eager), torch.randn(64, 16), 1 << 20, cache=False, time_limit=1)
+    batches = [torch.randn(64, 16) for _ in range(3)]
+    assert all(
+        torch.equal(one, other) for one, other in zip(steps(eager, batches), steps(planned, batches), strict=True)
+    )
