@@ -113,6 +113,7 @@ class Auxiliary(Part):
     """Leaves a loss in an attribute."""
 
     options = ("tensor", "list", "appended", "dictionary", "nested", "detached", "large")
+    refused = ("appended",)  # where another part keeps it from being one operation
 
     def __init__(self, rng):
         super().__init__(rng)

@@ -164,7 +164,7 @@ def outcome(case: Case) -> str:
                 told = [str(one.message)[:TOLD_TO] for one in caught]
                 raise Failed(f"{where}: eager's and planned are not equal:{differs}; told {told}")
     by_itself = any(UNPLANNED.search(str(one.message)) for one in caught)
-    steady = not any(part.refused for part in run.network.parts)
+    steady = not any(part.option in part.refused for part in run.network.parts)
     if steady and not by_itself and run.is_planned and run.model.plans:
         budget_bytes, peak_bytes = run.model.plan.budget_bytes, run.peak_bytes(90)  # of the last event's step
         if peak_bytes > budget_bytes:
