@@ -63,7 +63,8 @@ def _needs(problem: Problem, budget_bytes: int) -> tuple[list[int], list[int]] |
     for index, op in enumerate(problem.forward[1:]):
         if all(home[item] != index for item in op.inputs):
             return None
-    used = {item for op in (*problem.forward, *problem.backward) for item in _read(op) if home[item] >= 0}
+    read = [*(op.inputs for op in problem.forward), *(op.needs for op in problem.backward)]
+    used = {item for items in read for item in items if home[item] >= 0}
     size = min((problem.data[item].size_bytes for item in used), default=0)
     if size == 0:
         return None
@@ -116,8 +117,3 @@ def _least_cost_ms(problem: Problem, places: list[int], room: list[int], most: i
                 once[1:] = np.minimum(once[1:], (first[middle, top, :-1] + below).min(0))
             again[base, top], first[base, top] = anew, once
     return float(first[0, count, most])
-
-
-def _read(op: object) -> tuple[int, ...]:
-    read: tuple[int, ...] = op.inputs if hasattr(op, "inputs") else op.needs  # type: ignore[attr-defined]
-    return read
