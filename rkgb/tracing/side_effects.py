@@ -41,7 +41,7 @@ class SideEffects:
         self.drawn: dict[str, str] = {}  # streams of Python and NumPy, by the path of the submodule that draws
         self._paths = {submodule: path for path, submodule in parts}
         self.held = Snapshot(parts)
-        self._hooks = {submodule: _hook_keys(submodule) for submodule, _ in self._paths.items()}
+        self._hooks = _hooks_now(self._paths)
         self._states = other_random_states()
         self._running: list[str] = []  # paths of the modules that are in their forward
         self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
@@ -82,14 +82,11 @@ class SideEffects:
     @property
     def made_hooks(self) -> bool:
         """Whether the forward has put hooks on modules."""
-        return any(_hook_keys(submodule) - before for submodule, before in self._hooks.items())
+        return any(held.keys() - before.keys() for held, before in self._hooks)
 
     def take_back(self) -> None:
         """Put what modules hold back as it was before the forward, and take away the hooks that it has made."""
-        for submodule, before in self._hooks.items():
-            for place, held in enumerate(_hooks_of(submodule)):
-                for key in [key for key in held if (place, key) not in before]:
-                    del held[key]
+        _give_hooks_back(self._hooks)
         self.held.restore()
 
     def tell(self) -> None:
@@ -131,8 +128,16 @@ def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [held for name, held in vars(module).items() if "_hooks" in name and isinstance(held, dict)]
 
 
-def _hook_keys(module: torch.nn.Module) -> set[tuple[int, Any]]:
-    return {(place, key) for place, held in enumerate(_hooks_of(module)) for key in held}
+def _hooks_now(modules: Iterable[torch.nn.Module]) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Where these modules hold hooks, and a copy of what is there now."""
+    return [(held, dict(held)) for module in modules for held in _hooks_of(module)]
+
+
+def _give_hooks_back(hooks: Iterable[tuple[dict[int, Any], dict[int, Any]]]) -> None:
+    for held, before in hooks:
+        if held.keys() != before.keys():
+            held.clear()
+            held.update(before)
 
 
 def is_torchs_own(hook: Any) -> bool:
@@ -149,14 +154,11 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
     before = Snapshot(module.named_modules())
     states = [(held, held.get_state()) for held in before.generators()]
     # Together: models that add hooks at their first call note in an attribute that they have.
-    hooks = [(held, dict(held)) for submodule in module.modules() for held in _hooks_of(submodule)]
+    hooks = _hooks_now(module.modules())
     try:
         yield
     finally:
-        for held, earlier in hooks:
-            if held.keys() != earlier.keys():
-                held.clear()
-                held.update(earlier)
+        _give_hooks_back(hooks)
         before.restore()
         for generator, state in states:
             generator.set_state(state)
