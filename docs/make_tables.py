@@ -37,18 +37,20 @@ def with_tables(
     results: Sequence[Path],
     memory: Path | None = None,
     solvers: Path | None = None,
+    deep: Path | None = None,
     families: Path | None = None,
 ) -> str:
     """The page with what stands between its marks replaced by the tables of these files.
 
-    `results` are those of training steps, between the first pair of marks; `memory`, of benchmarks/bytes.py, `solvers`
-    and `families` are those of the second, third and fourth pair. A pair whose file is None is left as it is.
+    `results` are those of training steps, between the first pair of marks; the others, of the script of that
+    name (`memory`: benchmarks/bytes.py), between the second pair and so on. A pair whose file is None is left as it is.
 
     Raises:
         ValueError: the page lacks a mark.
     """
     texts: list[str | None] = ["\n\n".join("\n".join(section(_read(path))) for path in sorted(results))]
-    for path, sections in ((memory, bytes_sections), (solvers, solver_sections), (families, family_sections)):
+    others = (memory, bytes_sections), (solvers, solver_sections), (deep, deep_sections), (families, family_sections)
+    for path, sections in others:
         exists = path is not None and path.exists()
         texts.append(None if path is None else "\n".join(sections(_read(path))) if exists else "")
     while texts and texts[-1] is None:
@@ -121,6 +123,27 @@ def solver_sections(report: dict[str, Any]) -> Iterator[str]:
         )
     yield ""
     yield from bar_table(report["bars"])
+
+
+def deep_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of the planning of long chains: a table, and what the process aside took at most."""
+    where, rows = report["circumstances"], report["rows"]
+    yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores."
+    yield ""
+    yield row(["", "budget", "planned in", "planning took", "process aside", "recomputation", "gap", "bar"])
+    yield row(["---", *["--:"] * 6, "---"])
+    for result in rows:
+        texts = [f"{result['kind']}, {result['operations']:,} operations", f"{result['share']:.0%}"]
+        if "gap" not in result:
+            yield row([*texts, result.get("refused") or result["failed"], *["–"] * 5])
+            continue
+        gap = result["gap"]
+        most = report["bars"].get(str(result["operations"])) if result["kind"] == "chain" else None
+        met = most and result["seconds"] <= most[0] and gap is not None and gap <= most[1]
+        texts += [f"{result['seconds']:.1f} s"]
+        texts += [format_bytes(result[f"{process}_peak_bytes"]) for process in ("planning", "aside")]
+        texts += [f"{100 * result['overhead']:+.1f} %", "not known" if gap is None else f"{100 * gap:.2f} %"]
+        yield row([*texts, "–" if most is None else "met" if met else "not met"])
 
 
 def family_sections(report: dict[str, Any]) -> Iterator[str]:
@@ -311,7 +334,7 @@ def main() -> None:
     write_peers()
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    names = ("bytes-cpu.json", "solvers.json", "hf-families.json")
+    names = ("bytes-cpu.json", "solvers.json", "deep-cpu.json", "hf-families.json")
     stored = [ROOT / "benchmarks" / "results" / name for name in names]
     page.write_text(with_tables(page.read_text(encoding="utf-8"), results, *stored), encoding="utf-8")
 

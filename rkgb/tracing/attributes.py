@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rkgb.errors import RockmateError
+from rkgb.tracing.other_random import is_stream, methods_of, streams_named_by
 from rkgb.tree import attributes_of as held_by_object
 from rkgb.tree import is_tensor, leaves, map_leaves
 
@@ -125,6 +126,22 @@ class Snapshot:
         """All random generators that are held, in lists and objects, too."""
         values = [value for held in self.held.values() for value in _values(held.content)]
         return [value for value in values if isinstance(value, torch.Generator)]
+
+    def streams(self) -> dict[int, tuple[str, Any]]:
+        """Streams of Python and NumPy: names and streams by identity.
+
+        Those that are held, and those that methods, or functions that are held, name.
+        """
+        functions = methods_of(submodule for _, submodule in self.submodules)
+        found: dict[int, tuple[str, Any]] = {}
+        for held in self.held.values():
+            content = held.content
+            for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+                if is_stream(value):
+                    found[id(value)] = str(key if isinstance(content, dict) else held.steps[-1].key), value
+                elif isinstance(value, types.FunctionType):
+                    functions.append(value)
+        return streams_named_by(functions) | found
 
     def again(self) -> Snapshot:
         """What the same modules hold now."""

@@ -50,6 +50,16 @@ class OtherRandom(Unrepeatable):
         )
 
 
+def refuse_draws_from_objects(drawn: Mapping[str, str]) -> None:
+    """Raise `OtherRandom` for draws from streams that are objects: by the path of the submodule, what it draws from.
+
+    Whether they decide anything is not asked: numbers that do so once in a hundred calls look as if they did not, and
+    of objects, what they draw cannot be replaced to see.
+    """
+    for path, name in drawn.items():
+        raise OtherRandom(path, name)
+
+
 def told_of_draws(drawn: Mapping[str, str], module: torch.nn.Module, sample: Sample) -> list[str]:
     """What to tell of draws that decide nothing. `drawn` has the name of the stream by the path of the submodule.
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from rkgb.errors import TraceError
 from rkgb.source import caller_is_torch, opaque_advice, python_location
 from rkgb.tracing.attributes import Snapshot, accesses_noted
-from rkgb.tracing.other_random import other_random_states
+from rkgb.tracing.other_random import comparable, other_random_states, set_state, state_of
 from rkgb.turns import replaced_here
 
 _SHOWN = 3  # submodules named in a message
@@ -38,11 +38,14 @@ class SideEffects:
         parts = list(submodules)
         self.was_set: set[tuple[int, str]] = set()  # by the object's identity and name: attributes that forward set
         self.told: list[str] = []
-        self.drawn: dict[str, str] = {}  # streams of Python and NumPy, by the path of the submodule that draws
+        # Streams of Python and NumPy, by the path of the submodule that draws: the process's, and objects.
+        self.drawn: dict[str, str] = {}
+        self.drawn_from_objects: dict[str, str] = {}
         self._paths = {submodule: path for path, submodule in parts}
         self.held = Snapshot(parts)
         self._hooks = _hooks_now(self._paths)
-        self._states = other_random_states()
+        self._streams = list(self.held.streams().values())
+        self._states = self._states_now()
         self._running: list[str] = []  # paths of the modules that are in their forward
         self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
 
@@ -70,7 +73,7 @@ class SideEffects:
             try:
                 return function(*args, **kwargs)
             finally:
-                self._states = other_random_states()
+                self._states = self._states_now()
 
         return called
 
@@ -106,12 +109,17 @@ class SideEffects:
         if submodule in self._paths and self._running:
             self._note_draws(self._running.pop())
 
+    def _states_now(self) -> tuple[dict[str, Any], list[Any]]:
+        return other_random_states(), [comparable(state_of(stream)) for _, stream in self._streams]
+
     def _note_draws(self, path: str) -> None:
-        states = other_random_states()
-        for name, state in states.items():
-            if state != self._states[name]:
+        (process, objects), self._states = self._states, self._states_now()
+        for name, state in self._states[0].items():
+            if state != process[name]:
                 self.drawn.setdefault(path, name)
-        self._states = states
+        for (name, stream), before, after in zip(self._streams, objects, self._states[1], strict=True):
+            if before != after:
+                self.drawn_from_objects.setdefault(path, f"{name!r}, a {type(stream).__name__}")
 
 
 def _several(names: list[str]) -> str:
@@ -149,10 +157,12 @@ def is_torchs_own(hook: Any) -> bool:
 def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
     """Take back what a forward leaves in the module and its submodules.
 
-    That is attributes, what is in the lists, dictionaries and objects that they hold, states of generators, and hooks.
+    That is attributes, what is in the lists, dictionaries and objects that they hold, states of generators and of
+    streams of Python and NumPy, and hooks.
     """
     before = Snapshot(module.named_modules())
     states = [(held, held.get_state()) for held in before.generators()]
+    streams = [(stream, state_of(stream)) for _, stream in before.streams().values()]
     # Together: models that add hooks at their first call note in an attribute that they have.
     hooks = _hooks_now(module.modules())
     try:
@@ -162,6 +172,8 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
         before.restore()
         for generator, state in states:
             generator.set_state(state)
+        for stream, state in streams:
+            set_state(stream, state)
 
 
 @contextlib.contextmanager

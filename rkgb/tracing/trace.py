@@ -24,7 +24,7 @@ from rkgb.sample import Sample
 from rkgb.state import borrowed
 from rkgb.tracing.attributes import AttributeWrite, Snapshot, with_refs
 from rkgb.tracing.digest import digest
-from rkgb.tracing.draws import told_of_draws
+from rkgb.tracing.draws import refuse_draws_from_objects, told_of_draws
 from rkgb.tracing.generators import MeetingGenerators
 from rkgb.tracing.guard import Guard
 from rkgb.tracing.jit_walker import JitWalker
@@ -203,6 +203,7 @@ def _record(
                 raise _failed(module, error) from error
         _refuse_new_gradients(module, sample, flags)
         effects.tell()
+        refuse_draws_from_objects(effects.drawn_from_objects)
         if effects.drawn:
             effects.told += told_of_draws(effects.drawn, module, sample)
         _refuse_outliving(recorder, module, (output, sample), effects)

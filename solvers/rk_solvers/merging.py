@@ -63,6 +63,14 @@ def fitted(problem: Problem, chain: Chain, slots: int, limits: Limits) -> tuple[
     return chain, max(2, limits.slots(len(chain.blocks), slots))
 
 
+def effort(chain: Chain, given: Chain, grid: int, rounds: int) -> tuple[int, int]:
+    """`grid` and `rounds` of greedy (see `Rotor`) for the blocks of `chain`, which `fitted` has made of `given`.
+
+    What is merged has many operations, of which a plan takes tenths of a second: fewer plans of them.
+    """
+    return (grid, rounds) if chain is given else (min(2, grid), min(2, rounds))
+
+
 def joined(problem: Problem, chain: Chain, least: int) -> Chain:
     """The chain with at least `least` blocks taken together, but for those at its ends."""
     count = len(chain.blocks)

@@ -28,7 +28,7 @@ from functools import partial
 from .blocks import Block, Option, Part, blocks_of, bounded, has_choice, saved_bytes_in_pause, with_more_options
 from .checkmate import Checkmate
 from .evaluate import peak_and_time
-from .merging import Limits, fitted
+from .merging import Limits, effort, fitted
 from .problem import Chain, Problem, Recompute
 from .rotor import RotorTable, prepare_table, solved
 from .solver import Solution, Solver, best_solution
@@ -77,8 +77,7 @@ class RockmateSolver(Solver):
         """
         self.chain.check(problem)
         chain, _ = fitted(problem, self.chain, self.slots, Limits.here())
-        # As in rotor: what is merged has many operations, and fewer options.
-        grid, rounds = (self.grid, self.rounds) if chain is self.chain else (min(2, self.grid), min(2, self.rounds))
+        grid, rounds = effort(chain, self.chain, self.grid, self.rounds)
         end = math.inf if chain is self.chain else time.monotonic() + 0.5 * (deadline - time.monotonic())
         chains = coarser(chain, self.together)
         begun = took_s = 0.0

@@ -43,7 +43,7 @@ import numpy as np
 
 from .blocks import Block, blocks_of
 from .evaluate import normalise, peak_and_time
-from .merging import Limits, fitted
+from .merging import Limits, effort, fitted
 from .problem import Chain, Problem, Recompute
 from .rotor_tables import ChainNumbers, ChainTable, fill, least_to_pass, sweeps
 from .sequence import Operation, Sequence, expand
@@ -77,8 +77,7 @@ class Rotor(Solver):
         self.chain.check(problem)
         limits = self.limits or Limits.here()
         chain, slots = fitted(problem, self.chain, self.slots, limits)
-        # What is merged has many operations, of which a plan takes tenths of a second: fewer of them.
-        grid, rounds = (self.grid, self.rounds) if chain is self.chain else (min(2, self.grid), min(2, self.rounds))
+        grid, rounds = effort(chain, self.chain, self.grid, self.rounds)
         blocks = blocks_of(problem, chain, grid, rounds, deadline=now + self.time_limit_s / 2)
         return prepare_table(problem, blocks, max_budget_bytes, slots, self.internal, deadline, limits)
 

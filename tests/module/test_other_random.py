@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb import TraceError
+from rkgb import ReplayMismatch, TraceError
 from rkgb.tracing.draws import OtherRandom
+from rkgb.tracing.other_random import comparable, state_of
 from rockmate import Rockmate, verify
 
 WIDTH = 16
@@ -200,21 +201,107 @@ def test_what_another_thread_draws_meanwhile_is_no_draw_of_the_models(often):
         thread.join()
 
 
-@pytest.mark.parametrize("own", [np.random.default_rng(), random.Random()], ids=["NumPy", "Python"])
-def test_a_stream_of_its_own(own):
-    """Not the process's: seen by the replay check, or by the attributes that hold it."""
+# ---- streams that are objects ------------------------------------------------------------------------------
 
-    def draw(m, x):
-        return torch.tanh(m.layer(x)) * own.random()
+OBJECTS = {"Generator": np.random.default_rng, "RandomState": np.random.RandomState, "Random": random.Random}
+GLOBAL = random.Random(0)
 
-    try:
-        planned = Rockmate(network(draw), torch.randn(64, WIDTH), 1.0, cache=False)
-    except TraceError:
-        return
-    x = torch.randn(64, WIDTH)
-    planned.eval(), planned(x)
-    first, second = (planned(x).detach() for _ in range(2))
-    assert not torch.equal(first, second)
+
+def drops_by_a_global(m, x):
+    return x if GLOBAL.random() < m.rate else x + torch.tanh(m.layer(x))
+
+
+def drops_by_its_own(m, x):
+    number = m.own.random_sample() if isinstance(m.own, np.random.RandomState) else m.own.random()
+    return x if number < m.rate else x + torch.tanh(m.layer(x))
+
+
+def with_its_own(own, rate):
+    model = network(drops_by_its_own)
+    model[3].own, model[3].rate = own, rate
+    return model
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.01])  # at 0.01, whatever planning runs goes one way
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_submodule_that_goes_by_a_stream_it_holds_is_one_operation(kind, rate):
+    model = with_its_own(OBJECTS[kind](7), rate)
+    eager = copy.deepcopy(model)
+    before = comparable(state_of(model[3].own))
+    with pytest.warns(UserWarning, match=f"submodule '3' is one operation .* draws from 'own', a {kind}"):
+        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, time_limit=1)
+    assert comparable(state_of(model[3].own)) == before
+    assert_same_training(planned, eager)
+    assert comparable(state_of(model[3].own)) == comparable(state_of(eager[3].own)) != before
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_root_that_goes_by_a_stream_it_holds_is_refused(kind):
+    model = with_its_own(OBJECTS[kind](7), 0.01)[3]
+    before = comparable(state_of(model.own))
+    with pytest.raises(OtherRandom, match=rf"submodule '\(root\)' draws from 'own', a {kind}"):
+        Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False)
+    assert comparable(state_of(model.own)) == before
+
+
+def closed_over(own):
+    return lambda m, x: x if own.random() < m.rate else x + torch.tanh(m.layer(x))
+
+
+class Names(nn.Module):
+    """Its method names the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rate = nn.Linear(WIDTH, WIDTH), 0.01
+
+    def forward(self, x):
+        return self.dropped(x)
+
+    def dropped(self, x):
+        return x if GLOBAL.random() < self.rate else x + torch.tanh(self.layer(x))
+
+
+IN_A_CLOSURE = random.Random(0)
+NAMED = {
+    "by a method": (Names, GLOBAL),
+    "by a function that is held": (lambda: Draws(drops_by_a_global), GLOBAL),
+    "in a closure": (lambda: Draws(closed_over(IN_A_CLOSURE)), IN_A_CLOSURE),
+}
+
+
+@pytest.mark.parametrize("place", NAMED)
+def test_a_stream_that_functions_of_the_module_name(place):
+    make, own = NAMED[place]
+    model = network(drops_by_python)
+    model[3] = make()
+    model[3].rate = 0.01
+    eager, start = copy.deepcopy(model), own.getstate()
+    with pytest.warns(UserWarning, match="submodule '3' is one operation .* a Random,"):
+        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, time_limit=1)
+    assert own.getstate() == start
+    found = steps(planned)[0]
+    own.setstate(start)
+    for one, other in zip(found, steps(eager)[0], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_verify_draws_alike_from_streams_that_are_held():
+    model = with_its_own(np.random.default_rng(3), 0.3)
+    before = comparable(state_of(model[3].own))
+    with pytest.warns(UserWarning, match="is one operation"):
+        assert verify(model, torch.randn(64, WIDTH), 1.0).exact
+    assert comparable(state_of(model[3].own)) == before
+
+
+def test_a_stream_that_only_a_function_elsewhere_names_is_seen_by_the_replay_check():
+    own = random.Random()
+
+    def scaled(values):
+        return values * own.random()
+
+    with pytest.raises(ReplayMismatch, match=r"%mul_0 .*not deterministic"):
+        Rockmate(network(lambda m, x: scaled(m.layer(x))), torch.randn(64, WIDTH), 1.0, cache=False)
 
 
 def test_dropout_of_the_whole_is_no_draw_of_these():
