@@ -1,6 +1,7 @@
 """Families of transformers, each as a tiny model with dropout on, train exactly at 0.6 of their eager peak."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def test_a_family_trains_exactly_or_is_refused_with_the_place(name):
         assert_trains_exactly_within_its_budget(name)
     except RockmateError as error:
         refusal = str(error)
-    assert refusal is None or ".py:" in refusal  # the line of the model's source
+    # the line of the model's source, or the attribute that it goes by
+    assert refusal is None or ".py:" in refusal or re.search(r"attribute '\w+' of submodule '[\w.]+'", refusal)
 
 
 def test_the_stored_table_is_of_all_families_and_meets_its_bars():
@@ -75,10 +77,10 @@ def test_the_benchmark_writes_results_that_the_page_can_show(tmp_path):
     met, failed = (Row(**row) for row in report["rows"])
     assert met.met
     assert met.measured_bytes <= met.budget_bytes <= FRACTION * met.eager_bytes + 1
-    assert "not deterministic" in failed.reason
+    assert "'attention_seed' of submodule 'reformer.encoder.layers.0'" in failed.reason
     lines = list(load_script("docs/make_tables.py").family_sections(report))
     assert "| all | 2 | 1 |" in lines
-    assert any("not deterministic" in line for line in lines if line.startswith("| Reformer |"))
+    assert any("attention_seed" in line for line in lines if line.startswith("| Reformer |"))
 
 
 def test_a_family_without_a_reason_counts_against_the_bars():
