@@ -516,7 +516,7 @@ class PlanFamily:
             return f"{len(alike)} plans for such calls are there, each for other data or settings"
         unused = sum(not one.uses and not one.ahead for one in self.members)
         if unused >= _MOST_UNUSED:
-            return f"{unused} plans are there that no later call has used"
+            return f"{_MOST_UNUSED} plans or more are there that no later call has used"  # a text that stays, told once
         return None
 
     def _instead_of_one_more(

@@ -10,13 +10,13 @@ then on: no further value needs a trace.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rkgb import AllGraphs, DGraph, RecordMismatch, Sample
+from rkgb import AllGraphs, DGraph, RecordMismatch
 from rkgb.call import Call
 from rkgb.cut import chain, cut
 from rkgb.equivalence import canonical_form, equivalent_classes
@@ -52,19 +52,26 @@ def taken_over(
     model: torch.nn.Module, traced: Traced, earlier: Sequence[tuple[Measured, Planned]]
 ) -> tuple[Measured, Planned] | None:
     """The plan among the `earlier` ones whose graph is what was traced, made one for that; None where there is none."""
-    for measured, planned in sorted(earlier, key=lambda one: -len(one[0].gradients)):
-        if not measured.gradients <= traced.gradients:
-            continue  # made for steps before which more gradients are there
-        if traced.traits != measured.traits or traced.pattern.traits != measured.pattern.traits:
-            continue
-        if traced.pinned != measured.pinned or traced.pattern.autocast != measured.pattern.autocast:
-            continue
-        if not _is_same_graph(measured.graphs.D_graph, traced.graph.dgraph):
-            continue
+    same = [one for one in earlier if _holds_as_it_is(one[0], traced)]
+    # First one that differs in numbers alone: of these, the code can compute the numbers.
+    for measured, planned in sorted(
+        same, key=lambda one: (_other_numbers(traced, one[0]) is None, -len(one[0].gradients))
+    ):
         made = _made(model, traced, measured, planned)
         if made is not None:
-            return _opened(model, traced.sample, made, measured) or made
+            return _opened(model, traced, made, measured) or made
     return None
+
+
+def _holds_as_it_is(measured: Measured, traced: Traced) -> bool:
+    """Whether what was `measured` is of the graph that was traced, but for numbers, and of such a step."""
+    if not measured.gradients <= traced.gradients:
+        return False  # made for steps before which more gradients are there
+    if traced.traits != measured.traits or traced.pattern.traits != measured.pattern.traits:
+        return False
+    if traced.pinned != measured.pinned or traced.pattern.autocast != measured.pattern.autocast:
+        return False
+    return _is_same_graph(measured.graphs.D_graph, traced.graph.dgraph)
 
 
 def _is_same_graph(first: DGraph, second: DGraph) -> bool:
@@ -156,7 +163,7 @@ def covers(measured: Measured, before: Measured) -> bool:
     return settings.but_for_free == measured.settings.but_for_free and numbers.holds(_numbers_of(before))
 
 
-def _numbers_of(measured: Measured) -> dict[Number, Value]:
+def _numbers_of(measured: Measured | Traced) -> dict[Number, Value]:
     """Numbers as they were when a graph was traced."""
     found: dict[Number, Value] = {}
     for path, value in numbers_in(measured.pattern.skeleton):
@@ -172,31 +179,44 @@ def _argument_name(path: tuple[Any, ...]) -> str:
     return ("args", "kwargs")[path[0]] + "".join(f"[{step!r}]" for step in path[1:])
 
 
-def _opened(
-    model: torch.nn.Module, sample: Sample, made: tuple[Measured, Planned], before: Measured
-) -> tuple[Measured, Planned] | None:
-    """The plan with operands in the places of numbers; None where these come of anything else than numbers given."""
-    then, now = _numbers_of(before), _numbers_of(made[0])
+def _other_numbers(traced: Traced, before: Measured) -> set[Number] | None:
+    """The numbers that differ, where nothing else does; None where something does, or nothing."""
+    then, now = _numbers_of(before), _numbers_of(traced)
     earlier = before.numbers
     if then.keys() != now.keys() or any(isinstance(op.call.function, OpaqueCall) for op in before.graphs.D_graph):
         return None
     different = {number for number in now if not is_same(then[number], now[number])}
     different |= set(earlier.numbers if earlier is not None else ())
-    free = frozenset(number.argument for number in different if number.argument is not None)
-    settings = frozenset(number.setting for number in different if number.setting is not None)
+    free, settings = _free(different)
+    # Whatever else has changed is no number, and of a plan of its own.
+    if _left_behind(traced.graph.dgraph) != _left_behind(before.graphs.D_graph):
+        return None
+    one, other = (replace(pattern, free=free).but_for_numbers for pattern in (traced.pattern, before.pattern))
+    mine, others = (replace(held, free=settings).but_for_free for held in (traced.settings, before.settings))
+    return different if different and one == other and mine == others else None
+
+
+def _free(numbers: Iterable[Number]) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Which arguments, and which settings, these are."""
+    arguments = frozenset(number.argument for number in numbers if number.argument is not None)
+    return arguments, frozenset(number.setting for number in numbers if number.setting is not None)
+
+
+def _opened(
+    model: torch.nn.Module, traced: Traced, made: tuple[Measured, Planned], before: Measured
+) -> tuple[Measured, Planned] | None:
+    """The plan with operands in the places of numbers; None where these come of anything else than numbers given."""
+    different = _other_numbers(traced, before)
+    if different is None:
+        return None
+    then, now, earlier = _numbers_of(before), _numbers_of(traced), before.numbers
+    free, settings = _free(different)
     measured = replace(
         made[0], pattern=replace(made[0].pattern, free=free), settings=replace(made[0].settings, free=settings)
     )
-    # Whatever else has changed is no number, and of a plan of its own.
-    if _left_behind(made[0].graphs.D_graph) != _left_behind(before.graphs.D_graph):
-        return None
-    if not different or measured.pattern.but_for_numbers != replace(before.pattern, free=free).but_for_numbers:
-        return None
-    if measured.settings.but_for_free != replace(before.settings, free=settings).but_for_free:
-        return None
     try:
         with for_planning(model):
-            uses = uses_of(model, sample, {number: now[number] for number in sorted(different, key=str)})
+            uses = uses_of(model, traced.sample, {number: now[number] for number in sorted(different, key=str)})
         then = {number: then[number] for number in uses.known}
         operands = dict(_operands(made[0].graphs.D_graph, before.graphs.D_graph, then, uses, earlier))
         questions = list(_questions(then, uses, operands, earlier))

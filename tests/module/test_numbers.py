@@ -193,6 +193,31 @@ def test_two_numbers_that_change_together_and_then_apart_are_not_confused(monkey
     assert both.counts["make_plan"] == 1
 
 
+OTHERS = {
+    "flag": (lambda m, x, t: {"x": x / t[0]} if t[1] else (x / t[0],), (True, False), 1, 5),
+    "branch": (lambda m, x, t: x / t[0] if t[1] else x.tanh() * t[0], (True, False), 2, 5),
+    "name": (lambda m, x, t: x * t[0] if t[1] == "a" else x / t[0] if t[1] == "b" else x, ("a", "b", "a", "c"), 3, 8),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_number_that_changes_in_every_call_beside_another_value_that_alternates(name, monkeypatch):
+    use, others, most_plans, most_traces = OTHERS[name]
+    both = Planned(monkeypatch, Scheduled(use), ((1.5, others[0]),))
+    for index in range(12):
+        both.train((1.5 + index / 7, others[index % len(others)]))
+    assert both.counts["make_plan"] <= most_plans
+    assert both.counts["trace_model"] <= most_traces
+
+
+def test_a_number_that_changes_in_every_call_beside_a_setting_that_alternates(monkeypatch):
+    both = Planned(monkeypatch, Scheduled(lambda m, x, t: {"x": x / t} if m.beta else (x / t,), True), (1.5,))
+    for index in range(12):
+        both.set(set_beta, index % 2 == 0)
+        both.train(1.5 + index / 7)
+    assert both.counts == {"make_plan": 1, "trace_model": 4}
+
+
 def test_a_step_keeps_its_numbers_until_its_backward(monkeypatch):
     both = Planned(monkeypatch, Scheduled(lambda m, x, t: (x / t).exp() * m.beta), (1.5,))
     both.train(1.75)
