@@ -8,7 +8,7 @@ import torch
 
 from rkgb import RockmateError, Sample
 from rockmate.errors import PlanMismatch
-from rockmate.memory.split import gradient_is_there, gradients_made, gradients_there
+from rockmate.memory.split import gradient_is_there, gradients_made, gradients_there, parameter_at
 from rockmate.plan import Plan
 from rockmate.plan_files.alike import covers
 from rockmate.planning.follow import Decisions
@@ -106,7 +106,7 @@ class Member:
         if self.measured.gradients >= made:
             return False
         leaves = self.measured.graphs.D_graph.leaves
-        return all(gradient_is_there(self.model.get_parameter(leaves[name].path)) for name in made)
+        return all(gradient_is_there(parameter_at(self.model, leaves[name].path)) for name in made)
 
     def mismatch(self, call: Sample, traits: ModuleTraits) -> RockmateError | None:
         """Why the plan does not hold for `call` on the module as it is, with `traits`; None where it does."""

@@ -140,8 +140,17 @@ def gradients_there(model: torch.nn.Module, graph: DGraph) -> frozenset[str]:
 
 def gradient_is_there(parameter: torch.Tensor) -> bool:
     """Whether a backward adds to the parameter's gradient, in place of making one."""
+    if not parameter.is_leaf:  # put there by `torch.func.functional_call`
+        return False
     gradient = parameter.grad
     return gradient is not None and gradient.layout is torch.strided and gradient.dtype == parameter.dtype
+
+
+def parameter_at(model: torch.nn.Module, path: str) -> torch.Tensor:
+    """What stands in the place of a parameter: within `torch.func.functional_call`, any tensor does."""
+    holder, _, name = path.rpartition(".")
+    held: torch.Tensor = model.get_submodule(holder)._parameters[name]  # type: ignore[assignment]
+    return held
 
 
 def gradients_made(graphs: AllGraphs) -> dict[str, int]:

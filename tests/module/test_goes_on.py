@@ -432,6 +432,61 @@ def test_transforms_of_torch_func_between_steps_run_by_themselves():
     assert not trained_beside_eager(model, [rows(1)])
 
 
+class Adapted(nn.Module):
+    def __init__(self, *extra: nn.Module) -> None:
+        super().__init__()
+        hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())]
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), *extra, *hidden, nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def adapted(module: nn.Module, second_order: bool) -> list[Tensor]:
+    """Steps of MAML: what the weights become after two steps within, and gradients through these."""
+    optimizer, found = torch.optim.SGD(module.parameters(), 0.1), []
+    torch.manual_seed(5)
+    for step in range(4):
+        optimizer.zero_grad()
+        weights = dict(module.named_parameters())
+        for inner in range(2):
+            loss = squares(functional_call(module, weights, (rows(10 * step + inner),)))
+            gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=second_order)
+            pairs = zip(weights.items(), gradients, strict=True)
+            weights = {name: weight - 0.1 * gradient for (name, weight), gradient in pairs}
+        loss = squares(functional_call(module, weights, (rows(step),)))
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+        optimizer.step()
+    return [*found, *(buffer.clone() for buffer in module.buffers()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("extra", [nn.Dropout(0.2), nn.BatchNorm1d(64)], ids=["dropout", "batch norm"])
+@pytest.mark.filterwarnings("ignore::rockmate.DoubleBackwardWarning")
+def test_weights_that_functional_call_puts_there_are_those_of_the_step(extra, second_order):
+    model = planned(built(Adapted, extra), rows(), 0.8)
+    eager = copy.deepcopy(model.original)
+    found, expected = adapted(model, second_order), adapted(eager, second_order)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert not model.fallbacks
+
+
+def test_plain_tensors_in_the_places_of_parameters_take_the_gradients():
+    model = planned(built(Adapted), rows(), 0.8)
+    assert any(model.plan.recompute)
+    taken = []
+    for module in (model, model.original):
+        weights = {name: held.detach().clone().requires_grad_() for name, held in model.named_parameters()}
+        for seed in range(4):
+            squares(functional_call(module, weights, (rows(seed),))).backward()
+        taken.append([weight.grad for weight in weights.values()])
+    assert all(map(torch.equal, *taken))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.fallbacks
+
+
 def test_evaluation_between_steps_is_no_fallback():
     model = planned(built(Layers), rows(), "8MiB")
     eager = copy.deepcopy(model.original)
