@@ -12,6 +12,7 @@ PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 pyth
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-demo
 
 # Two threads: results and timings that are the same on a laptop and on a small CI machine.
 THREADS ?= 2
@@ -34,13 +35,23 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv and install the project with its development tools
 
-$(STAMP): pyproject.toml constraints.txt
+# What of the project is to be installed, such as .[dev].
+define install
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "No suitable Python found: Python 3.11 or newer with the venv module is needed" >&2; \
 		echo "(on Debian or Ubuntu: apt install python3 python3-venv). Or name one: make PYTHON=/path/to/python3" >&2; \
 		exit 1; fi
 	@if [ ! -x $(BIN)/python ]; then echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); fi
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '$(1)'
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,.[dev])
+	@touch $@ $(DEMO_STAMP)
+
+# The project alone, without what tests, trainers, notebooks and pages need.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(call install,.)
 	@touch $@
 
 test: $(STAMP) ## Run the tests that take seconds
@@ -60,7 +71,7 @@ format: $(STAMP) ## Repair style and formatting where a tool can
 types: $(STAMP) ## Check types
 	$(BIN)/mypy $(CODE)
 
-demo: $(STAMP) ## Train GPT-2 and ResNet-50 under three budgets; table and figure in demo_output/
+demo: $(DEMO_STAMP) ## Train GPT-2 and ResNet-50 under three budgets; table and figure in demo_output/
 	$(BIN)/python examples/demo.py $(ARGS)
 
 bench: $(STAMP) ## Measure time and memory against eager and torch.utils.checkpoint
