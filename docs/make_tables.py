@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deep import verdict
 from benchmarks.peers import page as peers
 from benchmarks.peers.monet import PUBLISHED
 from rockmate.units import format_bytes, format_ms
@@ -138,12 +139,10 @@ def deep_sections(report: dict[str, Any]) -> Iterator[str]:
             yield row([*texts, result.get("refused") or result["failed"], *["–"] * 5])
             continue
         gap = result["gap"]
-        most = report["bars"].get(str(result["operations"])) if result["kind"] == "chain" else None
-        met = most and result["seconds"] <= most[0] and gap is not None and gap <= most[1]
         texts += [f"{result['seconds']:.1f} s"]
         texts += [format_bytes(result[f"{process}_peak_bytes"]) for process in ("planning", "aside")]
         texts += [f"{100 * result['overhead']:+.1f} %", "not known" if gap is None else f"{100 * gap:.2f} %"]
-        yield row([*texts, "–" if most is None else "met" if met else "not met"])
+        yield row([*texts, verdict(result)])
 
 
 def family_sections(report: dict[str, Any]) -> Iterator[str]:

@@ -56,8 +56,8 @@ def refuse_draws_from_objects(drawn: Mapping[str, str]) -> None:
     Whether they decide anything is not asked: numbers that do so once in a hundred calls look as if they did not, and
     of objects, what they draw cannot be replaced to see.
     """
-    for path, name in drawn.items():
-        raise OtherRandom(path, name)
+    if drawn:
+        raise OtherRandom(*next(iter(drawn.items())))
 
 
 def told_of_draws(drawn: Mapping[str, str], module: torch.nn.Module, sample: Sample) -> list[str]:

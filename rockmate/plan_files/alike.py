@@ -52,14 +52,13 @@ def taken_over(
     model: torch.nn.Module, traced: Traced, earlier: Sequence[tuple[Measured, Planned]]
 ) -> tuple[Measured, Planned] | None:
     """The plan among the `earlier` ones whose graph is what was traced, made one for that; None where there is none."""
-    same = [one for one in earlier if _holds_as_it_is(one[0], traced)]
+    same = [(*one, _other_numbers(traced, one[0])) for one in earlier if _holds_as_it_is(one[0], traced)]
     # First one that differs in numbers alone: of these, the code can compute the numbers.
-    for measured, planned in sorted(
-        same, key=lambda one: (_other_numbers(traced, one[0]) is None, -len(one[0].gradients))
-    ):
+    for measured, planned, different in sorted(same, key=lambda one: (one[2] is None, -len(one[0].gradients))):
         made = _made(model, traced, measured, planned)
         if made is not None:
-            return _opened(model, traced, made, measured) or made
+            opened = None if different is None else _opened(model, traced, made, measured, different)
+            return opened or made
     return None
 
 
@@ -203,12 +202,13 @@ def _free(numbers: Iterable[Number]) -> tuple[frozenset[Any], frozenset[Any]]:
 
 
 def _opened(
-    model: torch.nn.Module, traced: Traced, made: tuple[Measured, Planned], before: Measured
+    model: torch.nn.Module,
+    traced: Traced,
+    made: tuple[Measured, Planned],
+    before: Measured,
+    different: set[Number],
 ) -> tuple[Measured, Planned] | None:
     """The plan with operands in the places of numbers; None where these come of anything else than numbers given."""
-    different = _other_numbers(traced, before)
-    if different is None:
-        return None
     then, now, earlier = _numbers_of(before), _numbers_of(traced), before.numbers
     free, settings = _free(different)
     measured = replace(
