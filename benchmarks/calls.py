@@ -21,10 +21,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
-from rkgb.measuring.repetition import CACHES_BYTES
-from rockmate.running.bindings import BINDINGS
-from rockmate.running.runtime import Step
-from rockmate.running.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
+from rkgb.profile.recompute_cost import CACHES_BYTES
+from rockmate.runtime.bindings import BINDINGS
+from rockmate.runtime.step import Step
+from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
 
 SIZE = 8  # of tensors: there is nothing to compute
 aten = torch.ops.aten

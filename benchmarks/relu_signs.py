@@ -33,8 +33,8 @@ from benchmarks.reporting import (
 )
 from rk_solvers import Chain, Data, ForwardOp, Problem
 from rk_solvers.registry import Effort, solver_named
-from rkgb.compact import TwoValues
-from rkgb.measuring.repetition import CACHES_BYTES, ColdClock, time_of_form
+from rkgb.profile.recompute_cost import CACHES_BYTES, ColdClock, time_of_form
+from rkgb.restore.packed_mask import TwoValues
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rockmate import BudgetTooSmall, rotor
+from rockmate import BudgetTooSmall
+from rockmate.compat import rotor
 
 # Which of the bars a digit lights: top, upper left and right, middle, lower left and right, bottom.
 BARS = ("1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111", "1010010", "1111111", "1111011")

@@ -1,10 +1,7 @@
 """rkgb: what a PyTorch module really computes, forward and backward, as graphs."""
 
-from rkgb.bgraph import BGraph, BNode, Leaf, LeafKind
+from rkgb.capture.trace import trace
 from rkgb.check import summary, test_rkgb
-from rkgb.cut import Block, Chain, chain, cut
-from rkgb.dgraph import DGraph, DNode
-from rkgb.equivalence import equivalent_classes
 from rkgb.errors import (
     GraphError,
     GuardError,
@@ -16,19 +13,25 @@ from rkgb.errors import (
     TraceError,
     TraceWarning,
 )
-from rkgb.inspection import b_to_d
-from rkgb.json_form import GraphFormatError
-from rkgb.kgraph import KComp, KData, KGraph, s_to_k
-from rkgb.networkx_form import to_networkx
-from rkgb.partition import SubGraph, partition
+from rkgb.export.json import GraphFormatError
+from rkgb.export.networkx_form import to_networkx
+from rkgb.export.render import RenderError
+from rkgb.ir.bgraph import BGraph, BNode, Leaf, LeafKind
+from rkgb.ir.blocks import Block, Chain
+from rkgb.ir.dgraph import DGraph, DNode
+from rkgb.ir.kgraph import KComp, KData, KGraph
+from rkgb.ir.sample import Sample, make_sample
+from rkgb.ir.sgraph import SGraph, SNode
+from rkgb.ir.values import ValueInfo
+from rkgb.passes.b_to_d import b_to_d
+from rkgb.passes.cut import chain, cut
+from rkgb.passes.d_to_s import d_to_s
+from rkgb.passes.equivalence import equivalent_classes
+from rkgb.passes.partition import SubGraph, partition
+from rkgb.passes.s_to_k import s_to_k
 from rkgb.pipeline import AllGraphs, make_all_graphs
-from rkgb.render import RenderError
-from rkgb.sample import Sample, make_sample
-from rkgb.sgraph import SGraph, SNode, d_to_s
 from rkgb.show import describe, print_all_graphs, print_graph, print_graph_list
 from rkgb.stages import B_to_D, D_to_S, S_list_to_K_list_eco, S_to_K, make_B
-from rkgb.tracing.trace import trace
-from rkgb.values import ValueInfo
 
 __all__ = [
     "AllGraphs",

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from rkgb.measuring.memory import allocated_bytes
+from rkgb.capture.trace import Tracer
+from rkgb.devices.allocation_log import allocated_bytes
+from rkgb.export.render.style import format_bytes
+from rkgb.ir.sample import make_sample
 from rkgb.pipeline import AllGraphs, make_all_graphs
-from rkgb.render.style import format_bytes
-from rkgb.sample import make_sample
-from rkgb.state import training_mode
-from rkgb.tracing.guard import Guard
-from rkgb.tracing.replay import record_step, run_graph
-from rkgb.tracing.trace import Tracer
+from rkgb.recording.guard import Guard
+from rkgb.replay.replay import record_step, run_graph
+from rkgb.state.module_state import training_mode
 
 
 def test_rkgb(

@@ -44,3 +44,7 @@ class GuardError(RockmateError):
 
 class TraceWarning(UserWarning):
     """Something of the module does not happen when its graph runs, though all results are the same."""
+
+
+class RenderError(RockmateError, ValueError):
+    """A graph cannot be drawn as asked: an unknown format, or something that is no graph."""

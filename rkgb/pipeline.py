@@ -13,34 +13,37 @@ from typing import Any
 
 import torch
 
-from rkgb.autocast import Autocast
-from rkgb.bgraph import BGraph, LeafKind
-from rkgb.call import is_ref, ref_names
-from rkgb.cut import Block, chain, cut
-from rkgb.devices import refuse_devices
-from rkgb.dgraph import DGraph, run_nodes
-from rkgb.equivalence import equivalent_classes
+from rkgb.capture.trace import FrontEnd, Tracer, trace
+from rkgb.devices.allocation_log import is_out_of_memory, out_of_memory_told
+from rkgb.devices.available import available_bytes
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
-from rkgb.first_call import left_as_it_was
-from rkgb.inspection import b_to_d
-from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
-from rkgb.measuring.available import available_bytes
-from rkgb.measuring.context import measure_in_context
-from rkgb.measuring.measure import MeasuredBlocks, measure_blocks
-from rkgb.measuring.memory import is_out_of_memory, out_of_memory_told
-from rkgb.measuring.profile import BlockProfile
-from rkgb.partition import SubGraph, partition
-from rkgb.sample import Sample, make_sample
-from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import borrowed, for_planning
-from rkgb.tracing.attributes import Writing, is_a_loss
-from rkgb.tracing.expand import expand_composites
-from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
-from rkgb.tracing.replay import given, replay_check
-from rkgb.tracing.side_effects import Unrepeatable
-from rkgb.tracing.trace import FrontEnd, Tracer, trace
-from rkgb.tracing.unsteady import unsteady_submodules
-from rkgb.tracing.varying import without_varying_guards
+from rkgb.ir.bgraph import BGraph, LeafKind
+from rkgb.ir.blocks import Block
+from rkgb.ir.call import is_ref, ref_names
+from rkgb.ir.dgraph import DGraph, run_nodes
+from rkgb.ir.kgraph import KGraph
+from rkgb.ir.placement import refuse_devices
+from rkgb.ir.profiles import BlockProfile
+from rkgb.ir.sample import Sample, make_sample
+from rkgb.ir.sgraph import SGraph
+from rkgb.passes.b_to_d import b_to_d
+from rkgb.passes.cut import chain, cut
+from rkgb.passes.d_to_s import d_to_s
+from rkgb.passes.equivalence import equivalent_classes
+from rkgb.passes.expand import expand_composites
+from rkgb.passes.partition import SubGraph, partition
+from rkgb.passes.s_to_k import s_list_to_k_list, s_to_k
+from rkgb.process.autocast import Autocast
+from rkgb.profile.in_context import measure_in_context
+from rkgb.profile.measure import MeasuredBlocks, measure_blocks
+from rkgb.replay.first_call import left_as_it_was
+from rkgb.replay.replay import given, replay_check
+from rkgb.replay.unsteady import unsteady_submodules
+from rkgb.replay.varying import without_varying_guards
+from rkgb.state.attributes import Writing, is_a_loss
+from rkgb.state.generators import GeneratorsMet, MeetingGenerators
+from rkgb.state.module_state import borrowed, for_planning
+from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import map_leaves
 
 Stage = Callable[[str, int, int], None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rkgb.errors import RenderError
+from rkgb.export.render.describe import describe
+from rkgb.export.render.pages import Cut, pages_of
+from rkgb.export.render.picture import Picture
+from rkgb.export.render.structure import Graph
 from rkgb.pipeline import AllGraphs
-from rkgb.render.describe import describe
-from rkgb.render.errors import RenderError
-from rkgb.render.pages import Cut, pages_of
-from rkgb.render.picture import Picture
-from rkgb.render.structure import Graph
 
 __all__ = ["DIRECTORY", "describe", "print_all_graphs", "print_graph", "print_graph_list"]
 
@@ -103,7 +103,7 @@ def _write(
     documents: Mapping[str, Sequence[Picture]], open: bool, render_format: str, directory: str | Path
 ) -> list[Path]:
     # Here, so that building graphs does not load matplotlib.
-    from rkgb.render.files import Document, checked_format, open_file, write
+    from rkgb.export.render.files import Document, checked_format, open_file, write
 
     found = checked_format(render_format)
     paths = [path for stem, pages in documents.items() for path in write(Document(stem, pages), Path(directory), found)]

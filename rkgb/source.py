@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
-CALLER = str(Path(__file__).with_name("sample.py"))  # calls the module: what called that is not the model's code
+CALLER = str(Path(__file__).parent / "ir" / "sample.py")  # calls the module: what called that is not the model's code
 OWN_FOLDER = str(Path(__file__).parent)  # its files stand between torch's tracers and the user's module
 
 

@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
-from rkgb.bgraph import BGraph
-from rkgb.cut import Block, chain, cut
-from rkgb.dgraph import DGraph
-from rkgb.equivalence import equivalent_classes
-from rkgb.inspection import b_to_d
-from rkgb.kgraph import KGraph, s_list_to_k_list, s_to_k
-from rkgb.measuring.measure import measure_blocks
+from rkgb.capture.trace import Tracer
+from rkgb.ir.bgraph import BGraph
+from rkgb.ir.blocks import Block
+from rkgb.ir.dgraph import DGraph
+from rkgb.ir.kgraph import KGraph
+from rkgb.ir.sample import make_sample
+from rkgb.ir.sgraph import SGraph
+from rkgb.passes.b_to_d import b_to_d
+from rkgb.passes.cut import chain, cut
+from rkgb.passes.d_to_s import d_to_s
+from rkgb.passes.equivalence import equivalent_classes
+from rkgb.passes.s_to_k import s_list_to_k_list, s_to_k
 from rkgb.pipeline import exact_trace
-from rkgb.sample import make_sample
-from rkgb.sgraph import SGraph, d_to_s
-from rkgb.state import training_mode
-from rkgb.tracing.trace import Tracer
+from rkgb.profile.measure import measure_blocks
+from rkgb.state.module_state import training_mode
 
 
 def make_B(
@@ -39,7 +42,7 @@ def B_to_D(graph: BGraph, model: torch.nn.Module, sample: Any, model_kwargs: dic
 
 
 def D_to_S(graph: DGraph) -> SGraph:
-    """One node per freshly filled storage. `rkgb.sgraph.STEPS` are what it consists of."""
+    """One node per freshly filled storage. `rkgb.ir.sgraph.STEPS` are what it consists of."""
     return d_to_s(graph)
 
 

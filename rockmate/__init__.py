@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from rockmate.moved import tell_of_moved_modules
+
 if TYPE_CHECKING:
     from rkgb.errors import (
         GraphError,
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
         TraceWarning,
     )
     from rockmate import distributed
+    from rockmate.calls.fallbacks import Fallback
     from rockmate.errors import (
         ArgumentError,
         BatchError,
@@ -46,15 +49,14 @@ if TYPE_CHECKING:
         SolverError,
         TransformError,
     )
-    from rockmate.fallbacks import Fallback
-    from rockmate.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
     from rockmate.memory.allocators import AllocatorSettings, keep_freed_memory, reduce_fragmentation
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
     from rockmate.module import Rockmate
-    from rockmate.plan import Plan
     from rockmate.plan_files.content import PlanFile
-    from rockmate.verification import Verification, verify
+    from rockmate.planning.plan import Plan
+    from rockmate.queries.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
+    from rockmate.queries.verification import Verification, verify
 
 __all__ = [
     "AllocatorSettings",
@@ -149,8 +151,8 @@ _HOMES = {
         "SolverError",
         "TransformError",
     ),
-    "rockmate.fallbacks": ("Fallback",),
-    "rockmate.inverse": (
+    "rockmate.calls.fallbacks": ("Fallback",),
+    "rockmate.queries.inverse": (
         "CheapestBudget",
         "LargestBatch",
         "max_batch",
@@ -164,13 +166,14 @@ _HOMES = {
     "rockmate.memory.peak": ("PeakMemory",),
     "rockmate.memory.split": ("MemorySplit",),
     "rockmate.module": ("Rockmate",),
-    "rockmate.plan": ("Plan",),
+    "rockmate.planning.plan": ("Plan",),
     "rockmate.plan_files.content": ("PlanFile",),
-    "rockmate.verification": (
+    "rockmate.queries.verification": (
         "Verification",
         "verify",
     ),
 }
+tell_of_moved_modules()
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 

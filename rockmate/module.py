@@ -19,25 +19,25 @@ import torch
 from rk_solvers import Solver
 from rk_solvers.registry import DEFAULT_GAP
 from rkgb import ModelError, make_sample
-from rkgb.tracing.opaque import opaque_paths
+from rkgb.ir.opaque import opaque_paths
+from rockmate.calls.fallbacks import Fallback, FallbackCounts
+from rockmate.calls.specialization import Member
+from rockmate.calls.specializations import PlanFamily, Shapes
 from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
-from rockmate.fallbacks import Fallback, FallbackCounts
-from rockmate.family import PlanFamily, Shapes
-from rockmate.member import Member
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.memory.split import MemorySplit, Scope
-from rockmate.plan import Plan
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
-from rockmate.planning.pinned import Pins, as_pins, check_pins
+from rockmate.planning.must_save import Pins, as_pins, check_pins
+from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planned
 from rockmate.planning.request import PlanRequest, check_request, no_progress
 from rockmate.progress import Progress
-from rockmate.transparent import Transparent
+from rockmate.proxy import Transparent
 
 _NOT_COMPILED = (
     "a planned module runs its own generated code in training, as one call between compiled graphs: compile without "

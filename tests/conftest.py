@@ -16,7 +16,7 @@ os.environ["ROCKMATE_CACHE"] = "0"
 
 import torch
 
-import rk_solvers.smallest
+import rk_solvers.anytime.min_budget
 
 THREADS = 2
 SEED = 20_240
@@ -77,15 +77,15 @@ def seed() -> int:
 def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are measured in one walk: a second one only makes times steadier, and would take minutes of all tests."""
     if request.node.get_closest_marker("both_walks") is None:
-        monkeypatch.setattr("rkgb.measuring.measure._WALKS", ("measure",))
+        monkeypatch.setattr("rkgb.profile.measure._WALKS", ("measure",))
 
 
 @pytest.fixture(autouse=True)
 def proofs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals prove what they can in two seconds: nearer bounds on the least peak would take minutes of all tests."""
     if request.node.get_closest_marker("long_proofs") is None:
-        short = tuple((operations, near, 2.0) for operations, near, _ in rk_solvers.smallest.EXACT)
-        monkeypatch.setattr("rk_solvers.smallest.EXACT", short)
+        short = tuple((operations, near, 2.0) for operations, near, _ in rk_solvers.anytime.min_budget.EXACT)
+        monkeypatch.setattr("rk_solvers.anytime.min_budget.EXACT", short)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import pytest
 import rk_solvers
 import rkgb
 import rockmate
-from rockmate import compat, distributed, plan_files, reports, rotor, zoo
+from rockmate import compat, distributed, plan_files, reports, zoo
+from rockmate.compat import rotor
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from rk_solvers import Problem, Recompute, check, normalise, peak_and_time, schedule_of
-from rk_solvers.oracle import least_peak
+from rk_solvers.exact.oracle import least_peak
 from rockmate import Rockmate, plan_files, zoo
-from rockmate.explain import explain
 from rockmate.plan_files import PlanFile
 from rockmate.plan_files.content import (
     FORMAT,
@@ -21,6 +20,7 @@ from rockmate.plan_files.content import (
     Promise,
 )
 from rockmate.planning.simulator import simulate
+from rockmate.reports.explain import explain
 from tests.solver.instances import random_plan, random_problem
 
 SEEDS = range(60)

@@ -19,75 +19,134 @@ ROOTS_OF_MODULES = (ROOT / "solvers", ROOT)  # the folders that are on the impor
 CODE_FOLDERS = ("rkgb", "solvers/rk_solvers", "rockmate", "tests", "examples", "benchmarks")
 FIRST_PARTY = ("rkgb", "rk_solvers", "rockmate")
 
-# Modules under the key import first-party modules only from under these; the longest matching key decides.
-MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "rkgb": ("rkgb",),
-    "rkgb.errors": (),
-    "rk_solvers": ("rk_solvers",),
-    "rockmate": ("rockmate", "rkgb", "rk_solvers"),
-    "rockmate.memory": ("rockmate.memory", "rockmate.errors", "rockmate.units", "rkgb", "rk_solvers"),
-    "rockmate.running": ("rockmate.running", "rockmate.errors", "rockmate.units", "rkgb", "rk_solvers"),
-    "rockmate.planning": (
-        "rockmate.planning",
-        "rockmate.running",
-        "rockmate.memory",
-        "rockmate.plan",
-        "rockmate.errors",
-        "rockmate.units",
-        "rkgb",
-        "rk_solvers",
-    ),
-    "rockmate.plan_files": (
-        "rockmate.plan_files",
-        "rockmate.planning",
-        "rockmate.running",
-        "rockmate.memory",
-        "rockmate.plan",
-        "rockmate.errors",
-        "rockmate.units",
-        "rkgb",
-        "rk_solvers",
-    ),
-    "rockmate.explanation": (),
-    "rockmate.explain": (
-        "rockmate.explanation",
-        "rockmate.plan_files",
-        "rockmate.planning",
-        "rockmate.units",
-        "rk_solvers",
-    ),
-    "rockmate.memory.peak": ("rkgb.measuring.memory",),
-    "rockmate.rotor.models": ("rockmate.rotor.models", "rockmate.zoo"),
-    "rockmate.reports": (
-        "rockmate.reports",
-        "rockmate.explain",
-        "rockmate.explanation",
-        "rockmate.plan_files",
-        "rockmate.running",
-        "rockmate.planning",
-        "rockmate.memory",
-        "rockmate.plan",
-        "rockmate.errors",
-        "rockmate.units",
-        "rkgb",
-        "rk_solvers",
-    ),
+# The rooms of each package, from the lowest to the highest, with the rooms of the same package that each imports.
+# A room is a folder, or a file at the top of its package.
+ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "rkgb": {
+        "errors": (),
+        "tree": (),
+        "source": (),
+        "process": (),
+        "devices": ("process",),
+        "state": ("errors", "tree", "source", "process"),
+        "ir": ("errors", "tree", "process", "state"),
+        "restore": ("tree", "ir"),
+        "passes": ("errors", "tree", "devices", "state", "ir", "restore"),
+        "recording": ("errors", "tree", "source", "process", "state", "ir", "passes"),
+        "opaque": ("errors", "tree", "process", "devices", "state", "ir", "passes", "recording"),
+        "capture": ("errors", "tree", "source", "process", "state", "ir", "recording", "opaque"),
+        "replay": (
+            "errors", "tree", "source", "process", "devices", "state", "ir", "passes", "recording", "capture",
+        ),
+        "profile": ("errors", "process", "devices", "state", "ir", "restore", "passes"),
+        "pipeline": (
+            "errors", "tree", "process", "devices", "state", "ir", "passes", "capture", "replay", "profile",
+        ),
+        "export": ("errors", "tree", "process", "state", "ir", "passes", "recording", "pipeline"),
+        "stages": ("state", "ir", "passes", "capture", "profile", "pipeline"),
+        "show": ("errors", "export", "pipeline"),
+        "check": ("devices", "state", "ir", "recording", "capture", "replay", "pipeline", "export"),
+        "": ("errors", "ir", "passes", "capture", "pipeline", "export", "stages", "show", "check"),
+    },
+    "rk_solvers": {
+        "problem": (),
+        "evaluate": ("problem",),
+        "schedule": ("problem", "evaluate"),
+        "checker": ("problem", "schedule"),
+        "solver": ("problem", "evaluate", "schedule"),
+        "milp": (),
+        "side_process": (),
+        "bounds": ("problem", "evaluate", "milp"),
+        "baselines": ("problem", "evaluate", "solver"),
+        "local": ("problem", "evaluate", "solver", "bounds", "baselines"),
+        "exact": ("problem", "evaluate", "schedule", "solver", "milp", "bounds", "local"),
+        "chain": ("problem", "evaluate", "solver", "local", "exact"),
+        "intervals": ("problem", "evaluate", "solver", "milp", "side_process", "baselines", "local", "chain"),
+        "anytime": (
+            "problem", "evaluate", "solver", "milp", "side_process", "bounds", "baselines", "local", "exact", "chain",
+        ),
+        "registry": ("problem", "solver", "baselines", "local", "exact", "chain", "intervals", "anytime"),
+        "__main__": ("problem", "evaluate", "schedule", "checker", "solver", "milp", "registry"),
+        "": (
+            "problem", "evaluate", "schedule", "checker", "solver", "milp", "bounds", "baselines", "local", "exact",
+            "chain", "intervals", "anytime", "registry",
+        ),
+    },
+    "rockmate": {
+        "moved": (),
+        "errors": (),
+        "units": (),
+        "progress": (),
+        "zoo": (),
+        "proxy": (),
+        "memory": ("errors", "units"),
+        "guards": ("errors",),
+        "runtime": ("errors", "guards"),
+        "planning": ("errors", "units", "memory", "guards", "runtime"),
+        "plan_files": ("errors", "units", "memory", "guards", "planning"),
+        "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
+        "calls": ("errors", "units", "progress", "memory", "guards", "runtime", "planning", "plan_files"),
+        "module": ("errors", "progress", "proxy", "memory", "planning", "plan_files", "reports", "calls"),
+        "queries": (
+            "errors", "units", "progress", "memory", "runtime", "planning", "plan_files", "calls", "module",
+        ),
+        "distributed": ("errors", "units", "memory", "guards", "planning", "plan_files", "module"),
+        "integrations": ("errors", "memory", "module"),
+        "compat": ("errors", "units", "zoo", "memory", "planning", "plan_files", "calls", "module", "queries"),
+        "cli": (
+            "errors", "units", "progress", "zoo", "memory", "planning", "plan_files", "reports", "module", "queries",
+        ),
+        "__main__": ("cli",),
+        "": ("moved", "errors", "memory", "planning", "plan_files", "calls", "module", "queries", "distributed"),
+    },
+}  # fmt: skip
+# What rockmate may use of the other two packages, beside what their own `__init__` offers.
+ROCKMATE_MAY_USE = (
+    "rkgb.errors",
+    "rkgb.tree",
+    "rkgb.process",
+    "rkgb.devices",
+    "rkgb.state",
+    "rkgb.ir",
+    "rkgb.restore",
+    "rkgb.passes",
+    "rkgb.recording",
+    "rkgb.replay",
+    "rkgb.profile",
+    "rkgb.pipeline",
+    "rkgb.export",
+    "rk_solvers.problem",
+    "rk_solvers.evaluate",
+    "rk_solvers.solver",
+    "rk_solvers.registry",
+    "rk_solvers.bounds",
+    "rk_solvers.local",
+    "rk_solvers.baselines",
+    "rk_solvers.chain",
+)
+# These know less than the rest of their room may.
+NARROWER: dict[str, tuple[str, ...]] = {
+    "rockmate.errors": ("rkgb.errors",),
+    "rockmate.reports.explanation": (),
     "rockmate.reports.comparison": ("rockmate.units",),
-    "rockmate.units": (),
+    "rockmate.memory.peak": ("rkgb.devices",),
+    "rockmate.compat.rotor.models": ("rockmate.zoo", "rockmate.compat.rotor.models"),
     "rockmate.zoo": ("rockmate.zoo",),
+    "rockmate.units": (),
 }
+MAX_FILES = 12  # of one folder, its `__init__.py` left out
 # Modules under the key import, of all third-party packages, none of these …
 NO_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rk_solvers": ("torch",), "rockmate.units": ("torch",)}
 # … or none but these.
 ONLY_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rockmate.zoo": ("torch",)}
 
-MAY_EXECUTE_TEXT = ("rockmate/running/codegen.py",)
+MAY_EXECUTE_TEXT = ("rockmate/runtime/codegen.py",)
 MAY_PRINT = ("rkgb/show.py", "rkgb/check.py", "examples/", "benchmarks/", "tests/")
 MAX_FILE_LINES = 700  # one concept, one file
 MAX_FUNCTION_LINES = 60  # without the docstring
 MAX_PARAMETERS = 8  # without self and cls
 # Where keyword-only parameters do not count: options that users know by their names.
-FACADES = {"rockmate/compat/rockmate1.py", "rockmate/inverse.py", "rockmate/module.py"}
+FACADES = {"rockmate/compat/rockmate1.py", "rockmate/queries/inverse.py", "rockmate/module.py"}
 
 # Written as patterns that do not match themselves: this file is checked too.
 FORBIDDEN_TEXT: dict[str, str] = {
@@ -154,18 +213,86 @@ def report(problems: list[str]) -> None:
     assert not problems, "\n".join(["", *problems])
 
 
-def test_packages_import_only_downwards():
+def room_of(module: str) -> tuple[str, str]:
+    """The package of a module, and the room in it: the empty one is that of the package's own `__init__`."""
+    package, _, rest = module.partition(".")
+    return package, rest.partition(".")[0]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a module may import another one of ours, by the rooms that both are in."""
+    narrow = max((key for key in NARROWER if is_under(importer, [key])), key=len, default=None)
+    if narrow is not None:
+        return is_under(imported, NARROWER[narrow])
+    (package, room), (other_package, other_room) = room_of(importer), room_of(imported)
+    if other_package == package:
+        return room == other_room or other_room in ROOMS[package][room]
+    return package == "rockmate" and (other_room == "" or is_under(imported, ROCKMATE_MAY_USE))
+
+
+def test_rooms_are_listed_from_the_lowest_to_the_highest():
     problems = []
-    for source in library():
-        key = longest_key(source.module, MAY_IMPORT)
-        allowed = MAY_IMPORT[key] if key else ()
+    for package, rooms in ROOMS.items():
+        found = {room_of(source.module)[1] for source in library() if room_of(source.module)[0] == package}
+        problems += [f"{package}.{room}: no row in ROOMS; say what it may import" for room in found - rooms.keys()]
+        problems += [f"{package}.{room}: a row in ROOMS, but no such room" for room in rooms.keys() - found]
+        names = list(rooms)
         problems += [
-            f"{source.path}:{line}: imports {name}; {key} may import {', '.join(allowed) or 'none of ours'}. "
-            "Pass the value as an argument, or move the code to the layer above"
-            for line, name in imports(source)
-            if is_under(name, FIRST_PARTY) and not is_under(name, allowed) and name != key
+            f"{package}.{room} may import {below}, which is not below it"
+            for place, (room, allowed) in enumerate(rooms.items())
+            for below in allowed
+            if below not in names[:place]
         ]
     report(problems)
+
+
+def test_rooms_import_one_way():
+    report(
+        [
+            f"{source.path}:{line}: imports {name}, which is not below {'.'.join(room_of(source.module))}. "
+            "Pass the value as an argument, or move the code to a room above"
+            for source in library()
+            for line, name in imports(source)
+            if is_under(name, FIRST_PARTY) and not may_import(source.module, name)
+        ]
+    )
+
+
+def test_rows_name_nothing_that_is_not_used():
+    used = {(room_of(source.module), room_of(name)) for source in library() for _, name in imports(source)}
+    report(
+        [
+            f"{package}.{room} does not import {below}: take it out of its row"
+            for package, rooms in ROOMS.items()
+            for room, allowed in rooms.items()
+            for below in allowed
+            if ((package, room), (package, below)) not in used
+        ]
+        + [
+            f"rockmate does not use {name}: take it out of ROCKMATE_MAY_USE"
+            for name in ROCKMATE_MAY_USE
+            if not any(is_under(used_name, [name]) for used_name in used_by_rockmate())
+        ]
+    )
+
+
+def used_by_rockmate() -> set[str]:
+    return {name for source in library() if is_under(source.module, ["rockmate"]) for _, name in imports(source)}
+
+
+def test_folders_stay_small():
+    folders: dict[str, int] = {}
+    for source in library():
+        if not source.path.endswith("__init__.py"):
+            folder = source.path.rpartition("/")[0]
+            folders[folder] = folders.get(folder, 0) + 1
+    report(
+        [
+            f"{folder}: {count} files > {MAX_FILES}. Give a part of them a room of its own"
+            for folder, count in folders.items()
+            if count > MAX_FILES
+        ]
+    )
 
 
 def test_third_party_packages_stay_in_their_layer():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rkgb.uncompiled import never_compiled
+from rkgb.process.uncompiled import never_compiled
 
 SEEN: list[bool] = []
 

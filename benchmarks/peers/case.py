@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.families import Family
 from rockmate import PeakMemory
-from rockmate.plan import Plan
+from rockmate.planning.plan import Plan
 
 Forward = Callable[..., Any]
 SEED = 0  # of each step

@@ -44,7 +44,7 @@ class Commands(click.Group):
         """The command of that name; None where there is none."""
         if name not in COMMANDS:
             return None
-        found = importlib.import_module(f"rockmate.cli.{name.replace('-', '_')}").command
+        found = importlib.import_module(f"rockmate.cli.commands.{name.replace('-', '_')}").command
         assert isinstance(found, click.Command)
         return found
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rockmate.cli.output import pairs
-from rockmate.plan import Plan
+from rockmate.planning.plan import Plan
 from rockmate.units import format_bytes, format_ms
 
 

@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from rockmate.queries.sweep import OURS, Sweep
 from rockmate.reports.figure import plain, tidy
-from rockmate.sweep import OURS, Sweep
 from rockmate.units import format_bytes
 
 MIB = 2**20

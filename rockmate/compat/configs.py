@@ -12,8 +12,8 @@ import torch
 from rk_solvers.registry import DEFAULT_GAP
 from rkgb import RockmateError
 from rockmate import module
+from rockmate.calls.specializations import SHAPES, Shapes
 from rockmate.compat.configured import configured, options_of
-from rockmate.family import SHAPES, Shapes
 from rockmate.memory.budget import check_budget
 from rockmate.memory.split import Scope
 

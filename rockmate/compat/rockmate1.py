@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from rk_solvers import Problem, RotorTable, Solution, Solver, peak_and_time
+from rk_solvers.chain.rotor import prepare_table, solved
+from rk_solvers.chain.two_level import Blocks, RockmateSolver
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
-from rk_solvers.rockmate import Blocks, RockmateSolver
-from rk_solvers.rotor import prepare_table, solved
 from rk_solvers.solver import best_solution
 from rkgb import make_sample
 from rockmate.errors import NotPlanned, SolverError
 from rockmate.memory.budget import Budget
-from rockmate.plan import Plan
 from rockmate.plan_files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.plan import Plan
 from rockmate.planning.simulator import simulate
-from rockmate.staged import PlannedStage, Staged
+from rockmate.queries.measured_rockmate import PlannedStage, Staged
 
 _MOST_UNITS = 5000  # of a budget: the table grows with it
 _BACKENDS = {"highs": "scipy", "scipy": "scipy", "gurobi": "gurobi"}

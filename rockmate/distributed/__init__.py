@@ -2,7 +2,7 @@
 
 from rockmate.distributed.block_plans import BlockPlans, apply, plan_blocks
 from rockmate.errors import PlanExchangeError, PlanExchangeWarning
-from rockmate.planning.exchange import PlanExchange, plan_alone
+from rockmate.plan_files.rank_agreement import PlanExchange, plan_alone
 
 __all__ = [
     "BlockPlans",

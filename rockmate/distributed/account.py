@@ -17,7 +17,7 @@ from rk_solvers import Chain, KeepAll, KeepNone, Problem, Recompute, Solution, S
 from rockmate.distributed.blocks import BlockClass
 from rockmate.memory.split import above_gradients
 from rockmate.planning.costs import LOSS, assumed_loss_cost, build_problem
-from rockmate.planning.follow import Decisions
+from rockmate.planning.fixed_plan import Decisions
 from rockmate.planning.simulator import simulate
 
 _MOST_CHOICES = 20_000  # compared one by one

@@ -17,27 +17,27 @@ from torch import nn
 from rk_solvers import Effort, solver_named
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import RockmateError, Sample, make_sample
-from rkgb.devices import refuse_devices
-from rkgb.measuring.memory import if_it_fits
-from rkgb.state import borrowed, main_device, module_devices, training_mode
-from rkgb.turns import TURNS
+from rkgb.devices.allocation_log import if_it_fits
+from rkgb.ir.placement import refuse_devices
+from rkgb.process.turns import TURNS
+from rkgb.state.module_state import borrowed, main_device, module_devices, training_mode
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
 from rockmate.errors import BudgetError, BudgetTooSmall, CheckpointingWarning, PlanExchangeError
+from rockmate.guards.checkpointing import OwnCheckpointing
+from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.budget import Budget, is_fraction, resolve_budget
 from rockmate.memory.split import Residents
 from rockmate.module import Rockmate
-from rockmate.plan import Plan
+from rockmate.plan_files.rank_agreement import default_exchange, key_of, plan_key, warn_alone
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.exchange import default_exchange, key_of, plan_key, warn_alone
-from rockmate.planning.follow import Decisions, Follow
+from rockmate.planning.fixed_plan import Decisions, Follow
 from rockmate.planning.measured import Measured, measure
+from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planned, make_plan
 from rockmate.planning.real_step import StepFunction, real_peak_bytes, warm_step
 from rockmate.planning.request import PlanRequest, check_request
-from rockmate.running.checkpointing import OwnCheckpointing
-from rockmate.running.sharded import refuse_what_spans_ranks
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 5  # corrections of the account by real steps

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from rkgb import ModelError, ReplayMismatch, Sample, SampleError, make_sample
-from rkgb.autocast import Autocast
-from rkgb.state import borrowed, training_mode
-from rkgb.tracing.replay import replay_check
+from rkgb.process.autocast import Autocast
+from rkgb.replay.replay import replay_check
+from rkgb.state.module_state import borrowed, training_mode
 from rockmate.distributed.precision import casting, removed
+from rockmate.guards.inputs import CallPattern
 from rockmate.module import Rockmate
 from rockmate.planning.measured import Measured
-from rockmate.running.pattern import CallPattern
 
 Blocks = type[nn.Module] | Iterable[type[nn.Module] | nn.Module] | None
 """Classes of blocks, the blocks themselves, or None for those that the model repeats."""

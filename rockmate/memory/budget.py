@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rkgb.measuring.available import available_bytes
+from rkgb.devices.available import available_bytes
 from rockmate.errors import BudgetError
 from rockmate.units import parse_bytes
 

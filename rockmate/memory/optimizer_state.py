@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from rkgb.measuring.memory import allocated_bytes
+from rkgb.devices.allocation_log import allocated_bytes
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from rkgb.measuring.memory import AllocationLog, there_is_a_profiler
+from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 
 from rk_solvers import Problem
 from rkgb import AllGraphs, DGraph, LeafKind
-from rkgb.measuring.memory import allocated_bytes
-from rkgb.measuring.profile import backward_stages
+from rkgb.devices.allocation_log import allocated_bytes
+from rkgb.ir.profiles import backward_stages
 from rockmate.errors import BudgetError, OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer
 from rockmate.units import format_bytes

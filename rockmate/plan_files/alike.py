@@ -17,21 +17,19 @@ from typing import Any
 import torch
 
 from rkgb import AllGraphs, DGraph, RecordMismatch
-from rkgb.call import Call
-from rkgb.cut import chain, cut
-from rkgb.equivalence import canonical_form, equivalent_classes
 from rkgb.errors import GraphError
-from rkgb.kgraph import s_to_k
-from rkgb.measuring.measure import MeasuredBlocks
-from rkgb.measuring.recorded import recorded_profiles
-from rkgb.state import for_planning
-from rkgb.tracing.guard import Guard
-from rkgb.tracing.opaque import OpaqueCall
-from rkgb.tracing.same import argument_pairs, same_function, same_value
+from rkgb.ir.call import Call
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.passes.cut import chain, cut
+from rkgb.passes.equivalence import canonical_form, equivalent_classes
+from rkgb.passes.s_to_k import s_to_k
+from rkgb.profile.measure import MeasuredBlocks
+from rkgb.profile.recorded import recorded_profiles
+from rkgb.recording.guard import Guard
+from rkgb.replay.same import argument_pairs, same_function, same_value
+from rkgb.state.module_state import for_planning
 from rkgb.tree import structure
-from rockmate.planning.measured import Measured, Traced, problem_of
-from rockmate.planning.planner import Planned, planned_as
-from rockmate.running.numbers import (
+from rockmate.guards.numbers import (
     Expression,
     Number,
     Question,
@@ -42,7 +40,9 @@ from rockmate.running.numbers import (
     kind_of,
     numbers_in,
 )
-from rockmate.running.tracked import NotFollowed, Uses, uses_of
+from rockmate.guards.tracked import NotFollowed, Uses, uses_of
+from rockmate.planning.measured import Measured, Traced, problem_of
+from rockmate.planning.planner import Planned, planned_as
 
 Place = tuple[str, tuple[Any, ...]]  # the name of an operation, and which of its arguments
 _OPERANDS = ("number", "float", "Tensor")  # kinds of arguments that may be computed anew

@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from rk_solvers import Chain, Problem, Recompute, Schedule
-from rkgb.measuring.profile import BlockProfile
+from rkgb.ir.profiles import BlockProfile
 from rockmate.memory.split import MemorySplit
-from rockmate.plan import Plan
+from rockmate.planning.plan import Plan
 
 FORMAT: Literal["rockmate-plan"] = "rockmate-plan"
 VERSION: Literal[2] = 2

@@ -16,7 +16,7 @@ import msgspec
 
 from rk_solvers import check
 from rk_solvers.problem import MOST
-from rkgb.strict_json import parsed
+from rkgb.export.strict_json import parsed
 from rockmate.errors import PlanFileError
 from rockmate.plan_files.content import FORMAT, VERSION, PlanFile
 from rockmate.planning.simulator import simulate

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from rkgb import AllGraphs, DGraph, DNode, Leaf, SGraph
-from rkgb.call import Ref, function_name
-from rkgb.equivalence import canonical_form
-from rkgb.json_form.functions import name_of
-from rkgb.json_form.names import operation_name
-from rkgb.measuring.measure import MeasuredBlocks
-from rkgb.tracing.digest import digest
-from rkgb.tracing.generators import OwnGenerator
-from rkgb.tracing.guard import Guard
-from rkgb.tracing.opaque import OpaqueCall
+from rkgb.export.json.functions import name_of
+from rkgb.export.json.names import operation_name
+from rkgb.ir.call import Ref, function_name
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.values import ValueInfo
+from rkgb.passes.equivalence import canonical_form
+from rkgb.profile.measure import MeasuredBlocks
+from rkgb.recording.digest import digest
+from rkgb.recording.guard import Guard
+from rkgb.state.generators import OwnGenerator
 from rkgb.tree import map_leaves
-from rkgb.values import ValueInfo
-from rockmate.plan import Plan
+from rockmate.guards.flags import flag_texts, flags_in_force
 from rockmate.plan_files.content import (
     FORMAT,
     VERSION,
@@ -42,10 +42,10 @@ from rockmate.plan_files.content import (
     Promise,
     ValueRecord,
 )
-from rockmate.planning.exchange import device_kind
+from rockmate.plan_files.rank_agreement import device_kind
 from rockmate.planning.measured import Measured
+from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
-from rockmate.running.flags import flag_texts, flags_in_force
 
 _DISTRIBUTION = "rockmate-rk"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")

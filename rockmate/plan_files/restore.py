@@ -10,35 +10,29 @@ from typing import Any, NoReturn
 import torch
 
 from rkgb import AllGraphs, DGraph, RecordMismatch
-from rkgb.bgraph import kept_trees
-from rkgb.call import is_ref
-from rkgb.cut import chain, cut
-from rkgb.equivalence import equivalent_classes
 from rkgb.errors import GraphError
-from rkgb.kgraph import KGraph, s_to_k
-from rkgb.measuring.block_run import FreshGradients
-from rkgb.measuring.measure import MeasuredBlocks
-from rkgb.measuring.recorded import recorded_profiles
-from rkgb.state import for_planning
-from rkgb.tracing.attributes import written
+from rkgb.ir.bgraph import kept_trees
+from rkgb.ir.call import is_ref
+from rkgb.ir.kgraph import KGraph
+from rkgb.passes.cut import chain, cut
+from rkgb.passes.equivalence import equivalent_classes
+from rkgb.passes.s_to_k import s_to_k
+from rkgb.profile.block_run import FreshGradients
+from rkgb.profile.measure import MeasuredBlocks
+from rkgb.profile.recorded import recorded_profiles
+from rkgb.state.attributes import written
+from rkgb.state.module_state import for_planning
 from rkgb.tree import leaves
 from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
+from rockmate.guards.flags import flags_difference
 from rockmate.plan_files.content import Made, PlanFile
 from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
 from rockmate.planning.costs import LossCost, LossFunction
-from rockmate.planning.follow import Decisions, Follow
-from rockmate.planning.measured import (
-    Measured,
-    Traced,
-    joined,
-    measure_traced,
-    refuse_without_backward,
-    trace_model,
-)
+from rockmate.planning.fixed_plan import Decisions, Follow
+from rockmate.planning.measured import Measured, Traced, joined, measure_traced, refuse_without_backward, trace_model
 from rockmate.planning.planner import Planned, make_plan, measured_peak, planned_as, planning
 from rockmate.planning.request import PlanRequest
-from rockmate.running.flags import flags_difference
 from rockmate.units import format_apart
 
 _DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."

@@ -17,20 +17,20 @@ import torch
 import rk_solvers
 import rkgb
 from rkgb import RecordMismatch, Sample
-from rkgb.measuring.measure import MeasuredBlocks
+from rkgb.profile.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError, PoorPlanWarning
+from rockmate.guards.checkpointing import is_switched_off
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.memory.resident import ResidentRise
 from rockmate.plan_files import cache
 from rockmate.plan_files.alike import taken_over
 from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.rank_agreement import default_exchange, plan_with_others, solver_text
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
-from rockmate.planning.exchange import default_exchange, plan_with_others, solver_text
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import Planned, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
-from rockmate.running.checkpointing import is_switched_off
 
 
 def plan_or_reuse(

@@ -11,12 +11,12 @@ import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
-from rkgb.autocast import without_autocast
-from rkgb.kgraph import held_storages
-from rkgb.measuring.memory import AllocationLog, allocated_bytes, warm_up
-from rkgb.measuring.profile import SavedKind
-from rkgb.surroundings import unprofiled
-from rkgb.tracing.opaque import OpaqueCall
+from rkgb.devices.allocation_log import AllocationLog, allocated_bytes, warm_up
+from rkgb.ir.kgraph import held_storages
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.profiles import SavedKind
+from rkgb.process.autocast import without_autocast
+from rkgb.process.surroundings import unprofiled
 from rkgb.tree import leaves, map_leaves
 from rockmate.errors import LossError
 

@@ -14,13 +14,20 @@ import torch
 
 from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
-from rkgb.autocast import Autocast
-from rkgb.devices import refuse_devices, refuse_without_data
-from rkgb.measuring.measure import MeasuredBlocks
+from rkgb.ir.placement import refuse_devices, refuse_without_data
+from rkgb.passes.d_to_s import run_once
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
-from rkgb.sgraph import run_once
-from rkgb.state import borrowed, for_planning, main_device, module_devices
+from rkgb.process.autocast import Autocast
+from rkgb.profile.measure import MeasuredBlocks
+from rkgb.state.module_state import borrowed, for_planning, main_device, module_devices
 from rockmate.errors import NothingToTrain
+from rockmate.guards.attributes import Settings
+from rockmate.guards.checkpointing import as_it_was, is_switched_off
+from rockmate.guards.flags import flags_in_force
+from rockmate.guards.inputs import CallPattern
+from rockmate.guards.module import ModuleTraits, TraitsReader
+from rockmate.guards.numbers import RunTimeNumbers
+from rockmate.guards.sharded import refuse_collectives
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import (
     Residents,
@@ -31,16 +38,9 @@ from rockmate.memory.split import (
     put_gradients,
 )
 from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
-from rockmate.planning.pinned import check_pins, pinned_operations, reading_what_is_written
+from rockmate.planning.must_save import check_pins, pinned_operations, reading_what_is_written
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
-from rockmate.running.checkpointing import as_it_was, is_switched_off
-from rockmate.running.flags import flags_in_force
-from rockmate.running.module_traits import ModuleTraits, TraitsReader
-from rockmate.running.numbers import RunTimeNumbers
-from rockmate.running.pattern import CallPattern
-from rockmate.running.settings import Settings
-from rockmate.running.sharded import refuse_collectives
 
 
 @dataclass(eq=False, slots=True)

@@ -16,32 +16,32 @@ from typing import NamedTuple
 import torch
 
 from rk_solvers import Effort, KeepAll, Solution, check, solver_named
-from rk_solvers.bound import lower_bound_ms
-from rkgb.measuring.available import available_bytes
-from rkgb.measuring.memory import out_of_memory_told
-from rkgb.state import for_planning, module_devices
-from rkgb.surroundings import surroundings_aside
-from rkgb.turns import TURNS
+from rk_solvers.bounds.time_bound import lower_bound_ms
+from rkgb.devices.allocation_log import out_of_memory_told
+from rkgb.devices.available import available_bytes
+from rkgb.process.surroundings import surroundings_aside
+from rkgb.process.turns import TURNS
+from rkgb.state.module_state import for_planning, module_devices
 from rockmate.errors import BudgetError, FragmentationWarning, PlanMismatch
+from rockmate.guards.attributes import BoundSettings
+from rockmate.guards.checkpointing import OwnCheckpointing
+from rockmate.guards.numbers import RunTimeNumbers
+from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
-from rockmate.plan import Plan
 from rockmate.planning.costs import LOSS, LossFunction
-from rockmate.planning.follow import Follow
+from rockmate.planning.fixed_plan import Follow
 from rockmate.planning.graph_solver import GraphSolver
 from rockmate.planning.measured import Measured, borrowed_with_gradients
+from rockmate.planning.plan import Plan
 from rockmate.planning.real_step import real_peak_bytes, warm_step
 from rockmate.planning.refusal import too_small
 from rockmate.planning.request import PlanRequest, Progress
 from rockmate.planning.simulator import simulate
-from rockmate.running.checkpointing import OwnCheckpointing
-from rockmate.running.codegen import CompiledProgram, compile_program
-from rockmate.running.numbers import RunTimeNumbers
-from rockmate.running.program import Program, make_program
-from rockmate.running.runner import Runner
-from rockmate.running.settings import BoundSettings
-from rockmate.running.sharded import refuse_what_spans_ranks
+from rockmate.runtime.codegen import CompiledProgram, compile_program
+from rockmate.runtime.lowering import Program, make_program
+from rockmate.runtime.runner import Runner
 from rockmate.units import format_apart, format_bytes
 
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted

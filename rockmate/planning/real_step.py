@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from rkgb import Sample
-from rkgb.autocast import without_autocast
-from rkgb.measuring.available import available_bytes
-from rkgb.measuring.block_run import FreshGradients
-from rkgb.measuring.memory import AllocationLog, if_it_fits, out_of_memory_told, warm_up
-from rkgb.state import borrowed, for_planning
-from rkgb.surroundings import surroundings_aside, unprofiled
-from rkgb.tracing.attributes import FreshTensors, is_a_loss
-from rkgb.tracing.generators import GeneratorsMet, MeetingGenerators
+from rkgb.devices.allocation_log import AllocationLog, if_it_fits, out_of_memory_told, warm_up
+from rkgb.devices.available import available_bytes
+from rkgb.process.autocast import without_autocast
+from rkgb.process.surroundings import surroundings_aside, unprofiled
+from rkgb.profile.block_run import FreshGradients
+from rkgb.state.attributes import FreshTensors, is_a_loss
+from rkgb.state.generators import GeneratorsMet, MeetingGenerators
+from rkgb.state.module_state import borrowed, for_planning
 from rkgb.tree import leaves
 from rockmate.memory.allocators import StepPeak, end_peak, start_peak
 from rockmate.memory.split import Residents

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rk_solvers import Compute, Effort, Forget, Problem, Solution, solver_named
-from rk_solvers.least_peak import least_peak_bytes
+from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rockmate.errors import BudgetTooSmall
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made

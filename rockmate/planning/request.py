@@ -12,8 +12,8 @@ from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope, check_scope
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.follow import Decisions
-from rockmate.planning.pinned import Pin
+from rockmate.planning.fixed_plan import Decisions
+from rockmate.planning.must_save import Pin
 
 Progress = Callable[[str, int, int], None]
 

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rockmate.errors import ArgumentError
-from rockmate.explain import explain
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
 from rockmate.reports.comparison import BUDGET_COLOUR, TEXT_COLOUR, axes_of, scaled_to
+from rockmate.reports.explain import explain
 from rockmate.reports.measured import MeasuredSteps
 from rockmate.reports.pareto import ParetoPoint, pareto_points
 from rockmate.reports.step import Computation, computations, keep_all_simulation

@@ -10,10 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rockmate.explain import explain
-from rockmate.explanation import Explanation
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
+from rockmate.reports.explain import explain
+from rockmate.reports.explanation import Explanation
 from rockmate.reports.measured import MeasuredSteps
 from rockmate.reports.pareto import ParetoPoint, pareto_points
 from rockmate.reports.payload import as_script, payload

@@ -10,8 +10,9 @@ from functools import partial
 import torch
 
 from rkgb import Sample
-from rkgb.measuring.memory import if_it_fits, out_of_memory_told
-from rkgb.state import borrowed, for_planning
+from rkgb.devices.allocation_log import if_it_fits, out_of_memory_told
+from rkgb.state.module_state import borrowed, for_planning
+from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.memory.peak import MemoryUse, PeakMemory
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import measure
@@ -19,7 +20,6 @@ from rockmate.planning.real_step import StepFunction, run_step, warm_step
 from rockmate.planning.request import PlanRequest
 from rockmate.reports.comparison import scaled_to
 from rockmate.reports.measured import MeasuredStep, MeasuredSteps
-from rockmate.running.checkpointing import OwnCheckpointing
 
 Borrow = Callable[[], AbstractContextManager[None]]
 

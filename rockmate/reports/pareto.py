@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rk_solvers import Chain, Greedy, KeepAll, KeepNone, Knapsack, Problem, Recompute, Rotor, evaluate
-from rk_solvers.chen import chen_plans
+from rk_solvers.baselines.chen import chen_plans
 from rockmate.plan_files.content import PlanFile
 
 # Forward operations times the backward's. Up to so many, all take part, and answer within seconds …

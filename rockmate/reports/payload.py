@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rk_solvers import Compute
-from rockmate.explanation import Explanation
 from rockmate.plan_files.content import OperationRecord, PlanFile
 from rockmate.reports.comparison import Timeline, scaled_to
+from rockmate.reports.explanation import Explanation
 from rockmate.reports.measured import MeasuredStep, MeasuredSteps, thinned
 from rockmate.reports.pareto import ParetoPoint
 from rockmate.reports.step import Computation, calls_by_name, keep_all_simulation, main_operations

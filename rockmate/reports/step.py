@@ -7,9 +7,9 @@ from itertools import accumulate
 from typing import Literal
 
 from rk_solvers import Backward, Compute, Problem, schedule_of
-from rockmate.explanation import Explanation
 from rockmate.plan_files.content import OperationRecord, PlanFile
 from rockmate.planning.simulator import Simulation, simulate
+from rockmate.reports.explanation import Explanation
 
 Lane = Literal["forward", "recompute", "backward"]
 

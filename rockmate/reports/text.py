@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rockmate.explain import explain
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
+from rockmate.reports.explain import explain
 from rockmate.reports.measured import MeasuredSteps
 from rockmate.reports.step import Computation, computations, keep_all_simulation
 from rockmate.units import format_bytes, format_ms

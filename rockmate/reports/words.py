@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rockmate.explanation import Explanation
 from rockmate.plan_files.content import PlanFile
+from rockmate.reports.explanation import Explanation
 from rockmate.reports.measured import MeasuredSteps
 from rockmate.units import format_bytes, format_ms
 

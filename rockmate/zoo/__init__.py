@@ -10,16 +10,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from rockmate.zoo.bert import BERT, BERTConfig
-from rockmate.zoo.densenet import DenseNet, DenseNetConfig
 from rockmate.zoo.entry import Task, ZooEntry, build_entry
-from rockmate.zoo.googlenet import GoogLeNet, GoogLeNetConfig
-from rockmate.zoo.gpt2 import GPT2, GPT2Config
-from rockmate.zoo.llama import Llama, LlamaConfig
-from rockmate.zoo.mixer import Mixer, MixerConfig
-from rockmate.zoo.mobilenet import MobileNetV2, MobileNetV2Config
-from rockmate.zoo.regnet import RegNet, RegNetConfig
-from rockmate.zoo.resnet import ResNet, resnet18, resnet50, resnet101
+from rockmate.zoo.language.bert import BERT, BERTConfig
+from rockmate.zoo.language.gpt2 import GPT2, GPT2Config
+from rockmate.zoo.language.llama import Llama, LlamaConfig
+from rockmate.zoo.language.transformer import TransformerConfig, TranslationTransformer
 from rockmate.zoo.tasks import (
     classification_task,
     language_task,
@@ -27,10 +22,15 @@ from rockmate.zoo.tasks import (
     segmentation_task,
     translation_task,
 )
-from rockmate.zoo.transformer import TransformerConfig, TranslationTransformer
-from rockmate.zoo.unet import UNet, UNetConfig
-from rockmate.zoo.vgg import VGG, VGGConfig
-from rockmate.zoo.vit import ViT, ViTConfig
+from rockmate.zoo.vision.densenet import DenseNet, DenseNetConfig
+from rockmate.zoo.vision.googlenet import GoogLeNet, GoogLeNetConfig
+from rockmate.zoo.vision.mixer import Mixer, MixerConfig
+from rockmate.zoo.vision.mobilenet import MobileNetV2, MobileNetV2Config
+from rockmate.zoo.vision.regnet import RegNet, RegNetConfig
+from rockmate.zoo.vision.resnet import ResNet, resnet18, resnet50, resnet101
+from rockmate.zoo.vision.unet import UNet, UNetConfig
+from rockmate.zoo.vision.vgg import VGG, VGGConfig
+from rockmate.zoo.vision.vit import ViT, ViTConfig
 
 __all__ = [
     "BERT",

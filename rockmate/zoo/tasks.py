@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rockmate.zoo.entry import Inputs, Task
-from rockmate.zoo.gpt2 import next_token_loss
+from rockmate.zoo.language.gpt2 import next_token_loss
 
 
 def language_task(batch: int, time: int, vocabulary: int) -> Task:

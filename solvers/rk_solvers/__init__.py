@@ -1,27 +1,36 @@
 """Recomputation schedules of training steps, on plain numbers: problems, schedules, solvers and a checker."""
 
-from .auto import Auto
-from .bound import lower_bound_ms
-from .checker import CheckedSchedule, check
-from .checkmate import Checkmate
-from .chen import Chen
-from .evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_time
-from .greedy import Greedy, improve_plan
-from .hiremate import Hiremate
-from .intervals import Bounded, Intervals
-from .keep_all import KeepAll
-from .keep_none import KeepNone
-from .knapsack import Knapsack
-from .milp import BackendUnavailable
-from .oracle import Oracle
-from .problem import BackwardOp, Chain, Data, ForwardOp, Problem, Recompute, problem_from_json, problem_to_json
-from .registry import SOLVERS, Effort, solver_named
-from .rockmate import RockmateSolver
-from .rotor import Rotor, RotorTable
-from .schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError, schedule_of
-from .smallest import SmallestBudget, smallest_budget
-from .solver import Solution, Solver, Status
-from .sweep import solve_sweep
+from rk_solvers.anytime.auto import Auto
+from rk_solvers.anytime.min_budget import SmallestBudget, smallest_budget
+from rk_solvers.anytime.sweep import solve_sweep
+from rk_solvers.baselines.chen import Chen
+from rk_solvers.baselines.keep_all import KeepAll
+from rk_solvers.baselines.keep_none import KeepNone
+from rk_solvers.baselines.knapsack import Knapsack
+from rk_solvers.bounds.time_bound import lower_bound_ms
+from rk_solvers.chain.hiremate import Hiremate
+from rk_solvers.chain.rotor import Rotor, RotorTable
+from rk_solvers.chain.two_level import RockmateSolver
+from rk_solvers.checker import CheckedSchedule, check
+from rk_solvers.evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_time
+from rk_solvers.exact.checkmate import Checkmate
+from rk_solvers.exact.oracle import Oracle
+from rk_solvers.intervals.solver import Bounded, Intervals
+from rk_solvers.local.greedy import Greedy, improve_plan
+from rk_solvers.milp import BackendUnavailable
+from rk_solvers.problem import (
+    BackwardOp,
+    Chain,
+    Data,
+    ForwardOp,
+    Problem,
+    Recompute,
+    problem_from_json,
+    problem_to_json,
+)
+from rk_solvers.registry import SOLVERS, Effort, solver_named
+from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError, schedule_of
+from rk_solvers.solver import Solution, Solver, Status
 
 __all__ = [
     "SOLVERS",

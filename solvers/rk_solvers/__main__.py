@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .checker import CheckedSchedule, check
-from .evaluate import peak_and_time
-from .milp import BackendUnavailable
-from .problem import Chain, Problem, problem_from_json
-from .registry import DEFAULT_GAP, SOLVERS, Effort, solver_named
-from .schedule import Schedule, ScheduleError
-from .solver import Solution, Status
+from rk_solvers.checker import CheckedSchedule, check
+from rk_solvers.evaluate import peak_and_time
+from rk_solvers.milp import BackendUnavailable
+from rk_solvers.problem import Chain, Problem, problem_from_json
+from rk_solvers.registry import DEFAULT_GAP, SOLVERS, Effort, solver_named
+from rk_solvers.schedule import Schedule, ScheduleError
+from rk_solvers.solver import Solution, Status
 
 OK, DOES_NOT_FIT, WRONG_INPUT = 0, 1, 2
 BYTES_PER_UNIT = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from .problem import Problem
-from .schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
+from rk_solvers.problem import Problem
+from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
 
 
 @dataclass(frozen=True, slots=True)

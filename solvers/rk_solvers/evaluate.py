@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Problem, Recompute, check_recompute
+from rk_solvers.problem import Problem, Recompute, check_recompute
 
 Bytes = NDArray[np.int64]
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .auto import Auto
-from .checkmate import Checkmate
-from .chen import Chen
-from .greedy import Greedy
-from .hiremate import Hiremate
-from .intervals import Intervals
-from .keep_all import KeepAll
-from .keep_none import KeepNone
-from .knapsack import Knapsack
-from .problem import Chain
-from .rockmate import RockmateSolver
-from .rotor import Rotor
-from .solver import Solver
+from rk_solvers.anytime.auto import Auto
+from rk_solvers.baselines.chen import Chen
+from rk_solvers.baselines.keep_all import KeepAll
+from rk_solvers.baselines.keep_none import KeepNone
+from rk_solvers.baselines.knapsack import Knapsack
+from rk_solvers.chain.hiremate import Hiremate
+from rk_solvers.chain.rotor import Rotor
+from rk_solvers.chain.two_level import RockmateSolver
+from rk_solvers.exact.checkmate import Checkmate
+from rk_solvers.intervals.solver import Intervals
+from rk_solvers.local.greedy import Greedy
+from rk_solvers.problem import Chain
+from rk_solvers.solver import Solver
 
 DEFAULT_TIME_LIMIT_S = 15.0
 DEFAULT_EXTRA_S = 45.0  # beyond it, where the plan found in that time may be far from the best

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .evaluate import instances_of, steps_of
-from .problem import Problem, Recompute, check_recompute
+from rk_solvers.evaluate import instances_of, steps_of
+from rk_solvers.problem import Problem, Recompute, check_recompute
 
 
 class ScheduleError(ValueError):

@@ -6,9 +6,9 @@ import abc
 import enum
 from dataclasses import dataclass
 
-from .evaluate import evaluate, normalise
-from .problem import Problem, Recompute
-from .schedule import Schedule, schedule_of
+from rk_solvers.evaluate import evaluate, normalise
+from rk_solvers.problem import Problem, Recompute
+from rk_solvers.schedule import Schedule, schedule_of
 
 SAME = 1e-5  # times that differ by no more than this share are one: the tolerances of back ends and of sums
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from rockmate import Rockmate, plan_files
 from rockmate.cli import main
-from rockmate.cli.max_batch import _budget_text
+from rockmate.cli.commands.max_batch import _budget_text
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
-from rockmate.explain import explain
-from rockmate.inverse import Attempt, CheapestBudget
 from rockmate.plan_files import cache
-from rockmate.running.runtime import Step
+from rockmate.queries.inverse import Attempt, CheapestBudget
+from rockmate.reports.explain import explain
+from rockmate.runtime.step import Step
 from tests.cli.command_line import MODEL, run, run_json
 
 TARGET = f"{MODEL}:make"
@@ -198,7 +198,7 @@ def test_profile_measures_plan_and_eager_to_the_byte(plan_path, capsys):
 
 def test_profile_leaves_the_module_as_it_was(plan_path, capsys):
     from rockmate.cli.targets import find_source
-    from rockmate.profiling import profile
+    from rockmate.queries.profiling import profile
 
     target = find_source(TARGET).target()
     planned = Rockmate(target.model, target.sample, plan=plan_path, loss=target.loss).eval()

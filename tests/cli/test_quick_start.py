@@ -41,7 +41,7 @@ def test_all_public_names_are_there_and_no_others_are_promised():
 
 
 def test_modules_of_the_package_are_found_by_their_names_and_verify_is_the_function():
-    import rockmate.cli.verify
+    import rockmate.cli.commands.verify
 
     assert rockmate.plan_files.load is not None
     assert rockmate.zoo is sys.modules["rockmate.zoo"]

@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from rockmate.cli.commands.sweep import BudgetRange, spread, sweep_text
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
-from rockmate.cli.sweep import BudgetRange, spread, sweep_text
 from rockmate.cli.sweep_figure import draw_sweep
 from rockmate.cli.targets import find_source
-from rockmate.sweep import OURS, sweep
+from rockmate.queries.sweep import OURS, sweep
 from tests.cli.command_line import MODEL, run, run_json
 
 TARGET = f"{MODEL}:make"

@@ -11,7 +11,7 @@ from torch import nn
 from rockmate.cli import main
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
 from rockmate.cli.targets import load_target
-from rockmate.running.runtime import Step
+from rockmate.runtime.step import Step
 from tests.module.models import Layers, built, rows
 from tests.module.steps import squares
 from tests.scripts import ROOT

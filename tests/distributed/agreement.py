@@ -12,7 +12,7 @@ from torch import distributed
 from rk_solvers import Greedy, Problem, Solution
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.errors import PlanExchangeError, PlanExchangeWarning
-from rockmate.planning.exchange import plan_alone
+from rockmate.plan_files.rank_agreement import plan_alone
 from tests.module.models import WIDTH, Layers, built
 from tests.module.steps import assert_same_training, squares, train
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import Rockmate, TraceError
-from rockmate.running.runtime import Step
+from rockmate.runtime.step import Step
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_same, assert_same_training, recomputing, seen, squares, train
 

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rockmate.errors import BudgetError, BudgetTooSmall, PlanExchangeError
-from rockmate.planning.exchange import PlanExchange
+from rockmate.plan_files.rank_agreement import PlanExchange
 from tests.distributed import agreement
 from tests.distributed.ranks import Ranks
 

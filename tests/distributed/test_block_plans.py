@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rk_solvers import Auto
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetTooSmall, ModelError, Rockmate, SampleError
 from rockmate.distributed import plan_blocks
 from rockmate.distributed.account import BlockProblem, Chooser, step_bytes, step_time_ms

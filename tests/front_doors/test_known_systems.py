@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rockmate.cli.app import COMMANDS
-from rockmate.rotor import models
+from rockmate.compat.rotor import models
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "known_systems.md"
 # What the systems name: rotor, Rockmate 1, MONeT, Checkmate.

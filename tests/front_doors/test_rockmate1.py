@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import rockmate.staged
+import rockmate.queries.measured_rockmate
 from rockmate import BudgetTooSmall, NotPlanned, PlanFileMismatch, PlanFileWarning, SolverError
 from rockmate.compat import Rockmate
 from rockmate.plan_files import load
@@ -48,7 +48,7 @@ def no_measuring(monkeypatch) -> None:
     def refuse(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(rockmate.staged, "measure", refuse)
+    monkeypatch.setattr(rockmate.queries.measured_rockmate, "measure", refuse)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75])

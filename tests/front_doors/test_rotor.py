@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import rockmate.staged
-from rockmate import BudgetError, BudgetTooSmall, ModelError, NotPlanned, Rockmate, rotor, zoo
-from rockmate.rotor.layers import layers_of
+import rockmate.queries.measured_rockmate
+from rockmate import BudgetError, BudgetTooSmall, ModelError, NotPlanned, Rockmate, zoo
+from rockmate.compat import rotor
+from rockmate.compat.rotor.layers import layers_of
 from rockmate.units import format_bytes
 from tests.module.steps import assert_same_training, peak_of_step, squares, train
 from tests.scripts import run_script
@@ -54,7 +55,7 @@ def no_measuring(monkeypatch) -> None:
     def refuse(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(rockmate.staged, "measure", refuse)
+    monkeypatch.setattr(rockmate.queries.measured_rockmate, "measure", refuse)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import rk_solvers.sequence
+import rk_solvers.chain.sequence
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Greedy, Problem, Rotor, normalise
-from rk_solvers.blocks import Block
-from rk_solvers.sequence import expand
+from rk_solvers.chain.blocks import Block
+from rk_solvers.chain.sequence import expand
+from rockmate.compat.rotor.layers import LayerChain, chain_of_layers, going_back, layers_of
+from rockmate.compat.rotor.sequence import Sequence, sequence_of
 from rockmate.planning.measured import Measured
-from rockmate.rotor.layers import LayerChain, chain_of_layers, going_back, layers_of
-from rockmate.rotor.sequence import Sequence, sequence_of
 from tests.module.steps import measured_for
 
 
@@ -34,7 +34,7 @@ def chain_problem(seed: int, count: int = 7) -> tuple[Problem, LayerChain]:
     return problem, LayerChain(chain, tuple(range(i, i + 1) for i in range(count)))
 
 
-def spelt_out(said: rk_solvers.sequence.Sequence, blocks: tuple[Block, ...]) -> Iterator[tuple[str, int]]:
+def spelt_out(said: rk_solvers.chain.sequence.Sequence, blocks: tuple[Block, ...]) -> Iterator[tuple[str, int]]:
     """A table has options that forget what the one operation of a layer saves, and run it again: in words, Fck and Fe.
 
     The last block of a table is the loss.

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkgb
-from rkgb.sample import make_sample
-from rkgb.tracing.opaque import OpaqueCall
-from rkgb.tracing.replay import record_step, run_graph
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.sample import make_sample
+from rkgb.replay.replay import record_step, run_graph
 
 WIDTH = 8
 

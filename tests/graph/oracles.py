@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import AllGraphs
-from rkgb.call import bind
-from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.measuring.profile import BlockProfile
-from rkgb.sample import Sample
-from rkgb.state import borrowed
-from rkgb.tracing.replay import bitwise_equal
+from rkgb.ir.call import bind
+from rkgb.ir.dgraph import leaf_tensors, run_nodes
+from rkgb.ir.profiles import BlockProfile
+from rkgb.ir.sample import Sample
+from rkgb.replay.replay import bitwise_equal
+from rkgb.state.module_state import borrowed
 
 Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset
 

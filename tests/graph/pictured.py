@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rkgb import AllGraphs
-from rkgb.render.compose import Scales, Selection, compose
-from rkgb.render.picture import Picture
-from rkgb.render.structure import Structure, structure_of
+from rkgb.export.render.compose import Scales, Selection, compose
+from rkgb.export.render.picture import Picture
+from rkgb.export.render.structure import Structure, structure_of
 from tests.graph.programs import Program, graphs_of, linear, rows, scale, zoo_graphs
 
 KINDS = ("B", "D", "S", "K")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import rkgb.measuring.measure
+import rkgb.profile.measure
 from rkgb import AllGraphs, BNode, DGraph, DNode, SGraph, b_to_d, d_to_s, make_all_graphs, make_sample, trace
-from rkgb.measuring.profile import BlockProfile
+from rkgb.ir.profiles import BlockProfile
 from rockmate import zoo
 
 TINY = tuple(name for name in zoo.names() if "tiny" in name)
@@ -71,7 +71,7 @@ def simplified(module: nn.Module, sample: Any) -> SGraph:
 def timed_once() -> Iterator[None]:
     """Measure every block's time in one run: these tests look at bytes."""
     once = {"_WALKS": ("measure",), "_TIMED_BLOCKS": 1, "_TIMED_RUNS": 1}
-    with unittest.mock.patch.multiple(rkgb.measuring.measure, **once):
+    with unittest.mock.patch.multiple(rkgb.profile.measure, **once):
         yield
 
 
@@ -91,19 +91,19 @@ def zoo_graphs(name: str) -> AllGraphs:
 def measured_alone(graphs: AllGraphs, module: nn.Module, sample: Any) -> list[BlockProfile]:
     """Profiles of all blocks, each measured itself although it is equivalent to others."""
     numbers = itertools.count()
-    canonical_form = rkgb.measuring.measure.canonical_form
+    canonical_form = rkgb.profile.measure.canonical_form
 
     def unlike_any_other(*block: Any) -> Any:
         return replace(canonical_form(*block), digest=str(next(numbers)))
 
-    with timed_once(), unittest.mock.patch.object(rkgb.measuring.measure, "canonical_form", unlike_any_other):
-        return rkgb.measuring.measure.measure_blocks(graphs.S_graph, graphs.blocks, module, make_sample(module, sample))
+    with timed_once(), unittest.mock.patch.object(rkgb.profile.measure, "canonical_form", unlike_any_other):
+        return rkgb.profile.measure.measure_blocks(graphs.S_graph, graphs.blocks, module, make_sample(module, sample))
 
 
 def measured_together(graphs: AllGraphs, module: nn.Module, sample: Any) -> list[BlockProfile]:
     """Profiles of all blocks; equivalent ones get the profile of their representative, renamed."""
     with timed_once():
-        return rkgb.measuring.measure.measure_blocks(graphs.S_graph, graphs.blocks, module, make_sample(module, sample))
+        return rkgb.profile.measure.measure_blocks(graphs.S_graph, graphs.blocks, module, make_sample(module, sample))
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkgb.sample import Sample
-from rkgb.state import borrowed
-from rkgb.tracing.replay import backward_from
+from rkgb.ir.sample import Sample
+from rkgb.replay.replay import backward_from
+from rkgb.state.module_state import borrowed
 from rkgb.tree import leaves
 
 ROWS, WIDTH = 6, 8

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-import rkgb.measuring.memory
-from rkgb.measuring.memory import AllocationEvent, AllocationLog, allocated_bytes, highest_level, warm_up
+import rkgb.devices.allocation_log
+from rkgb.devices.allocation_log import AllocationEvent, AllocationLog, allocated_bytes, highest_level, warm_up
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -271,7 +271,7 @@ def test_a_block_whose_stream_is_still_busy_is_free_once_its_release_is_requeste
 
 
 def test_marks_on_cuda_are_told_from_tensors_in_a_block_of_the_same_size(history):
-    mark_bytes = rkgb.measuring.memory._MARK_BYTES
+    mark_bytes = rkgb.devices.allocation_log._MARK_BYTES
     block_bytes = allocated_bytes(mark_bytes, SECOND)
     assert block_bytes != mark_bytes
     with AllocationLog(SECOND) as log:
@@ -306,7 +306,7 @@ def test_what_cuda_did_before_the_block_is_left_out(history):
 
 
 def test_a_history_that_lost_events_is_no_measurement(history, monkeypatch):
-    monkeypatch.setattr(rkgb.measuring.memory, "_MOST_CUDA_EVENTS", 3)
+    monkeypatch.setattr(rkgb.devices.allocation_log, "_MOST_CUDA_EVENTS", 3)
     with AllocationLog(SECOND) as log:
         history.did("alloc", KIB)
         history.did("free_requested", KIB)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rkgb.call import Call, Ref, bind, ref_names
+from rkgb.ir.call import Call, Ref, bind, ref_names
 from tests.graph.cases import Square
 
 aten = torch.ops.aten

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from rkgb import GraphError, b_to_d, cut, d_to_s, equivalent_classes, make_sample, trace
-from rkgb.cut import chain
-from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.state import borrowed
-from rkgb.tracing.expand import expand_composites
-from rkgb.tracing.replay import bitwise_equal
+from rkgb.ir.dgraph import leaf_tensors, run_nodes
+from rkgb.passes.cut import chain
+from rkgb.passes.expand import expand_composites
+from rkgb.replay.replay import bitwise_equal
+from rkgb.state.module_state import borrowed
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined

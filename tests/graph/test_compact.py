@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from rkgb import TraceWarning, make_all_graphs
-from rkgb.compact import TwoValues, compact_form, compact_forms
-from rkgb.measuring.memory import AllocationLog
-from rkgb.pooling import LEAST_ELEMENTS
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.restore.packed_mask import TwoValues, compact_form, compact_forms
+from rkgb.restore.pool_indices import LEAST_ELEMENTS
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import AllGraphs, KGraph, make_all_graphs, make_sample
-from rkgb.kgraph import s_to_k
-from rkgb.measuring.context import measure_in_context
+from rkgb.passes.s_to_k import s_to_k
+from rkgb.profile.in_context import measure_in_context
 from rockmate import zoo
 from rockmate.planning.costs import assumed_loss_cost, build_problem
 from tests.module.models import WIDTH, built, rows
@@ -83,7 +83,7 @@ def test_the_module_is_left_as_it_was():
 
 def test_a_step_that_does_not_fit_is_predicted_from_its_blocks(monkeypatch):
     network = built(Skips)
-    monkeypatch.setattr("rkgb.measuring.context.available_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("rkgb.profile.in_context.available_bytes", lambda device: 1 << 10)
     graphs = make_all_graphs(network, rows())
     assert bytes_of(graphs.K_graph) == bytes_of(alone(graphs))
     problem, _ = build_problem(graphs, assumed_loss_cost(graphs.K_graph))
@@ -99,6 +99,6 @@ def test_out_of_memory_in_the_step_leaves_the_graph_as_it_was(monkeypatch):
     def refuse(*_):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("rkgb.measuring.context.observe_memory", refuse)
+    monkeypatch.setattr("rkgb.profile.in_context.observe_memory", refuse)
     assert not measure_in_context(graph, graphs.profiles, network, make_sample(network, rows()))
     assert bytes_of(graph) == before

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import SGraph, chain, cut, make_sample
-from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.state import borrowed
-from rkgb.tracing.replay import bitwise_equal
+from rkgb.ir.dgraph import leaf_tensors, run_nodes
+from rkgb.replay.replay import bitwise_equal
+from rkgb.state.module_state import borrowed
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from rkgb import make_sample
+from rkgb.capture import trace as tracing
 from rkgb.pipeline import exact_trace
-from rkgb.state import for_planning
-from rkgb.tracing import trace as tracing
+from rkgb.state.module_state import for_planning
 
 
 class Nested(nn.Module):

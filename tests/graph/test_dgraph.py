@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import BNode, DNode, GraphError, b_to_d, make_sample, trace
-from rkgb.bgraph import Source
-from rkgb.call import Call, Ref
-from rkgb.dgraph import last_uses, leaf_tensors, run_nodes
+from rkgb.ir.bgraph import Source
+from rkgb.ir.call import Call, Ref
+from rkgb.ir.dgraph import last_uses, leaf_tensors, run_nodes
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
 from tests.graph.programs import Program, linear, op_names, rows, scale, traced

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import DNode, cut, equivalent_classes, make_sample
-from rkgb.equivalence import canonical_form
+from rkgb.passes.equivalence import canonical_form
 from rockmate import zoo
 from tests.graph.cases import Square, program
 from tests.graph.oracles import untimed

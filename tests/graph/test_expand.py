@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rkgb.inspection import b_to_d
-from rkgb.sample import make_sample
-from rkgb.tracing.expand import expand_composites
-from rkgb.tracing.replay import replay_check
-from rkgb.tracing.trace import trace
+from rkgb.capture.trace import trace
+from rkgb.ir.sample import make_sample
+from rkgb.passes.b_to_d import b_to_d
+from rkgb.passes.expand import expand_composites
+from rkgb.replay.replay import replay_check
 from tests.graph.programs import op_names
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from rkgb import ReplayMismatch, TraceError, TraceWarning, make_sample
 from rkgb.pipeline import exact_trace
-from rkgb.tracing.fresh import fresh_sample, offers
-from rkgb.tracing.replay import replay_check
+from rkgb.replay.fresh import fresh_sample, offers
+from rkgb.replay.replay import replay_check
 from rockmate import Rockmate, verify
 from tests.graph.programs import Program, linear, rows
 

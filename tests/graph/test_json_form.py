@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rkgb import AllGraphs, BGraph, BNode, DGraph, GuardError, Leaf, LeafKind, b_to_d, d_to_s, make_sample, trace
-from rkgb.autocast import Autocast
-from rkgb.call import Call, Ref
-from rkgb.json_form import (
+from rkgb.export.json import (
     FunctionNotGiven,
     GraphFormatError,
     NamedNamespace,
@@ -27,10 +25,12 @@ from rkgb.json_form import (
     save,
     to_json,
 )
-from rkgb.json_form.reader import Reader
-from rkgb.json_form.writer import Writer
-from rkgb.tracing.record import UnderAutocast
-from rkgb.tracing.replay import run_graph
+from rkgb.export.json.reader import Reader
+from rkgb.export.json.writer import Writer
+from rkgb.ir.call import Call, Ref
+from rkgb.process.autocast import Autocast
+from rkgb.recording.record import UnderAutocast
+from rkgb.replay.replay import run_graph
 from rkgb.tree import leaves
 from rockmate import zoo
 from tests.graph.programs import TINY, Program, bytes_of, graphs_of, linear, rows, simplified, traced, zoo_graphs

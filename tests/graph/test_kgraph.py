@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rkgb import GraphError, LeafKind, make_all_graphs
-from rkgb.measuring.profile import SavedKind
+from rkgb.ir.profiles import SavedKind
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
 from tests.graph.programs import TINY, Program, graphs_of, linear, rows, scale, state_of, zoo_graphs

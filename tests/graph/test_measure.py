@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import AllGraphs, cut, d_to_s, make_sample, s_to_k
-from rkgb.measuring import measure, repetition
-from rkgb.measuring.measure import measure_blocks
-from rkgb.measuring.memory import AllocationLog
-from rkgb.measuring.profile import SavedKind
-from rkgb.sample import Sample
-from rkgb.state import borrowed
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.ir.profiles import SavedKind
+from rkgb.ir.sample import Sample
+from rkgb.profile import measure
+from rkgb.profile import recompute_cost as repetition
+from rkgb.profile.measure import measure_blocks
+from rkgb.state.module_state import borrowed
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined

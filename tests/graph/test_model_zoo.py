@@ -12,8 +12,8 @@ from torch import nn
 from rkgb import DGraph, Sample
 from rkgb.errors import TraceWarning
 from rkgb.pipeline import exact_trace
-from rkgb.state import borrowed
-from rkgb.tracing.fresh import fresh_sample
+from rkgb.replay.fresh import fresh_sample
+from rkgb.state.module_state import borrowed
 from rkgb.tree import leaves
 from tests.graph.programs import bytes_of, state_of, with_gradients
 from tests.models.tracing import exact_graph, output_differences, sample_of, step_difference, tried

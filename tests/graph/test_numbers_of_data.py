@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from rkgb import GuardError, ReplayMismatch, Sample, TraceError
 from rkgb.pipeline import exact_trace
-from rkgb.tracing.fresh import fresh_sample
+from rkgb.replay.fresh import fresh_sample
 from tests.graph.programs import Program, linear
 from tests.models.tracing import sample_of, step_difference, tried
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import rkgb
-from rkgb.json_form import from_json, to_json
-from rkgb.sample import make_sample
-from rkgb.tracing.replay import record_step, run_graph
+from rkgb.export.json import from_json, to_json
+from rkgb.ir.sample import make_sample
+from rkgb.replay.replay import record_step, run_graph
 from tests.graph.called_whole import WIDTH, Around, Mix, calls, reasons, sample, traced
 
 # ---- what the graph knows ------------------------------------------------------------------------------------

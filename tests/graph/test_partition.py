@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rkgb import GraphError, cut, equivalent_classes, make_sample
-from rkgb.cut import BlockMaker
-from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.partition import MAX_NODES, partition
-from rkgb.state import borrowed
-from rkgb.tracing.replay import bitwise_equal
+from rkgb.ir.dgraph import leaf_tensors, run_nodes
+from rkgb.passes.cut import BlockMaker
+from rkgb.passes.partition import MAX_NODES, partition
+from rkgb.replay.replay import bitwise_equal
+from rkgb.state.module_state import borrowed
 from rockmate import zoo
 from tests.graph.cases import program
 from tests.graph.programs import TINY, rows, simplified, zoo_graphs

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkgb import SGraph, d_to_s, make_B, make_sample, to_networkx
-from rkgb.call import Call, Ref
-from rkgb.dgraph import DGraph, DNode
-from rkgb.inspection import b_to_d
-from rkgb.sgraph import run_once
-from rkgb.tracing.repetition import reason_against_repetition
+from rkgb.ir.call import Call, Ref
+from rkgb.ir.dgraph import DGraph, DNode
+from rkgb.passes.b_to_d import b_to_d
+from rkgb.passes.d_to_s import run_once
+from rkgb.passes.nondeterminism import reason_against_repetition
 from tests.graph.cases import program
 from tests.graph.programs import Program, linear, rows, simplified, traced
 
@@ -164,7 +164,7 @@ def test_both_front_ends_know_all_modules_in_whose_calls_an_operation_ran(tracer
 
 
 def test_the_calls_that_an_operation_ran_in_survive_json():
-    from rkgb import json_form
+    from rkgb.export import json as json_form
 
     graph: SGraph = simplified(Calls(), rows())
     again = json_form.loads(json_form.dumps(graph))

@@ -6,8 +6,8 @@ from torch import nn
 
 from rk_solvers import peak_and_time
 from rkgb import AllGraphs, cut, make_sample, s_to_k
-from rkgb.cut import chain
-from rkgb.measuring.measure import measure_blocks
+from rkgb.passes.cut import chain
+from rkgb.profile.measure import measure_blocks
 from rkgb.tree import map_leaves
 from rockmate.memory.peak import PeakMemory
 from rockmate.planning.costs import build_problem, measure_loss

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 from rkgb import chain, cut, make_all_graphs, make_sample
-from rkgb.compact import compact_forms
-from rkgb.json_form import from_json, to_json
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.export.json import from_json, to_json
+from rkgb.passes.d_to_s import d_to_s
 from rkgb.pipeline import exact_trace
-from rkgb.sgraph import d_to_s
+from rkgb.restore.packed_mask import compact_forms
 
 PADDED = {"kernel_size": 3, "stride": 2, "padding": 1}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rkgb import make_sample
-from rkgb.tracing.replay import replay_check
+from rkgb.replay.replay import replay_check
 from tests.graph.oracles import not_filled_again, saved_in_one_graph, saved_of, untimed
 from tests.graph.programs import graphs_of, measured_alone, measured_together, state_of, traced, with_gradients
 from tests.graph.random_graphs import random_graph

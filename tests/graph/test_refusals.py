@@ -19,8 +19,8 @@ from rkgb import (
     pipeline,
     trace,
 )
-from rkgb.inspection import b_to_d
-from rkgb.tracing.replay import replay_check, run_graph
+from rkgb.passes.b_to_d import b_to_d
+from rkgb.replay.replay import replay_check, run_graph
 from tests.graph.cases import program
 from tests.graph.programs import bytes_of, linear, rows, state_of, with_gradients
 

@@ -6,13 +6,13 @@ import itertools
 import pytest
 
 from rkgb import GraphError
-from rkgb.render.layout import edge_ends
-from rkgb.render.pages import pages_of
-from rkgb.render.parts import MOST_COMPUTATIONS, parts_of
-from rkgb.render.picture import Scale
-from rkgb.render.structure import structure_of
-from rkgb.render.style import LOOKS
-from rkgb.sgraph import STEPS, one_node_per_operation
+from rkgb.export.render.layout import edge_ends
+from rkgb.export.render.pages import pages_of
+from rkgb.export.render.parts import MOST_COMPUTATIONS, parts_of
+from rkgb.export.render.picture import Scale
+from rkgb.export.render.structure import structure_of
+from rkgb.export.render.style import LOOKS
+from rkgb.passes.d_to_s import STEPS, one_node_per_operation
 from tests.graph.pictured import KINDS, VARIED, colourful, graph, pictured
 from tests.graph.programs import TINY, zoo_graphs
 

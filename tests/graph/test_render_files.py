@@ -16,13 +16,13 @@ from PIL import Image
 from torch import nn
 
 from rkgb import RockmateError, cut, equivalent_classes
-from rkgb.networkx_form import to_networkx
-from rkgb.render import RenderError
-from rkgb.render.canvas import draw_page, texts_of
-from rkgb.render.describe import describe
-from rkgb.render.files import layout_of, safe_stem, sizes_of
-from rkgb.render.pages import pages_of
-from rkgb.render.style import LOOKS
+from rkgb.export.networkx_form import to_networkx
+from rkgb.export.render import RenderError
+from rkgb.export.render.canvas import draw_page, texts_of
+from rkgb.export.render.describe import describe
+from rkgb.export.render.files import layout_of, safe_stem, sizes_of
+from rkgb.export.render.pages import pages_of
+from rkgb.export.render.style import LOOKS
 from rkgb.show import print_all_graphs, print_graph, print_graph_list
 from tests.graph.pictured import KINDS, graph, hostile, pdf_pages, pictured, taken
 from tests.graph.programs import linear, rows, simplified, zoo_graphs

@@ -8,13 +8,13 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-import rkgb.render.dot
-from rkgb.render.canvas import draw_page, texts_of
-from rkgb.render.dot import dot_text, has_dot
-from rkgb.render.files import layout_of, sizes_of
-from rkgb.render.layout import components, edge_ends
-from rkgb.render.pages import pages_of
-from rkgb.render.style import LOOKS
+import rkgb.export.render.dot
+from rkgb.export.render.canvas import draw_page, texts_of
+from rkgb.export.render.dot import dot_text, has_dot
+from rkgb.export.render.files import layout_of, sizes_of
+from rkgb.export.render.layout import components, edge_ends
+from rkgb.export.render.pages import pages_of
+from rkgb.export.render.style import LOOKS
 from tests.graph.pictured import KINDS, VARIED, graph, hostile, pictured, taken
 from tests.graph.programs import zoo_graphs
 
@@ -242,7 +242,7 @@ def test_a_graphviz_that_fails_is_told_and_done_without(program, reason, tmp_pat
     _, picture = pictured(zoo_graphs("unet-tiny").S_graph)
     sizes = sizes_of(picture)
     wanted = layout_of(picture, sizes)
-    monkeypatch.setattr(rkgb.render.dot, "TIMEOUT_S", 0.5 if "sleep" in program else 60)
+    monkeypatch.setattr(rkgb.export.render.dot, "TIMEOUT_S", 0.5 if "sleep" in program else 60)
     install_dot(tmp_path / "bin", monkeypatch, program)
     with pytest.warns(UserWarning, match=reason):
         assert layout_of(picture, sizes) == wanted

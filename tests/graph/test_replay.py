@@ -8,16 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import DNode, ReplayMismatch, b_to_d, make_sample, trace
-from rkgb.call import Call, Ref
-from rkgb.tracing.fresh import fresh_sample
-from rkgb.tracing.replay import (
-    StepRecord,
-    bitwise_equal,
-    largest_difference,
-    record_step,
-    replay_check,
-    run_graph,
-)
+from rkgb.ir.call import Call, Ref
+from rkgb.replay.fresh import fresh_sample
+from rkgb.replay.replay import StepRecord, bitwise_equal, largest_difference, record_step, replay_check, run_graph
 from tests.graph.cases import program
 from tests.graph.programs import linear, rows, state_of, traced, with_gradients
 

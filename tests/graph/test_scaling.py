@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rkgb import DGraph, b_to_d, cut, d_to_s, equivalent_classes, make_sample, trace
-from rkgb.cut import BlockMaker, chain
-from rkgb.partition import partition
-from rkgb.tracing.replay import replay_check
+from rkgb.passes.cut import BlockMaker, chain
+from rkgb.passes.partition import partition
+from rkgb.replay.replay import replay_check
 from rockmate import zoo
 
 FEW, MANY = 4, 24  # layers; each makes about 20 S nodes

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import BNode, GraphError, b_to_d, d_to_s, make_sample, trace
-from rkgb.call import Call, Ref
-from rkgb.sgraph import STEPS, join_storages, merge_cycles, one_node_per_operation, sort_nodes
+from rkgb.ir.call import Call, Ref
+from rkgb.passes.d_to_s import STEPS, join_storages, merge_cycles, one_node_per_operation, sort_nodes
 from tests.graph.cases import CASES, Square, program
 from tests.graph.examined import examined
 from tests.graph.oracles import not_filled_again

@@ -7,8 +7,8 @@ import sys
 import networkx as nx
 import pytest
 
-from rkgb.networkx_form import to_networkx
-from rkgb.render.structure import structure_of
+from rkgb.export.networkx_form import to_networkx
+from rkgb.export.render.structure import structure_of
 from rkgb.show import describe
 from tests.graph.programs import TINY, zoo_graphs
 

@@ -9,9 +9,9 @@ from torch import nn
 import rkgb
 from rkgb import TraceWarning, make_all_graphs
 from rkgb.check import summary
-from rkgb.sample import make_sample
-from rkgb.tracing.fresh import fresh_sample
-from rkgb.tracing.replay import run_graph
+from rkgb.ir.sample import make_sample
+from rkgb.replay.fresh import fresh_sample
+from rkgb.replay.replay import run_graph
 from rockmate import zoo
 from tests.graph.programs import Program, bytes_of, linear, rows, state_of
 

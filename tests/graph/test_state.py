@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.state import borrowed, training_mode
+from rkgb.state.module_state import borrowed, training_mode
 from tests.graph.programs import Program, linear, rows, state_of, with_gradients
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from rkgb.measuring.memory import AllocationEvent, AllocationLog
-from rkgb.measuring.timeline import StageWindow, forward_peaks, merge_stages
+from rkgb.devices.allocation_log import AllocationEvent, AllocationLog
+from rkgb.profile.timeline import StageWindow, forward_peaks, merge_stages
 
 MARK = "mark"
 

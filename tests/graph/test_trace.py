@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import LeafKind, make_sample, trace
-from rkgb.call import Ref
-from rkgb.dgraph import leaf_tensors, run_nodes
-from rkgb.tracing.replay import replay_check
+from rkgb.ir.call import Ref
+from rkgb.ir.dgraph import leaf_tensors, run_nodes
+from rkgb.replay.replay import replay_check
 from tests.graph.cases import CASES, Answer, Pair, Square
 from tests.graph.examined import examined
 from tests.graph.programs import Program, linear, op_names, rows, scale, state_of, traced

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from rkgb import make_all_graphs, make_sample
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rkgb.pipeline import exact_trace
-from rkgb.state import borrowed
+from rkgb.state.module_state import borrowed
 from rockmate import zoo
 from tests.models.zoo import build
 

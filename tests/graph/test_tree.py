@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rkgb.call import Ref, is_ref
+from rkgb.ir.call import Ref, is_ref
 from rkgb.tree import is_tensor, leaves, map_leaves
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.measuring.memory import AllocationLog
-from rkgb.tracing.replay import bitwise_equal
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.replay.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Rockmate
 

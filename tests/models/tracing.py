@@ -10,9 +10,9 @@ from torch import nn
 
 from rkgb import DGraph, RockmateError, Sample, make_sample
 from rkgb.pipeline import exact_trace
-from rkgb.state import borrowed
-from rkgb.tracing.generators import OwnGenerator
-from rkgb.tracing.replay import bitwise_equal, run_graph
+from rkgb.replay.replay import bitwise_equal, run_graph
+from rkgb.state.generators import OwnGenerator
+from rkgb.state.module_state import borrowed
 from rkgb.tree import leaves
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rkgb.tree import leaves
 from rockmate import Rockmate
 from tests.module.habits import WIDTH, Network

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from rk_solvers import Problem, Recompute, normalise, peak_and_time, schedule_of
-from rkgb.measuring.memory import AllocationLog
-from rkgb.tracing.replay import bitwise_equal
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.replay.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import Planned, make_plan
 from rockmate.planning.request import PlanRequest
-from rockmate.running.codegen import compile_program
-from rockmate.running.program import Program, make_program
-from rockmate.running.runner import Runner
+from rockmate.runtime.codegen import compile_program
+from rockmate.runtime.lowering import Program, make_program
+from rockmate.runtime.runner import Runner
 
 Loss = Callable[[Any], Tensor]
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import rkgb.measuring.block_memory
+import rkgb.profile.block_memory
 import rockmate.planning.planner
 import rockmate.planning.real_step
-from rkgb.sample import make_sample
-from rkgb.state import borrowed
+from rkgb.ir.sample import make_sample
+from rkgb.state.module_state import borrowed
 from rockmate import AllocatorSettings, FragmentationWarning, Rockmate, reduce_fragmentation
 from rockmate.memory.allocators import (
     SMALLEST_SEGMENTS_BYTES,
@@ -147,7 +147,7 @@ def test_planning_with_warm_ups_comes_to_the_same(monkeypatch, budget, solver):
 
     cold, cold_state = planned()
     runs: list[torch.device] = []
-    for module in (rkgb.measuring.block_memory, rockmate.planning.real_step):
+    for module in (rkgb.profile.block_memory, rockmate.planning.real_step):
         monkeypatch.setattr(module, "warm_up", lambda device, run: (runs.append(device), run()))
     warm, warm_state = planned()
     assert len(runs) >= 4  # blocks, all of them together, the eager step, and the plan's

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rkgb import TraceError, make_B, make_sample
-from rkgb.json_form import from_json, to_json
-from rkgb.tracing.attributes import Snapshot, outline
+from rkgb.export.json import from_json, to_json
+from rkgb.state.attributes import Snapshot, outline
 from rkgb.tree import leaves
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.errors import PlanFileMismatch, ReplanWarning

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rkgb.autocast import KINDS
+from rkgb.process.autocast import KINDS
 from rockmate import PlanMismatch, Rockmate
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest

@@ -243,7 +243,7 @@ def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
         rf"Raise the budget to at least {error.smallest_budget_bytes} bytes, or: halve the batch", str(error)
     )
     assert f"split {error.binding_op.split()[-1]} into parts" in str(error)
-    # The proof leaves out much of what a plan does (rk_solvers.least_peak): here it is 2.1 % below what one reaches.
+    # The proof leaves out much of what a plan does (`peak_bound`): here it is 2.1 % below what one reaches.
     assert 0.97 * error.smallest_budget_bytes <= error.proven_bytes <= error.smallest_budget_bytes
 
     model = Rockmate(network, sample, error.smallest_budget_bytes, loss=squares)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.call import Call, Ref
+from rkgb.ir.call import Call, Ref
 from rkgb.tree import leaves
-from rockmate.running.bindings import BINDINGS, binding
+from rockmate.runtime.bindings import BINDINGS, binding
 
 aten = torch.ops.aten
 GENERATOR = torch.Generator()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.measuring.available import available_bytes, cgroup_free_bytes
+from rkgb.devices.available import available_bytes, cgroup_free_bytes
 from rockmate import BudgetError, BudgetTooSmall, PeakMemory, Rockmate
 from rockmate.memory.budget import RESERVE, resolve_budget
 from tests.module.models import Layers, built, rows
@@ -171,8 +171,8 @@ def test_without_a_limit_nothing_is_limited(tmp_path, membership):
 def test_what_is_available_is_within_a_groups_limit(tmp_path, monkeypatch):
     unified_group(tmp_path / "job", 5000, 1000)
     (tmp_path / "membership").write_text("0::/job\n")
-    monkeypatch.setattr("rkgb.measuring.available._CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr("rkgb.measuring.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr("rkgb.devices.available._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("rkgb.devices.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
     assert available_bytes(torch.device("cpu")) == 4000
 
 

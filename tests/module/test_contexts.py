@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.surroundings import surroundings_aside
+from rkgb.process.surroundings import surroundings_aside
 from rockmate import PeakMemory, ReplanWarning, Rockmate
 
 BUDGET_BYTES = 100_000

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rkgb.measuring.memory import AllocationLog
-from rkgb.sample import make_sample
-from rkgb.tracing.replay import record_step
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.ir.sample import make_sample
+from rkgb.replay.replay import record_step
 from rockmate import PeakMemory, Rockmate, reduce_fragmentation, zoo
 from rockmate.memory.allocators import SMALLEST_SEGMENTS_BYTES, end_peak, segments_are_expandable, start_peak
 

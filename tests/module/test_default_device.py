@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import rkgb
-from rkgb.json_form import from_json, to_json
+from rkgb.export.json import from_json, to_json
 from rockmate import Rockmate, max_batch, verify
-from rockmate.profiling import profile
+from rockmate.queries.profiling import profile
 
 WIDTH = 32
 AMPLE_BYTES = 10**7

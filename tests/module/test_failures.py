@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.measuring.memory import AllocationLog
-from rockmate.running.runtime import Step
+from rkgb.devices.allocation_log import AllocationLog
+from rockmate.runtime.step import Step
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.steps import CPU, assert_trains_exactly, recomputing, squares
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import Rockmate
 from tests.module.models import WIDTH, Layers, Normalised, Smooth, Tied, built, images, rows, tokens
 from tests.module.steps import CPU, assert_same_training, assert_trains_exactly, recomputing, squares, train

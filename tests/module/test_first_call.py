@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb import ModelError, RockmateError, TraceError, make_all_graphs
 from rockmate import ReplanWarning, Rockmate, max_batch, verify
-from rockmate.staged import Staged
+from rockmate.queries.measured_rockmate import Staged
 
 BUDGET = 0.95
 

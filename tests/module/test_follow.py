@@ -7,7 +7,7 @@ import pytest
 
 from rk_solvers import Greedy, KeepAll, Problem, Status, check, normalise
 from rockmate import PlanMismatch
-from rockmate.planning.follow import Decisions, Follow
+from rockmate.planning.fixed_plan import Decisions, Follow
 from rockmate.planning.planner import make_plan
 from rockmate.planning.request import PlanRequest
 from tests.module.models import Layers, built, rows

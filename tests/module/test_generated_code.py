@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rkgb.measuring import repetition
+from rkgb.profile import recompute_cost as repetition
 from tests.module.steps import assert_trains_exactly, following, keep_nothing, measured_for
 
 ROWS, WIDTH = 64, 32

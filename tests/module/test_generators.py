@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from rkgb import make_sample
-from rkgb.tracing.replay import record_step
+from rkgb.replay.replay import record_step
 from rockmate import BudgetTooSmall, InputMismatch, PlanMismatch, Rockmate, verify
-from rockmate.running.runtime import Step
+from rockmate.runtime.step import Step
 from tests.module.models import WIDTH, built, rows
 from tests.module.noisy import (
     HELD,

@@ -24,7 +24,7 @@ from rockmate import (
     Rockmate,
     TraceError,
 )
-from rockmate.member import Member
+from rockmate.calls.specialization import Member
 from rockmate.plan_files.reuse import plan_or_reuse
 from tests.module.models import WIDTH, Layers, built, rows
 from tests.module.steps import assert_same, assert_same_training, peak_of_step, seen, squares, train
@@ -101,7 +101,7 @@ def sentences(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_packed_sequences_go_on_though_every_batch_takes_another_branch(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_BRANCHES", 2)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 2)
     batches = sentences(7)
     model = planned(built(Packed), batches[0], "1MiB")
     told = trained_beside_eager(model, batches)
@@ -122,7 +122,7 @@ def test_packed_sequences_go_on_for_many_batches_under_the_limits_as_they_are():
 
 
 def test_where_its_own_step_does_not_fit_each_branch_is_planned_within_the_budget_and_few_are_kept(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_BRANCHES", 2)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 2)
     batches = [rows(seed) for seed in range(6)]
     model = planned(built(CheckedCodes), rows(), 0.7)
     told = all_told(model, batches)
@@ -133,7 +133,7 @@ def test_where_its_own_step_does_not_fit_each_branch_is_planned_within_the_budge
 
 
 def test_a_submodule_that_reads_something_else_of_every_batch_becomes_one_operation(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_BRANCHES", 2)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 2)
     batches = sentences(6)
     model = planned(built(Encoded), batches[0], "1MiB")
     told = all_told(model, batches)
@@ -159,7 +159,7 @@ class CheckedCodes(Layers):
 
 
 def test_a_quantiser_whose_check_reads_another_number_in_every_batch_goes_on(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_BRANCHES", 3)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 3)
     batches = [rows(seed) for seed in range(9)]
     model = planned(built(CheckedCodes), rows(), "8MiB")
     told = trained_beside_eager(model, batches)
@@ -214,7 +214,7 @@ def graphs(count: int, least: int = 20) -> Iterator[tuple[Tensor, Tensor, Tensor
 
 
 def test_mini_batches_of_graphs_of_which_each_has_another_size_are_not_planned_for_ever(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_UNUSED", 3)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_UNUSED", 3)
     batches = list(graphs(9))
     model = planned(built(Graphs), batches[0], "1MiB")
     told = trained_beside_eager(model, batches)
@@ -225,8 +225,8 @@ def test_mini_batches_of_graphs_of_which_each_has_another_size_are_not_planned_f
 
 
 def test_graphs_whose_own_steps_do_not_fit_are_planned_and_the_oldest_plans_go(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_UNUSED", 2)
-    monkeypatch.setattr("rockmate.family._MOST_PLANS", 4)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_UNUSED", 2)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 4)
     model = planned(built(Layers), rows()[:100], "120 KiB")
     batches = [rows(seed)[: 100 + seed] for seed in range(8)]
     told = all_told(model, batches)
@@ -236,7 +236,7 @@ def test_graphs_whose_own_steps_do_not_fit_are_planned_and_the_oldest_plans_go(m
 
 
 def test_more_lengths_than_plans_are_kept_go_on_and_few_of_them_are_compared_with_a_call(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_PLANS", 6)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 6)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows()[:100])
     with warnings.catch_warnings(action="ignore"):
         for length in range(99, 92, -1):
@@ -274,7 +274,7 @@ def ending_with(monkeypatch, error: Callable[[], BaseException]) -> list[int]:
         attempts.append(1)
         raise error()
 
-    monkeypatch.setattr("rockmate.family.plan_or_reuse", fail)
+    monkeypatch.setattr("rockmate.calls.specializations.plan_or_reuse", fail)
     return attempts
 
 
@@ -522,11 +522,11 @@ def test_the_record_is_copied_and_pickled_with_the_module(monkeypatch):
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("rockmate.by_itself._MOST_SETTLED", 5)
+    monkeypatch.setattr("rockmate.calls.by_itself._MOST_SETTLED", 5)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows())
     attempts = ending_with(monkeypatch, lambda: ReplayMismatch(f"output {len(attempts)} is {'x' * len(attempts)}"))
-    monkeypatch.setattr("rockmate.family._MOST_FAILED", 100)
-    monkeypatch.setattr("rockmate.fallbacks._MOST_REASONS", 4)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_FAILED", 100)
+    monkeypatch.setattr("rockmate.calls.fallbacks._MOST_REASONS", 4)
     trained_beside_eager(model, [rows(1)[: 10 + step] for step in range(9)])
     assert len(model._family._settled._settled) == 5
     assert len(model.fallbacks) == 5
@@ -534,7 +534,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 
 
 def test_planning_that_fails_for_every_size_is_not_tried_for_ever(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_FAILED", 3)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_FAILED", 3)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows())
     with monkeypatch.context() as failing:
         attempts = ending_with(failing, ENDS["replay"])
@@ -571,11 +571,11 @@ def test_a_module_that_reads_something_else_even_as_it_runs_after_planning_goes_
     def planned_for_other_data(*given: Any) -> Any:
         measured, planned = plan_or_reuse(*given)
         monkeypatch.setattr(
-            "rockmate.running.runner.Runner.run", lambda *_: (_ for _ in ()).throw(GuardError("another number"))
+            "rockmate.runtime.runner.Runner.run", lambda *_: (_ for _ in ()).throw(GuardError("another number"))
         )
         return measured, planned
 
     with monkeypatch.context() as failing:
-        failing.setattr("rockmate.family.plan_or_reuse", planned_for_other_data)
+        failing.setattr("rockmate.calls.specializations.plan_or_reuse", planned_for_other_data)
         trained_beside_eager(model, [rows(1)[:50]])
     assert calls_of(model) == {("GuardError", "by itself"): 1}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetTooSmall, ReplanWarning, Rockmate, plan_files, verify
-from rockmate.profiling import profile
+from rockmate.queries.profiling import profile
 from tests.module.models import Tied, built, tokens
 from tests.module.steps import CPU, assert_same, seen, squares
 

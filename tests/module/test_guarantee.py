@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rk_solvers import Greedy
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetTooSmall, Rockmate, zoo
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest

@@ -7,9 +7,9 @@ from torch import nn
 from rk_solvers import Problem, evaluate
 from rkgb import make_sample
 from rockmate import BatchError, BudgetError, BudgetTooSmall, Rockmate, max_batch, smallest_budget
-from rockmate.batches import find_batch, interpolated
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
+from rockmate.queries.batches import find_batch, interpolated
 from tests.module.models import Layers, built, rows
 from tests.module.steps import peak_of_step, squares
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import Rockmate, zoo
-from rockmate.running.runtime import Handle, Step
+from rockmate.runtime.step import Handle, Step
 from tests.module.models import Layers, Normalised, Smooth, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.steps import CPU, assert_same_training, keep_every_other, keep_nothing, recomputing, squares, train
 

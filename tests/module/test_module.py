@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rk_solvers import Greedy, Schedule
-from rk_solvers.search import Search
+from rk_solvers.anytime.search import Search
 from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate, SolverError, zoo
 from rockmate.memory.budget import resolve_budget
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens

@@ -8,7 +8,7 @@ from torch import nn
 
 from rk_solvers import normalise, peak_and_time, schedule_of
 from rkgb import make_all_graphs
-from rkgb.normalisation import normalised
+from rkgb.restore.batch_norm import normalised
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.simulator import simulate
 from tests.module.steps import (
@@ -230,7 +230,7 @@ def test_a_graph_is_walked_twice():
 
 
 def test_what_does_not_give_the_same_bits_is_run_again(monkeypatch):
-    monkeypatch.setattr("rkgb.measuring.repetition.normalised", lambda x, *_: x + 1)
+    monkeypatch.setattr("rkgb.profile.recompute_cost.normalised", lambda x, *_: x + 1)
     torch.manual_seed(0)
     model = network()
     costs = measured_for(model, images())

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import ReplayMismatch, TraceError
-from rkgb.tracing.draws import OtherRandom
-from rkgb.tracing.other_random import comparable, state_of
+from rkgb.recording.draws import OtherRandom
+from rkgb.state.other_random import comparable, state_of
 from rockmate import Rockmate, verify
 
 WIDTH = 16

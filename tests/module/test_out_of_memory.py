@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkgb.pipeline
 from rkgb import TraceError
-from rkgb.measuring.memory import is_out_of_memory
+from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.ir.sample import make_sample
 from rkgb.pipeline import exact_trace
-from rkgb.sample import make_sample
-from rkgb.tracing.replay import record_step
-from rkgb.tracing.spool import Spool
+from rkgb.replay.replay import record_step
+from rkgb.replay.spool import Spool
 from rkgb.tree import leaves
 from rockmate import BudgetError, Rockmate
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
@@ -76,7 +76,7 @@ def operations_counted() -> Iterator[list[int]]:
 @pytest.mark.parametrize(("make", "batch"), [(Layers, rows), (Normalised, images)], ids=["layers", "normalised"])
 def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make, batch, places, monkeypatch):
     # Planning takes the user's modes aside, and the one of this test with them.
-    monkeypatch.setattr("rkgb.surroundings._disable_current_modes", nullcontext)
+    monkeypatch.setattr("rkgb.process.surroundings._disable_current_modes", nullcontext)
     model = built(make)
     squares(model(batch(1))).backward()  # gradients and statistics to be found again
     before = state_of(model)
@@ -138,8 +138,8 @@ def test_within_a_container_of_little_memory_the_check_is_made_on_disk_and_eager
     (tmp_path / "membership").write_text("0::/job\n")
     model, told = built(Layers), []
     expected = Rockmate(model, rows(), 0.8, loss=squares, solver="greedy").plan
-    monkeypatch.setattr("rkgb.measuring.available._CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr("rkgb.measuring.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr("rkgb.devices.available._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("rkgb.devices.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
     planned = Rockmate(
         model, rows(), None, loss=squares, solver="greedy", progress=lambda stage, *_: told.append(stage)
     )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rk_solvers import Greedy, Solver, check
-from rkgb.measuring.context import windows_of_the_step
+from rkgb.profile.in_context import windows_of_the_step
 from rockmate import BudgetTooSmall, Plan, Rockmate
 from rockmate.memory.split import Residents
 from rockmate.planning.measured import Measured, measure

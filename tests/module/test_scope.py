@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from rkgb.measuring.memory import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetError, BudgetTooSmall, Rockmate
 from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import optimizer_state_bytes

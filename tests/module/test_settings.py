@@ -10,8 +10,8 @@ from torch import nn
 
 from rkgb import make_sample
 from rockmate import ReplanWarning, Rockmate
+from rockmate.guards.attributes import BoundSettings, Settings
 from rockmate.plan_files.reuse import plan_or_reuse
-from rockmate.running.settings import BoundSettings, Settings
 from tests.models.factories import tokens
 from tests.models.hugging_face import gpt2
 
@@ -139,7 +139,9 @@ def test_calls_that_train_nothing_are_run_by_the_module_itself_and_traced_but_on
     model, x = Switched(), torch.randn(64, 32)
     planned = Rockmate(model, budget=1.0)
     traced = []
-    monkeypatch.setattr("rockmate.family.plan_or_reuse", lambda *given: traced.append(1) or plan_or_reuse(*given))
+    monkeypatch.setattr(
+        "rockmate.calls.specializations.plan_or_reuse", lambda *given: traced.append(1) or plan_or_reuse(*given)
+    )
     model.on = False
     for _ in range(3):
         assert torch.equal(planned(x), torch.tanh(x) * 2)

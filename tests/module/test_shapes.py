@@ -85,7 +85,7 @@ def test_plans_made_ahead_are_used_without_a_word():
 
 
 def test_the_plan_that_was_not_used_for_longest_goes_when_there_are_many(monkeypatch):
-    monkeypatch.setattr("rockmate.family._MOST_PLANS", 2)
+    monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 2)
     model = planned(built(Layers), budget=1.0)
     for length in (32, 24, 32, 16):
         with warnings.catch_warnings():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rkgb
-from rkgb.turns import TURNS, warnings_collected
+from rkgb.process.turns import TURNS, warnings_collected
 from rockmate import Rockmate, verify
 
 WIDTH = 16

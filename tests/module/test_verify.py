@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.tracing.attributes import Writing
+from rkgb.state.attributes import Writing
 from rockmate import BudgetTooSmall, Rockmate, SampleError, Verification, verify
-from rockmate.running.runtime import Step
-from rockmate.verification import OPTIMIZERS
+from rockmate.queries.verification import OPTIMIZERS
+from rockmate.runtime.step import Step
 from tests.module.models import WIDTH, Layers, Normalised, TwoHeads, built, images, rows
 from tests.module.steps import keep_nothing, recomputing, squares
 
@@ -263,7 +263,7 @@ def test_nothing_is_left_on_the_model_after_a_failure(monkeypatch):
     model.layers.eval()
     planned = Rockmate(model, rows(), 0.9)
     before = copy.deepcopy(model.state_dict())
-    monkeypatch.setattr(sys.modules["rockmate.verification"], "backward_from", lambda outputs: 1 / 0)
+    monkeypatch.setattr(sys.modules["rockmate.queries.verification"], "backward_from", lambda outputs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         verify(planned, rows(), loss=squares)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.tracing import expand
+from rkgb.passes import expand
 from tests.module.steps import assert_trains_exactly, following, keep_every_other, keep_nothing, measured_for
 
 ROWS, WIDTH = 12, 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.tracked import writable
+from rkgb.restore.as_saved import writable
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.planning.costs import unrepeatable_nodes
 from tests.module.steps import (

@@ -73,7 +73,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("this is to be neither measured nor solved")
 
-    monkeypatch.setattr("rkgb.measuring.measure._measure", refuse)
+    monkeypatch.setattr("rkgb.profile.measure._measure", refuse)
     monkeypatch.setattr("rockmate.planning.planner._solve", refuse)
     monkeypatch.setattr("rockmate.planning.planner.real_peak_bytes", refuse)
     monkeypatch.setattr("rockmate.planning.measured.eager_peak_bytes", refuse)

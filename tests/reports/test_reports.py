@@ -9,10 +9,10 @@ import torch
 from rk_solvers import schedule_of
 from rkgb import make_sample
 from rockmate import Rockmate, zoo
-from rockmate.explain import explain
 from rockmate.plan_files import dumps, loads
 from rockmate.planning.simulator import simulate
 from rockmate.reports import observe, pareto_points, text_report, write_figure, write_html, write_report
+from rockmate.reports.explain import explain
 from rockmate.reports.measured import thinned
 from rockmate.reports.pareto import best_of
 from rockmate.reports.step import computations

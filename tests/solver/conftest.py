@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from rk_solvers import intervals
+from rk_solvers.intervals import solver as intervals
 from rk_solvers.side_process import SideProcess
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import Auto, Chen, Greedy, Problem, Rotor, check, evaluate, peak_and_time, smallest_budget
-from rk_solvers.oracle import least_peak
+from rk_solvers.exact.oracle import least_peak
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 
 QUICK = Auto(tries=2, rounds=10)

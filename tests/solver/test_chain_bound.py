@@ -8,8 +8,8 @@ import random
 import pytest
 
 from rk_solvers import Auto, BackwardOp, Data, ForwardOp, Oracle, Problem, Rotor, evaluate, peak_and_time
-from rk_solvers.chain_bound import _least_cost_ms, chain_bound_ms
-from rk_solvers.oracle import least_peak
+from rk_solvers.bounds.chain_bound import _least_cost_ms, chain_bound_ms
+from rk_solvers.exact.oracle import least_peak
 from tests.solver.instances import chain_of, gpt2, random_problem
 from tests.solver.test_merging import pairs, share
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import (
+from rk_solvers import (  # fmt: skip
     BackwardOp,
     Data,
     ForwardOp,
@@ -22,8 +22,8 @@ from rk_solvers import (
     memory_curve,
     normalise,
     schedule_of,
-)  # fmt: skip
-from rk_solvers.plan_state import PlanState, Tables
+)
+from rk_solvers.local.plan_state import PlanState, Tables
 from tests.solver.instances import chain_of, random_plan, random_problem
 
 seeds = st.integers(0, 10**6)

@@ -15,21 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import (
-    Greedy,
-    Oracle,
-    Problem,
-    Recompute,
-    Status,
-    check,
-    checkmate,
-    evaluate,
-    peak_and_time,
-    smallest_budget,
-)
-from rk_solvers.checkmate import Checkmate, build, saved_bytes_of
+from rk_solvers import Greedy, Oracle, Problem, Recompute, Status, check, evaluate, peak_and_time, smallest_budget
+from rk_solvers.exact import checkmate
+from rk_solvers.exact.checkmate import Checkmate, build, saved_bytes_of
+from rk_solvers.exact.oracle import _groups, least_peak
 from rk_solvers.milp import BackendUnavailable, solve
-from rk_solvers.oracle import _groups, least_peak
 from tests.solver.instances import chain_of, gpt2, random_problem, random_step, resnet50
 
 PROGRAM = Checkmate(most_states=0)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import Auto, BackwardOp, Intervals, Oracle, Problem, Solution, Status, check, peak_and_time
-from rk_solvers.checkmate import Checkmate, build, saved_bytes_of
+from rk_solvers.exact.checkmate import Checkmate, build, saved_bytes_of
+from rk_solvers.exact.oracle import least_peak
 from rk_solvers.milp import BackendUnavailable
-from rk_solvers.oracle import least_peak
 from rk_solvers.solver import SAME
 from tests.solver.instances import gpt2, random_problem, random_step
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from rk_solvers import Greedy, Oracle, Problem, Recompute, normalise, peak_and_time
-from rk_solvers.exact_windows import LONGEST, ExactWindows
+from rk_solvers.exact.oracle import least_peak
+from rk_solvers.exact.windows import LONGEST, ExactWindows
 from rk_solvers.milp import Limits, solve
-from rk_solvers.oracle import least_peak
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
 
@@ -78,6 +78,6 @@ def test_a_plan_of_too_many_recomputations_has_no_window(monkeypatch):
     problem, _ = gpt2(layers=2)
     budget = int(0.4 * peak_and_time(problem, problem.no_recompute)[0])
     plan = Greedy(tries=1, rounds=0).solve(problem, budget).recompute
-    monkeypatch.setattr("rk_solvers.exact_windows.MOST_BINARIES", sum(map(len, plan)) - 1)
+    monkeypatch.setattr("rk_solvers.exact.windows.MOST_BINARIES", sum(map(len, plan)) - 1)
     assert ExactWindows(problem, budget).next(plan) is None
     assert ExactWindows(problem, budget).next(problem.no_recompute) is None

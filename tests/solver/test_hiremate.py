@@ -22,8 +22,8 @@ from rk_solvers import (
     peak_and_time,
     smallest_budget,
 )
-from rk_solvers.blocks import blocks_of, parts_of
-from rk_solvers.hiremate import Hierarchy, Hiremate, backward_places, balanced_cuts, bytes_across, divided
+from rk_solvers.chain.blocks import blocks_of, parts_of
+from rk_solvers.chain.hiremate import Hierarchy, Hiremate, backward_places, balanced_cuts, bytes_across, divided
 from tests.solver.instances import chain_of, gpt2, random_problem
 
 

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import BackwardOp, Data, ForwardOp, Greedy, Oracle, Problem, Status, check, normalise, peak_and_time
-from rk_solvers.oracle import least_peak
+from rk_solvers.exact.oracle import least_peak
 from rk_solvers.side_process import SideProcess
 from tests.solver.instances import chain_of, gpt2, random_plan, random_problem, resnet50
 
 if importlib.util.find_spec("ortools") is None:
     pytest.skip("needs ortools", allow_module_level=True)
 
-from rk_solvers import intervals
-from rk_solvers.intervals import Intervals
+from rk_solvers.intervals import solver as intervals
+from rk_solvers.intervals.solver import Intervals
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

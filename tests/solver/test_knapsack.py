@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import Chen, KeepAll, KeepNone, Oracle, Status, check, evaluate
-from rk_solvers.knapsack import Item, Knapsack, by_density, by_table, items_of, keeping_plan
+from rk_solvers.baselines.knapsack import Item, Knapsack, by_density, by_table, items_of, keeping_plan
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 
 ITEMS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=8)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rk_solvers import BackwardOp, Data, ForwardOp, Problem, peak_and_time, smallest_budget
-from rk_solvers.least_peak import PRECISION, is_infeasible, least_bytes, least_peak_bytes
-from rk_solvers.oracle import least_peak
+from rk_solvers.bounds.peak_bound import PRECISION, is_infeasible, least_bytes, least_peak_bytes
+from rk_solvers.exact.oracle import least_peak
 from tests.solver.instances import random_plan, random_problem, random_step
 
 

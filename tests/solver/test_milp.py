@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from rk_solvers.intervals import Intervals
+from rk_solvers.intervals.solver import Intervals
 from rk_solvers.milp import BACKENDS, BackendUnavailable, Limits, Model, Outcome, relaxation_bound, solve
 from tests.solver.instances import chain_of
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, check, peak_and_time
-from rk_solvers.blocks import blocks_of, has_choice, with_more_options
-from rk_solvers.rockmate import ExactPlanner, RockmateSolver, coarser
+from rk_solvers.chain.blocks import blocks_of, has_choice, with_more_options
+from rk_solvers.chain.two_level import ExactPlanner, RockmateSolver, coarser
 from tests.solver.instances import gpt2, resnet50
 
 

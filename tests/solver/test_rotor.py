@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, Rotor, check, evaluate, peak_and_time
-from rk_solvers import rotor_tables as tables
-from rk_solvers.blocks import blocks_of
+from rk_solvers.chain import rotor_tables as tables
+from rk_solvers.chain.blocks import blocks_of
 from rk_solvers.evaluate import serving
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 

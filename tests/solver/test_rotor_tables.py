@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import rotor_tables as tables
-from rk_solvers.blocks import Block, Option, Pin, Rerun
+from rk_solvers.chain import rotor_tables as tables
+from rk_solvers.chain.blocks import Block, Option, Pin, Rerun
 
 FILLERS = {"numpy": lambda: tables.fill_by_numpy, "numba": tables.numba_filler}
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 
 from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, normalise, peak_and_time
-from rk_solvers.combine import combination
+from rk_solvers.anytime.search import FAR, Search, SearchOptions
+from rk_solvers.exact.combine import combination
+from rk_solvers.exact.oracle import least_peak
 from rk_solvers.milp import Limits, solve
-from rk_solvers.oracle import least_peak
-from rk_solvers.search import FAR, Search, SearchOptions
 from rk_solvers.side_process import SideProcess, SideProcessWarning
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
@@ -104,8 +104,8 @@ def test_the_exception_of_a_call_made_here_is_told_as_well(monkeypatch):
 
 
 def test_a_relaxation_that_raises_is_told_once_and_the_search_ends_with_a_valid_plan(monkeypatch):
-    monkeypatch.setattr("rk_solvers.refinement.Refinement.advanced", refuse_to_advance)
-    monkeypatch.setattr("rk_solvers.auto._is_small", lambda problem: False)
+    monkeypatch.setattr("rk_solvers.bounds.refinement.Refinement.advanced", refuse_to_advance)
+    monkeypatch.setattr("rk_solvers.anytime.auto._is_small", lambda problem: False)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")  # another process would not know of the patch
     problem, _ = gpt2(2)
     budget = budget_of(problem, 0.8)
@@ -229,7 +229,7 @@ def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best(caplog):
 
 
 def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do(monkeypatch):
-    monkeypatch.setattr("rk_solvers.search.FAR", 0.0)
+    monkeypatch.setattr("rk_solvers.anytime.search.FAR", 0.0)
     entered = 0
     for seed in range(8):
         problem = random_problem(seed, 6 + seed % 3)

@@ -10,12 +10,12 @@ import pytest
 from benchmarks.random_dags import Size
 from benchmarks.random_dags import random_problem as layered_problem
 from rk_solvers import check, normalise, peak_and_time, schedule_of, smallest_budget
-from rk_solvers.least_peak import least_bytes
-from rk_solvers.local_search import weights_for
-from rk_solvers.lowest_peak import lowest_peak_plan
-from rk_solvers.oracle import least_peak
-from rk_solvers.plan_state import PlanState, Tables
-from rk_solvers.repair import repair
+from rk_solvers.bounds.peak_bound import least_bytes
+from rk_solvers.exact.oracle import least_peak
+from rk_solvers.local.local_search import weights_for
+from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.plan_state import PlanState, Tables
+from rk_solvers.local.repair import repair
 from tests.solver.instances import random_plan, random_problem, random_step
 
 UNLIMITED_S = 1e4

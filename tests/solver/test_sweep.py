@@ -29,9 +29,9 @@ from rk_solvers import (
     peak_and_time,
     solver_named,
 )
-from rk_solvers.least_peak import least_bytes
+from rk_solvers.anytime.sweep import solve_sweep
+from rk_solvers.bounds.peak_bound import least_bytes
 from rk_solvers.solver import best_solution
-from rk_solvers.sweep import solve_sweep
 from tests.solver.instances import chain_of, gpt2, random_problem, random_step
 
 SHARES = (0.0, 0.15, 0.35, 0.6, 0.85)  # from below the least that one operation holds up to keep-all's peak

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetTooSmall, CheckpointingWarning, PeakMemory, Rockmate
-from rockmate.running.checkpointing import OwnCheckpointing
+from rockmate.guards.checkpointing import OwnCheckpointing
 from tests.module.models import built
 from tests.module.steps import assert_same_training, squares, train
 

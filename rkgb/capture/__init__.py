@@ -1,0 +1,1 @@
+"""From a module and a sample to its B graph."""

@@ -1,0 +1,392 @@
+"""Walk the inlined graph of ``torch.jit.trace``: its C++ values become calls on named values.
+
+Shape arithmetic is folded on the way, so that it leaves no operations behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rkgb.errors import TraceError
+from rkgb.ir.bgraph import BNode, Leaf, LeafKind, Source
+from rkgb.ir.call import Call, Ref, function_name, is_ref
+from rkgb.ir.sample import Sample
+from rkgb.opaque.jit import HandOn, Mark
+from rkgb.recording.naming import Namer
+from rkgb.source import OWN_FOLDER
+from rkgb.state.generators import GeneratorsMet, is_generator, is_own_generator
+from rkgb.tree import leaves, map_leaves
+
+# The order of c10::ScalarType: traced graphs name a dtype by its place in that list.
+_SCALAR_TYPES = (
+    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool "
+    "qint8 quint8 qint32 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 "
+    "float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz uint16 uint32 uint64"
+).split()
+_MEMORY_FORMATS = (
+    torch.contiguous_format,
+    torch.preserve_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+)
+# The tracer notes their results as needing no gradient even where they do.
+_UNRELIABLE_GRADIENT_FLAGS = frozenset({"aten::_convolution"})
+_NUMBER_CASTS: dict[str, Callable[[Any], Any]] = {
+    "aten::Int": int,
+    "aten::IntImplicit": int,
+    "aten::Float": float,
+    "aten::FloatImplicit": float,
+    "aten::Bool": bool,
+    "aten::ScalarImplicit": lambda number: number,
+}
+
+
+class _Number:
+    """A tensor of the trace that only holds shape arithmetic: known now, on any input."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _is_number(leaf: object) -> bool:
+    return isinstance(leaf, _Number)
+
+
+def _runs_later(leaf: object) -> bool:
+    """Whether what reads `leaf` is an operation of the graph: no number can be made of it now."""
+    return is_ref(leaf) or is_own_generator(leaf)
+
+
+class JitWalker:
+    """Walks the inlined graph once, turning its C++ values into Python data."""
+
+    def __init__(self, module: torch.nn.Module, sample: Sample, generators: GeneratorsMet) -> None:
+        self.module = module
+        self.sample = sample
+        self.generators = generators
+        self.nodes: list[BNode] = []
+        self.leaves: dict[str, Leaf] = {}
+        self.output_refs: list[Ref] = []
+        self._values: dict[str, Any] = {}  # by the C++ value's name
+        self._paths: dict[str, str] = {}  # module values: their qualified name under the wrapper
+        self._leaf_of_tensor: dict[int, Ref] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._namer = Namer()
+        self._buffers = {id(buffer) for buffer in module.buffers()}
+
+    def walk(self, graph: Any) -> None:
+        """Fill `nodes`, `leaves` and `output_refs`."""
+        self_value, *inputs = graph.inputs()
+        self._paths[self_value.debugName()] = ""
+        for index, value in enumerate(inputs):
+            name = self._namer.plain(f"input_{index}")
+            self.leaves[name] = Leaf(name, LeafKind.INPUT, index=index)
+            self._shapes[name] = tuple(self.sample.tensors[index].shape)
+            self._values[value.debugName()] = Ref(name)
+        for node in graph.nodes():
+            self._visit(node)
+        (result,) = graph.outputs()
+        self.output_refs = [self._as_ref(item) for item in self._read(result)]
+
+    def _visit(self, node: Any) -> None:
+        kind = node.kind()
+        if kind.startswith("prim::"):
+            self._visit_prim(kind.removeprefix("prim::"), node)
+        elif kind in _NUMBER_CASTS:
+            self._define(node, _NUMBER_CASTS[kind](self._number(node)))
+        elif kind in ("aten::size", "aten::dim", "aten::numel"):
+            self._define(node, self._fold_shape(kind, node))
+        else:
+            self._visit_op(node)
+
+    # ---- prim nodes: structure, constants, attributes -------------------------------------------
+
+    def _visit_prim(self, kind: str, node: Any) -> None:
+        inputs = list(node.inputs())
+        if kind == "Constant":
+            self._define(node, self._constant(next(iter(node.outputs())).toIValue()))
+        elif kind == "GetAttr":
+            self._visit_attribute(node, inputs[0])
+        elif kind == "ListConstruct":
+            self._define(node, [self._read(value) for value in inputs])
+        elif kind == "TupleConstruct":
+            self._define(node, tuple(self._read(value) for value in inputs))
+        elif kind in ("ListUnpack", "TupleUnpack"):
+            for output, item in zip(node.outputs(), self._read(inputs[0]), strict=True):
+                self._values[output.debugName()] = item
+        elif kind == "NumToTensor":
+            self._define(node, _Number(torch.tensor(self._read(inputs[0]), device="cpu")))
+        elif kind in ("device", "dtype"):
+            self._define(node, getattr(self._type_of(inputs[0]), kind)())
+        elif kind == "PythonOp":
+            self._visit_python_op(node)
+        else:
+            raise TraceError(
+                f"the trace holds {kind} at {_source(node)}: a scripted function or control flow inside the "
+                "graph. Call the plain Python function there."
+            )
+
+    def _constant(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return self.generators.own(value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        # Python numbers that meet tensors are traced as 0-dim tensors of these two dtypes; they must stay
+        # numbers, for a 0-dim tensor takes part in type promotion and a number does not.
+        if value.dim() == 0 and value.dtype in (torch.float64, torch.int64, torch.bool):
+            return _Number(value)
+        return self._constant_leaf(value)
+
+    def _constant_leaf(self, value: torch.Tensor) -> Ref:
+        name = self._namer.numbered("constant")
+        self.leaves[name] = Leaf(name, LeafKind.CONSTANT, constant=value)
+        self._shapes[name] = tuple(value.shape)
+        return Ref(name)
+
+    def _visit_attribute(self, node: Any, owner: Any) -> None:
+        prefix = self._paths[owner.debugName()]
+        path = f"{prefix}.{node.s('name')}" if prefix else node.s("name")
+        output = next(iter(node.outputs()))
+        kind = output.type().kind()
+        if kind == "ClassType":
+            self._paths[output.debugName()] = path
+        elif kind == "TensorType":
+            self._define(node, self._tensor_leaf(path.removeprefix("wrapped.")))
+        else:
+            self._define(node, _attribute(self.module, path.removeprefix("wrapped.")))
+
+    def _tensor_leaf(self, path: str) -> Ref:
+        tensor = _attribute(self.module, path)
+        known = self._leaf_of_tensor.get(id(tensor))  # tied weights are one leaf
+        if known is not None:
+            return known
+        registered = id(tensor) in self._buffers
+        if isinstance(tensor, torch.nn.Parameter) or registered:
+            name = self._namer.plain(path.replace(".", "_"))
+            kind = LeafKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else LeafKind.BUFFER
+            self.leaves[name] = Leaf(name, kind, path=path)
+            self._shapes[name] = tuple(tensor.shape)
+            ref = Ref(name)
+        else:
+            ref = self._constant_leaf(tensor)
+        self._leaf_of_tensor[id(tensor)] = ref
+        return ref
+
+    # ---- operations -------------------------------------------------------------------------------
+
+    def _visit_python_op(self, node: Any) -> None:
+        values = iter(node.inputs())
+        scalars = iter(node.scalar_args())
+        read = tuple(self._read(next(values)) if kind == "d" else next(scalars) for kind in node.cconv())
+        args = map_leaves(self.generators.own, read, is_generator)
+        function = node.pyobj()
+        owner = getattr(function, "__self__", function)  # the Function class; `function` is its bound apply
+        if owner is HandOn:
+            self._visit_opaque(read[0], read[1:], node)
+            return
+        name = self._namer.numbered(getattr(owner, "__name__", "function").lower())
+        pattern = self._bind_all(name, node)
+        self._append(name, Call(owner.apply, self._arguments(args)), pattern, node)
+
+    def _visit_opaque(self, mark: Mark, read: tuple[Any, ...], node: Any) -> None:
+        function = mark.function
+        name = self._namer.numbered(function.__name__)
+        pattern = self._bind_all(name, node)
+        around = _source(node)
+        source = Source(function.path, around.location, (*around.modules, function.path))
+        call = mark.call([self._as_ref(value) for value in read])
+        self.nodes.append(BNode(name, call, _as_results(pattern), function.grad_enabled, source))
+
+    def _bind_all(self, name: str, node: Any) -> Any:
+        outputs = list(node.outputs())
+        return self._bind_outputs(name, outputs) if len(outputs) > 1 else self._bind_output(name, outputs[0])
+
+    def _visit_op(self, node: Any) -> None:
+        read = [self._read(value) for value in node.inputs()]
+        function = _overload(node, read)
+        schema = function._schema.arguments
+        if leaves(read, _is_number) and not leaves(read, _runs_later):
+            numbers = map_leaves(lambda number: number.tensor, read, _is_number)
+            result = function(**{a.name: _plain(v, a) for v, a in zip(numbers, schema, strict=True)})
+            self._define(node, _Number(result) if isinstance(result, torch.Tensor) else result)
+            return
+        values = self._arguments(read)
+        pairs = [(argument, _plain(v, argument)) for argument, v in zip(schema, values, strict=True)]
+        positional = tuple(value for argument, value in pairs if not argument.kwarg_only)
+        keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only and value is not None}
+        name = self._namer.numbered(function_name(function).strip("_"))
+        if not leaves(read, is_ref) and next(iter(node.outputs())).type().kind() != "TensorType":
+            raise TraceError(f"{function} at {_source(node)} computes no tensor from no tensor: cannot be traced.")
+        pattern = self._bind_all(name, node)
+        self._append(name, Call(function, positional, keywords), pattern, node)
+
+    def _append(self, name: str, call: Call, pattern: Any, node: Any) -> None:
+        self.nodes.append(BNode(name, call, pattern, self._grad_enabled(node, call), _source(node)))
+
+    def _grad_enabled(self, node: Any, call: Call) -> bool:
+        """Tracing does not record ``no_grad`` regions, but the requires_grad of every value shows them."""
+        if node.kind() in _UNRELIABLE_GRADIENT_FLAGS:
+            return True
+        recorded = [v.type().requires_grad() for v in node.outputs() if v.type().kind() == "TensorType"]
+        return any(recorded) or not recorded or not self._reads_gradient(node)
+
+    def _reads_gradient(self, node: Any) -> bool:
+        for value in node.inputs():
+            read = self._values.get(value.debugName())
+            leaf = self.leaves.get(read.name) if isinstance(read, Ref) else None
+            if leaf is not None:  # leaves carry no reliable flag in the traced types
+                if self._leaf_requires_grad(leaf):
+                    return True
+            elif value.type().kind() == "TensorType" and value.type().requires_grad():
+                return True
+        return False
+
+    def _leaf_requires_grad(self, leaf: Leaf) -> bool:
+        if leaf.kind is LeafKind.INPUT:
+            return self.sample.tensors[leaf.index].requires_grad
+        return leaf.kind is LeafKind.PARAMETER and bool(_attribute(self.module, leaf.path).requires_grad)
+
+    def _bind_outputs(self, name: str, outputs: list[Any]) -> tuple[Any, ...]:
+        return tuple(self._bind_output(self._part(name, k), output) for k, output in enumerate(outputs))
+
+    def _bind_output(self, name: str, output: Any) -> Any:
+        if output.type().kind() == "ListType":
+            unpack = next((use.user for use in output.uses() if use.user.kind() == "prim::ListUnpack"), None)
+            if unpack is None:
+                raise TraceError(f"%{name} returns a list whose length the trace does not tell. Unpack it in forward.")
+            pattern = [self._bind_output(self._part(name, k), item) for k, item in enumerate(unpack.outputs())]
+            self._values[output.debugName()] = pattern
+            return pattern
+        if output.type().kind() == "TupleType":  # what a custom function with several outputs returns
+            unpack = next(use.user for use in output.uses() if use.user.kind() == "prim::TupleUnpack")
+            items = self._bind_outputs(name, list(unpack.outputs()))
+            self._values[output.debugName()] = items
+            return items
+        if output.type().kind() != "TensorType":
+            raise TraceError(
+                f"%{name} reads a number out of tensor data (a {output.type()}): the plan would be wrong for "
+                "other data. Keep such values in tensors, or compute them outside the module."
+            )
+        ref = Ref(name)
+        self._values[output.debugName()] = ref
+        sizes = output.type().sizes()
+        if sizes is not None:
+            self._shapes[name] = tuple(sizes)
+        return ref
+
+    # ---- values ------------------------------------------------------------------------------------
+
+    def _read(self, value: Any) -> Any:
+        return self._values[value.debugName()]
+
+    def _define(self, node: Any, value: Any) -> None:
+        self._values[next(iter(node.outputs())).debugName()] = value
+
+    def _number(self, node: Any) -> Any:
+        value = self._read(next(iter(node.inputs())))
+        if isinstance(value, _Number):
+            return value.tensor.item()
+        if not isinstance(value, Ref):
+            return value
+        leaf = self.leaves.get(value.name)
+        if leaf is not None and leaf.constant is not None:
+            return leaf.constant.item()
+        raise TraceError(
+            f"at {_source(node)} the module turns the tensor %{value.name} into a Python number: the graph would "
+            "be wrong for other data. Keep the value in a tensor, or compute it outside the module."
+        )
+
+    def _fold_shape(self, kind: str, node: Any) -> Any:
+        inputs = list(node.inputs())
+        shape = self._shape_of(inputs[0], node)
+        if kind == "aten::dim":
+            return len(shape)
+        if kind == "aten::numel":
+            return torch.Size(shape).numel()
+        return shape[self._read(inputs[1])] if len(inputs) > 1 else list(shape)
+
+    def _shape_of(self, value: Any, node: Any) -> tuple[int, ...]:
+        read = self._read(value)
+        if isinstance(read, _Number):
+            return tuple(read.tensor.shape)
+        if read.name not in self._shapes:
+            raise TraceError(f"at {_source(node)} the shape of %{read.name} depends on data: it cannot be planned.")
+        return self._shapes[read.name]
+
+    def _type_of(self, value: Any) -> Any:
+        return value.type()
+
+    def _arguments(self, values: Any) -> Any:
+        """Numbers become Python scalars where a tensor is expected too: that is what eager was given."""
+        return map_leaves(
+            lambda number: number.tensor.item() if number.tensor.dim() == 0 else self._constant_leaf(number.tensor),
+            values,
+            _is_number,
+        )
+
+    def _as_ref(self, item: Any) -> Ref:
+        if isinstance(item, Ref):
+            return item
+        return self._constant_leaf(item.tensor)
+
+    def _part(self, name: str, place: int) -> str:
+        return self._namer.plain(f"{name}_{place}")
+
+
+def _as_results(pattern: Any) -> Any:
+    return list(pattern) if isinstance(pattern, tuple) else pattern
+
+
+def _attribute(module: torch.nn.Module, path: str) -> Any:
+    owner: Any = module
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def _overload(node: Any, read: list[Any]) -> torch._ops.OpOverload:
+    schema = torch._C.parse_schema(node.schema())
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    numbers = leaves(read, is_ref) and any(
+        isinstance(value, (_Number, int, float)) and str(argument.type) == "Tensor"
+        for value, argument in zip(read, schema.arguments, strict=True)
+    )
+    if numbers and "Scalar" in packet.overloads() and len(packet.Scalar._schema.arguments) == len(read):
+        return packet.Scalar  # what eager was given: the tracer makes tensors of all numbers
+    return getattr(packet, schema.overload_name or "default")
+
+
+def _plain(value: Any, argument: Any) -> Any:
+    """Enumerations are traced as integers: give them their Python names back."""
+    kind = str(argument.real_type)
+    if type(value) is not int:
+        return value
+    if "ScalarType" in kind:
+        return getattr(torch, _SCALAR_TYPES[value])
+    if "MemoryFormat" in kind:
+        return _MEMORY_FORMATS[value]
+    if "Layout" in kind:
+        return torch.strided if value == 0 else value
+    return value
+
+
+def _source(node: Any) -> Source:
+    # Scopes are the calls that an operation ran in, whatever module holds the one that is called.
+    scopes = [scope.removeprefix("__module.") for scope in node.scopeName().split("/")]
+    paths = ["" if scope == "wrapped" else scope.removeprefix("wrapped.") for scope in scopes]
+    location = ""
+    with contextlib.suppress(RuntimeError):
+        frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
+        inside = itertools.takewhile(lambda frame: not frame[0].startswith(OWN_FOLDER), frames)
+        outside = [frame for frame in inside if "/torch/" not in frame[0]]
+        if outside:
+            file, line = outside[0]
+            location = f"{file.rsplit('/', maxsplit=1)[-1]}:{line}"
+    return Source(paths[-1], location, tuple(dict.fromkeys(filter(None, paths))))

@@ -1,0 +1,1 @@
+"""All that depends on the kind of device."""

@@ -1,0 +1,1 @@
+"""Graphs for people and other programs: pictures, JSON, networkx."""

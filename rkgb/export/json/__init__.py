@@ -1,0 +1,143 @@
+"""Graphs as JSON, to be kept, sent, and looked at elsewhere.
+
+A file names operations, and reading it runs nothing and imports nothing: names are looked up among the operations
+that PyTorch knows. What the user's own code was (autograd functions, classes in the module's output) comes back as a
+placeholder of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rkgb.export.json.checks import check, check_constants
+from rkgb.export.json.classes import KINDS, Graph, connect
+from rkgb.export.json.containers import LeftOut, MissingFunction, NamedDict, NamedNamespace
+from rkgb.export.json.errors import FunctionNotGiven, GraphFormatError, shortly
+from rkgb.export.json.reader import Reader
+from rkgb.export.json.writer import Writer
+from rkgb.export.strict_json import parsed
+
+__all__ = [
+    "FunctionNotGiven",
+    "Graph",
+    "GraphFormatError",
+    "LeftOut",
+    "MissingFunction",
+    "NamedDict",
+    "NamedNamespace",
+    "dumps",
+    "from_json",
+    "load",
+    "loads",
+    "save",
+    "to_json",
+]
+
+FORMAT = "rkgb-graph"
+VERSION = 1
+_HEADER = ("format", "version", "torch", "kind", "graph", "storages")
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def to_json(graph: Graph) -> dict[str, Any]:
+    """A B, D, S or K graph, or all graphs of a module, as a value that `json` writes as it is.
+
+    The same graph gives the same value. Constants are in it with all their bytes, parameters are not.
+    Raises `GraphFormatError` for what has no form in JSON, naming its place, and `GraphError` for a broken graph.
+    """
+    kind = next((name for name, known in KINDS.items() if type(graph) is known), None)
+    if kind is None:
+        raise GraphFormatError(f"a {type(graph).__name__} is no graph; give one of {_class_names()}")
+    if hasattr(graph, "verify"):
+        graph.verify()
+    writer = Writer()
+    writer.place.enter("graph")
+    written = writer.write(graph, KINDS[kind])
+    check_constants(writer.things)
+    storages = writer.tensors.storages()
+    return dict(zip(_HEADER, (FORMAT, VERSION, str(torch.__version__), kind, written, storages), strict=True))
+
+
+def dumps(graph: Graph) -> str:
+    """`to_json` as text, on one line."""
+    return json.dumps(to_json(graph), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def save(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Write `dumps` into a file."""
+    Path(path).write_text(dumps(graph), encoding="utf-8")
+
+
+def from_json(value: Any, functions: Functions | None = None) -> Graph:
+    """The graph of which `to_json` made `value`.
+
+    `functions` are those that the graph calls beside PyTorch's operations, by their names in the file; each that
+    is not given raises `FunctionNotGiven` when it is called. Tensors of a device that this machine has not are on
+    the CPU. Raises `GraphFormatError` for all that is no graph of this version, naming the place.
+    """
+    kind = _read_header(value)
+    reader = Reader(value["storages"], functions or {})
+    reader.place.enter("graph")
+    graph: Graph = reader.read(value["graph"], kind)
+    connect(reader.things)
+    check(reader.things)
+    return graph
+
+
+def loads(text: str, functions: Functions | None = None) -> Graph:
+    """The graph of which `dumps` made `text`; else as `from_json`."""
+    try:
+        value = parsed(text)
+    except ValueError as error:
+        raise GraphFormatError(f"this is no JSON: {error}") from error
+    return from_json(value, functions)
+
+
+def load(path: str | os.PathLike[str], functions: Functions | None = None) -> Graph:
+    """The graph in a file that `save` wrote; else as `from_json`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise GraphFormatError(f"{path} is no text in UTF-8: {error}") from error
+    try:
+        return loads(text, functions)
+    except GraphFormatError as error:
+        error.add_note(f"in the file {path}")
+        raise
+
+
+def _class_names() -> str:
+    return ", ".join(kind.__name__ for kind in KINDS.values())
+
+
+def _read_header(value: Any) -> type[Any]:
+    """The class of the graph in the file."""
+    if type(value) is not dict or value.get("format") != FORMAT:
+        raise GraphFormatError(f'at $: this is no graph of rkgb: it does not say "format": "{FORMAT}"')
+    version = value.get("version")
+    if type(version) is not int or version < 1:
+        raise GraphFormatError(f"at $.version: the version of the format is {shortly(version)}; it is a number from 1")
+    if version > VERSION:
+        raise GraphFormatError(
+            f"at $.version: the file is of version {shortly(version)}, this rkgb reads up to {VERSION}. Update rkgb."
+        )
+    for key in _HEADER:
+        if key not in value:
+            raise GraphFormatError(f"at $: {key} is missing")
+    if len(value) > len(_HEADER):
+        unknown = min(str(key) for key in value.keys() - set(_HEADER))
+        raise GraphFormatError(f"at $: {shortly(unknown)} is nothing that this version knows")
+    if type(value["kind"]) is not str or value["kind"] not in KINDS:
+        raise GraphFormatError(f"at $.kind: one of {', '.join(KINDS)} is expected, not {shortly(value['kind'])}")
+    if type(value["storages"]) is not list:
+        raise GraphFormatError(f"at $.storages: a list is expected, not {shortly(value['storages'])}")
+    if type(value["torch"]) is not str:
+        raise GraphFormatError(f"at $.torch: a text is expected, not {shortly(value['torch'])}")
+    return KINDS[value["kind"]]

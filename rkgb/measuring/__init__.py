@@ -1,1 +1,0 @@
-"""Times and bytes of blocks, of the whole step, and of the device."""

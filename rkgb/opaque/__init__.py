@@ -1,0 +1,1 @@
+"""Calls that become one operation of the graph, whatever is inside them."""

@@ -1,0 +1,1 @@
+"""From one graph to the next, or to the same one changed: one pass, one file."""

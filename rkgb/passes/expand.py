@@ -1,0 +1,161 @@
+"""B graph to a finer B graph: composite operations that save tensors of their own are taken apart.
+
+A composite operation (dropout, a batched matmul, attention on CPU) computes inner tensors, some of
+which autograd saves. As one node it must be repeated whole to get one of them back; taken apart,
+each inner tensor can be kept or recomputed by itself: a dropout's mask kept and its product
+forgotten, a transposed copy made again without the product that reads it. One that hides what a single
+other operation returns beside its result (the mean and the deviation of a layer normalisation, the
+indices of a pooling) becomes that operation: to have them again, no graph is recorded a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.ir.bgraph import BGraph, BNode
+from rkgb.ir.call import Call, Ref, bind, function_name, ref_names
+from rkgb.ir.dgraph import last_uses, leaf_tensors
+from rkgb.ir.sample import Sample
+from rkgb.passes.b_to_d import RUNNING_STATISTICS
+from rkgb.passes.shape_reads import without_shape_read
+from rkgb.state.generators import is_own_generator
+from rkgb.state.module_state import borrowed, never_unpacked
+from rkgb.tree import leaves, map_leaves
+
+# Taking an operation apart pays when what it hides is not negligible beside its output.
+_WORTH = 0.125
+
+
+def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) -> BGraph:
+    """Run the trace once on the sample, and replace composite operations that hide saved tensors.
+
+    Allocations that read a tensor for its shape become allocations of that shape.
+
+    The inner operations are those that really ran; whether they give the same gradients is for the
+    replay check to tell. The module is left as it was.
+    """
+    nodes: list[BNode] = []
+    with borrowed(module, own=graph.generators):
+        values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
+        given = set(values)
+        with torch.enable_grad():
+            for node, dropped in zip(graph.nodes, last_uses(graph.nodes, []), strict=True):
+                nodes += _run(node, values)
+                for name in dropped:
+                    if name not in given:
+                        values.pop(name, None)
+    result = replace(graph, nodes=nodes)
+    result.verify()
+    return result
+
+
+def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
+    """Run `node`; return it, or what it is made of."""
+    saved: list[tuple[int, int]] = []
+
+    def drop(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        saved.append((storage._cdata, storage.nbytes()))
+
+    composite = _is_composite(node.call) and not leaves((node.call.args, node.call.kwargs), is_own_generator)
+    recorder = _Recorder()
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, never_unpacked)
+    with torch.set_grad_enabled(node.grad_enabled), hooks:
+        if composite:
+            with recorder:
+                result = node.call.evaluate(values)
+        else:
+            result = node.call.evaluate(values)
+    known = {tensor.untyped_storage()._cdata for tensor in leaves([values[n] for n in node.call.inputs])}
+    known |= {tensor.untyped_storage()._cdata for tensor in leaves(result)}
+    hidden = sum({cdata: size for cdata, size in saved if cdata not in known}.values())
+    size = sum(tensor.untyped_storage().nbytes() for tensor in leaves(result))
+    is_one_call = len(recorder.calls) == 1  # in its place there is no operation more
+    parts = None
+    if composite and hidden > (0 if is_one_call else _WORTH * size) and not _takes_running_statistics(node.call):
+        parts = _parts(node, recorder.calls, values, result)
+    bind(node.outputs, result, values)
+    made = leaves(result)
+    call = without_shape_read(node.call, made[0]) if made else node.call
+    return parts or [node if call is node.call else replace(node, call=call)]
+
+
+def _is_composite(call: Call) -> bool:
+    function = call.function
+    return isinstance(function, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        function.name(), "CompositeImplicitAutograd"
+    )
+
+
+def _takes_running_statistics(call: Call) -> bool:
+    """Whether it is a normalisation that may write into its arguments without a word of it in its schema."""
+    return isinstance(call.function, torch._ops.OpOverload) and call.function._schema.name in RUNNING_STATISTICS
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    grad_enabled: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operations that run below autograd, with the tensors themselves: none is freed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Recorded] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(_Recorded(func, args, kwargs or {}, result, torch.is_grad_enabled()))
+        return result
+
+
+def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: Any) -> list[BNode] | None:
+    """The recorded calls as nodes, or None where they do not tell the whole story."""
+    names = {id(values[name]): name for name in node.call.inputs}
+    outputs = {
+        id(tensor): ref.name
+        for tensor, ref in zip(leaves(result), leaves(node.outputs, lambda leaf: isinstance(leaf, Ref)), strict=True)
+    }
+    if not outputs.keys().isdisjoint(names):
+        return None
+    last = {id(tensor): index for index, call in enumerate(calls) for tensor in leaves(call.result)}
+    parts: list[BNode] = []
+    for index, call in enumerate(calls):
+        # A tensor that is no input and no result has come from outside: only numbers may.
+        arguments = map_leaves(lambda tensor: _named(tensor, names), (tuple(call.args), dict(call.kwargs)))
+        if leaves(arguments) or not leaves(call.result):
+            return None
+        is_alone = len(calls) == 1
+        stem = node.name if is_alone else f"{node.name}_{function_name(call.function).strip('_')}_{index}"
+        produced = leaves(call.result)
+        for place, tensor in enumerate(produced):
+            final = id(tensor) in outputs and last[id(tensor)] == index
+            own = stem if len(produced) == 1 else f"{stem}_{place}"
+            names[id(tensor)] = outputs[id(tensor)] if final else own
+        pattern = map_leaves(lambda tensor: Ref(names[id(tensor)]), _as_list(call.result))
+        made = without_shape_read(Call(call.function, *arguments), produced[0])
+        parts.append(BNode(stem, made, pattern, node.grad_enabled and call.grad_enabled, node.source))
+    defined = {name for part in parts for name in part.output_names}
+    return parts if set(ref_names(node.outputs)) <= defined else None
+
+
+def _as_list(result: Any) -> Any:
+    return list(result) if isinstance(result, tuple) else result
+
+
+def _named(tensor: torch.Tensor, names: dict[int, str]) -> Any:
+    if id(tensor) in names:
+        return Ref(names[id(tensor)])
+    if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64) and tensor.device.type == "cpu":
+        return tensor.item()
+    return tensor

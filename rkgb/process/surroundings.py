@@ -1,0 +1,250 @@
+"""What the user has put around a call, taken aside while a module is planned in the midst of it.
+
+A first batch, or one of a new shape, is planned where it comes: within the user's hooks on saved tensors, modes that
+count or log, anomaly detection, a profiler. All these belong to the user's step. What planning runs, traces and
+measures is not to be seen, slowed down or changed by them: the plan is the one that would be made without them.
+
+Some decide what a step computes, and stay: autocast, default devices, flags of back ends, deterministic algorithms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _profiler_enabled,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_disable,
+    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message,
+    _top_saved_tensors_default_hooks,
+)
+from torch.autograd import profiler
+from torch.nn.utils import parametrize
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.module_tracker import ModuleTracker
+
+from rkgb.process.autocast import Autocast
+from rkgb.process.turns import acting_for, current_thread
+
+Result = TypeVar("Result")
+
+_found_prepared: contextvars.ContextVar[bool | None] = contextvars.ContextVar("found_prepared", default=None)
+
+
+@contextlib.contextmanager
+def surroundings_aside() -> Iterator[None]:
+    """Run what is inside as if nothing of the user's was around it that looks on; all is put back as it was."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_unrecorded())
+        stack.enter_context(_looked_for_prepared())
+        stack.enter_context(without_anomaly_detection())
+        stack.enter_context(saved_tensors_hooks_aside())
+        if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+            stack.enter_context(_function_modes_aside())
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(_trackers_aside())
+        stack.enter_context(_parametrizations_uncached())
+        yield
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_aside() -> Iterator[None]:
+    """No hooks on saved tensors but those that are put there inside, which is allowed."""
+    message = _saved_tensors_hooks_get_disabled_error_message()
+    if message is not None:
+        _saved_tensors_hooks_enable()
+    hooks = []
+    top: Any = _top_saved_tensors_default_hooks(True)
+    while top is not None:
+        hooks.append(top)
+        _pop_saved_tensors_default_hooks()
+        top = _top_saved_tensors_default_hooks(True)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_saved_tensors_default_hooks(pack, unpack)
+        if message is not None:
+            _saved_tensors_hooks_disable(message)
+
+
+@contextlib.contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Where the user has disabled hooks on saved tensors, no others are wanted: ours are part of the step."""
+    message = _saved_tensors_hooks_get_disabled_error_message()
+    if message is None:
+        yield
+        return
+    _saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _saved_tensors_hooks_disable(message)
+
+
+@contextlib.contextmanager
+def without_anomaly_detection() -> Iterator[None]:
+    """Anomaly detection takes the stack of every operation, and makes a step several times as long."""
+    if not torch.is_anomaly_enabled():
+        yield
+        return
+    checks_nan = torch.is_anomaly_check_nan_enabled()
+    torch.set_anomaly_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_anomaly_enabled(True, checks_nan)
+
+
+@contextlib.contextmanager
+def _function_modes_aside() -> Iterator[None]:
+    """No `TorchFunctionMode` but PyTorch's own for default devices, which says where tensors are made."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    modes.reverse()
+    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    for mode in kept:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            torch._C._pop_torch_function_stack()
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _trackers_aside() -> Iterator[None]:
+    """Without the hooks of `ModuleTracker` on calls of all modules, by which `FlopCounterMode` knows where it is."""
+    everywhere = (torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks)
+    held = [(hooks, dict(hooks)) for hooks in everywhere]
+    for hooks, before in held:
+        for key, hook in before.items():
+            if isinstance(getattr(hook, "__self__", None), ModuleTracker):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            added = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update(before | added)
+
+
+@contextlib.contextmanager
+def _parametrizations_uncached() -> Iterator[None]:
+    """Within `parametrize.cached()`, a tensor that one run has computed would be found by the next."""
+    if not parametrize._cache_enabled:
+        yield
+        return
+    enabled, held = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, held
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """No operation is told to a profiler of this thread: its user's are not between ours."""
+    if not _profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+# ---- profilers --------------------------------------------------------------------------------------
+
+
+def profiler_is_taken() -> bool:
+    """Whether a profiler of the user's runs in some thread, or is about to: a second one of its kind ends the process.
+
+    One that is only prepared, as in the warm-up of a schedule, is seen within `surroundings_aside`.
+    """
+    return bool(_profiler_enabled() or profiler._is_profiler_enabled or _found_prepared.get())
+
+
+def profiler_is_prepared() -> bool:
+    """Whether a profiler has been prepared and does not run yet. Nothing but the objects themselves tells."""
+    found = (one for one in gc.get_objects() if type(one) is profiler.profile)
+    return any(one.enabled and one.entered and one.kineto_results is None for one in found)
+
+
+@contextlib.contextmanager
+def _looked_for_prepared() -> Iterator[None]:
+    """Look once for what takes a while to be found."""
+    if _found_prepared.get() is not None:
+        yield
+        return
+    token = _found_prepared.set(profiler_is_prepared())
+    try:
+        yield
+    finally:
+        _found_prepared.reset(token)
+
+
+def unprofiled(device: torch.device, run: Callable[[], Result]) -> Result:
+    """What `run` gives, which logs the memory of `device`.
+
+    On the CPU a profiler tells it. Where one of the user's watches this thread, `run` is run in a thread of its own,
+    so that another may watch it there; autocast, default devices and gradients are there as they are here.
+    """
+    if device.type != "cpu" or not _profiler_enabled():
+        return run()
+    devices = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    cast, grad, caller, context = Autocast.now(), torch.is_grad_enabled(), current_thread(), contextvars.copy_context()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def there() -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(acting_for(caller))
+                stack.enter_context(cast.entered())
+                for mode in devices:
+                    stack.enter_context(torch.device(mode.device))
+                stack.enter_context(torch.set_grad_enabled(grad))
+                results.append(run())
+        except BaseException as error:  # noqa: BLE001  it is raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=context.run, args=(there,), name="rockmate measures")
+    thread.start()
+    interrupt = _waited_for(thread)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()
+    if interrupt is not None:
+        raise interrupt
+    return results.pop()
+
+
+def _waited_for(thread: threading.Thread) -> KeyboardInterrupt | None:
+    """Wait to the end: what runs there may hold the user's module. An interrupt is for afterwards."""
+    interrupt = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    return interrupt
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]

@@ -1,0 +1,1 @@
+"""What a recorder of calls notes while a module runs."""

@@ -1,0 +1,474 @@
+"""Replay check: a trace is believed only when it gives what the module gives, on data it has not seen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
+from rkgb.ir.bgraph import BGraph
+from rkgb.ir.call import is_ref, opaque_calls
+from rkgb.ir.dgraph import DGraph, leaf_tensors, run_nodes
+from rkgb.ir.sample import Sample
+from rkgb.recording.digest import computed_digests, digest
+from rkgb.replay.fresh import Offer, offers, refused
+from rkgb.replay.own_checkpoints import random_numbers_restored, told_of_other_numbers
+from rkgb.replay.spool import Spool, Spooled, gradients_taken, saved_on
+from rkgb.state.attributes import AttributeWrite, Writing, outline, written
+from rkgb.state.generators import OwnGenerator, is_own_generator
+from rkgb.state.module_state import borrowed, module_devices, random_states, seed_default_streams
+from rkgb.state.private_streams import PrivateStreams
+from rkgb.tree import leaves, map_leaves
+
+_STREAM = "random stream"  # what entries of random streams are called
+_RETRIES = 5  # of a comparison in which another thread drew random numbers
+_SHOWN = 3  # submodules named in a message
+# Their values are whatever was in memory: not even those of two equal runs are the same.
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one forward and backward left behind, by name: everything that training can see."""
+
+    tensors: dict[str, torch.Tensor | Spooled | None]
+    spool: Spool | None = None
+    has_nan: bool = False  # in an output: what a NaN comes to is a NaN, whatever an operation does
+    plain: dict[str, Any] = field(default_factory=dict)  # outlines of what is left in attributes
+
+    def add(self, name: str, tensor: torch.Tensor | None, again: bool = True) -> None:
+        """Keep `tensor`, in the spool where there is one; `again` to replace what has been kept before."""
+        if not again and name in self.tensors:
+            return
+        self.tensors[name] = tensor if tensor is None or self.spool is None else self.spool.put(tensor)
+
+    def add_attribute(self, write: AttributeWrite, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Keep what there is in the place of `write` now; the tensors in it."""
+        return self.add_held(str(write), written([write], module)[0])
+
+    def add_held(self, name: str, value: Any) -> list[torch.Tensor]:
+        """Keep what an attribute holds: its tensors, which of them require gradients, and its plain values."""
+        tensors: list[torch.Tensor] = leaves(value)
+        self.plain[name] = (outline(value, by_identity=False), [tensor.requires_grad for tensor in tensors])
+        for index, tensor in enumerate(tensors):
+            self.add(name if len(tensors) == 1 else f"{name}, tensor {index}", tensor.detach().clone())
+        return tensors
+
+    def drop_held(self, name: str) -> None:
+        """Forget what an attribute held."""
+        del self.plain[name]
+        for entry in [entry for entry in self.tensors if entry == name or entry.startswith(f"{name}, tensor ")]:
+            del self.tensors[entry]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """What was kept under `name`; None where there was nothing."""
+        kept = self.tensors.get(name)
+        if isinstance(kept, Spooled):
+            assert self.spool is not None
+            return self.spool.get(kept)
+        return kept
+
+    def streams_differ(self, other: StepRecord) -> bool:
+        """Whether another one of two equal steps left a random stream of PyTorch's own in another state."""
+        names = [name for name in self.tensors if name.startswith(_STREAM)]
+        pairs = [(self.tensor(name), other.tensor(name)) for name in names]
+        return any(mine is None or theirs is None or not torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    def first_difference(self, other: StepRecord) -> str | None:
+        """Name and size of the first entry that is not bitwise equal, or None."""
+        found = self.first_difference_at(other)
+        return found and found[1]
+
+    def first_difference_at(self, other: StepRecord) -> tuple[str, str] | None:
+        """Name of the first entry that is not bitwise equal, and the sentence that says so; or None."""
+        for name in {**self.plain, **other.plain}:
+            value = self.plain.get(name)
+            if value != other.plain.get(name):
+                return name, f"the {name} is {_shown(other.plain.get(name))} instead of {_shown(value)}"
+        for name in self.tensors:
+            mine, theirs = self.tensor(name), other.tensor(name)
+            if mine is None and theirs is None:
+                continue
+            if mine is None or theirs is None:
+                return name, f"{name} exists on one side only"
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                return (
+                    name,
+                    f"{name} is {theirs.dtype}{list(theirs.shape)} instead of {mine.dtype}{list(mine.shape)}",
+                )
+            if not bitwise_equal(mine, theirs):
+                return name, f"{name} differs by up to {largest_difference(mine, theirs):.3g}"
+        return None
+
+
+def _shown(held: Any) -> str:
+    """What an attribute held, in words."""
+    if held is None:
+        return "nothing"
+    found, gradients = held
+    return f"{found}{' requiring a gradient' if any(gradients) else ''}"
+
+
+def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equality of every element, a NaN being equal to a NaN."""
+    if left.is_floating_point() or left.is_complex():
+        return bool(((left == right) | (left.isnan() & right.isnan())).all())
+    return torch.equal(left, right)
+
+
+def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest absolute difference between two tensors of one shape; 0.0 for empty ones."""
+    if left.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    return float((left.to(wide) - right.to(wide)).abs().nan_to_num().max())
+
+
+def record_step(
+    module: torch.nn.Module,
+    sample: Sample,
+    forward: Callable[[Sample], Any],
+    seed: int = 0,
+    spool: Spool | None = None,
+    own: Sequence[OwnGenerator] = (),
+    attributes: Sequence[AttributeWrite] = (),
+    private: bool = False,
+) -> StepRecord:
+    """Forward and backward by `forward`, from a seed; `module` and the generators `own` are given back unchanged.
+
+    The backward starts from fixed random gradients, so that no cancellation hides a difference, at the outputs and at
+    what is left in `attributes`. With a `spool`, what autograd saves and every gradient go to disk: it takes little
+    more memory than inference. With `private` random streams, numbers that other threads draw meanwhile change nothing.
+    """
+    devices = module_devices(module, sample.tensors)
+    record = StepRecord({}, spool)
+    streams = PrivateStreams([generator for generator, _ in random_states(devices)]) if private else None
+    with borrowed(module, devices, own), streams or contextlib.nullcontext():
+        # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
+        with torch.enable_grad(), _set_aside(module, sample, record):
+            _move_on(module, sample, seed + 1)
+        torch.clear_autocast_cache()
+        seed_streams(seed, module, own, streams)
+        with torch.enable_grad(), _set_aside(module, sample, record):
+            outputs = leaves(forward(sample))
+            for index, tensor in enumerate(outputs):
+                record.add(f"output {index}", tensor.detach().clone())
+                record.has_nan |= bool(tensor.isnan().any())
+            left = [record.add_attribute(write, module) for write in attributes]
+            backward_from([*outputs, *(tensor for tensors in left for tensor in tensors)])
+        for name, parameter in module.named_parameters():
+            record.add(f"gradient of {name}", _dense(name, parameter.grad), again=False)
+        for index, tensor in enumerate(sample.tensors):
+            if tensor.requires_grad:
+                record.add(f"gradient of input {index}", tensor.grad)
+        for name, buffer in module.named_buffers():
+            record.add(f"buffer {name}", buffer.detach().clone())
+        states = streams.states if streams is not None else [state for _, state in random_states(devices)]
+        for index, state in enumerate(states):
+            record.add(f"{_STREAM} {index}", state)
+        for one in own:
+            record.add(f"state of {one.name}", one.in_module(module).get_state())
+    for tensor in sample.tensors:
+        tensor.grad = None
+    return record
+
+
+def seed_streams(
+    seed: int, module: torch.nn.Module, own: Sequence[OwnGenerator], private: PrivateStreams | None = None
+) -> None:
+    """Start every random stream anew, those of the generators `own` too: what forward itself seeds does not follow.
+
+    Where there are `private` streams, these, and not PyTorch's own.
+    """
+    if private is None:
+        seed_default_streams(seed)
+    else:
+        private.seed(seed)
+    for place, one in enumerate(own):
+        one.in_module(module).manual_seed(seed + place + 1)
+
+
+def _move_on(module: torch.nn.Module, sample: Sample, seed: int) -> None:
+    """One call on other data, for the sake of the state that it leaves behind."""
+    for offer in offers(sample):
+        try:
+            offer.of(sample, seed).call(module)
+        except Exception as error:  # noqa: BLE001  whatever a user's module raises
+            refused(error)
+        else:
+            return
+
+
+@contextlib.contextmanager
+def _set_aside(module: torch.nn.Module, sample: Sample, record: StepRecord) -> Iterator[None]:
+    if record.spool is None:
+        yield
+        return
+    resident = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *sample.tensors)}
+    with (
+        saved_on(record.spool, resident),
+        gradients_taken(module, lambda name, gradient: record.add(f"gradient of {name}", _dense(name, gradient))),
+    ):
+        yield
+
+
+def _dense(name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise TraceError(
+            f"the gradient of {name} is {gradient.layout}: only dense gradients can be planned. "
+            "Build the embedding with sparse=False."
+        )
+    return gradient
+
+
+def backward_from(outputs: list[torch.Tensor], seed: int = 0) -> None:
+    """Backward from every differentiable output, with fixed random gradients."""
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = [torch.randn(root.shape, generator=generator, device="cpu") for root in roots]
+    gradients = [one.to(root.device, root.dtype) for one, root in zip(drawn, roots, strict=True)]
+    if roots:
+        torch.autograd.backward(roots, gradients)
+
+
+def run_graph(graph: BGraph | DGraph, module: torch.nn.Module, sample: Sample) -> Any:
+    """The module's output, computed by the graph's operations; attributes are left as by the module."""
+    values = given(graph, module, sample.tensors)
+    run_nodes(graph.nodes, values, graph.output_names)
+    Writing(graph.attributes, module).write(lambda ref: values[ref.name], is_ref)
+    return map_leaves(lambda ref: values[ref.name], graph.output, is_ref)
+
+
+def given(graph: BGraph | DGraph, module: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    """What a run of the graph on `module`, or on a copy of it, starts from."""
+    values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, inputs))
+    calls = {call.name: call.in_module(module) for call in opaque_calls(graph.nodes)}
+    return values | {one.name: one.in_module(module) for one in graph.generators} | calls
+
+
+def replay_check(
+    graph: BGraph | DGraph,
+    module: torch.nn.Module,
+    sample: Sample,
+    low_memory: bool = False,
+    may_branch: bool = False,
+) -> str | None:
+    """Compare outputs, gradients, buffers and random stream of graph and module on data that the trace has not seen.
+
+    These are the first that the module takes of what `rkgb.replay.fresh.offers` makes of the sample: random numbers,
+    if it takes them. Where a guard refuses them, because the module would take another branch on them, and the graph
+    `may_branch`, the two are compared on fresh floating-point data beside the sample's integers, or on the sample's
+    own: guards hold every later run to that branch. Returns what is to be told of that.
+
+    Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
+    module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the
+    message says so. `low_memory` sets what autograd saves and all gradients aside on disk.
+    """
+    with Spool() if low_memory else contextlib.nullcontext() as spool:
+        # Each run has its own copy of the data: a module may write into its inputs.
+        own, left = graph.generators, graph.attributes
+
+        def eagerly(data: Sample, private: bool = False) -> StepRecord:
+            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, left, private)
+
+        def by_graph(data: Sample, private: bool = False) -> StepRecord:
+            run = partial(run_graph, graph, module)
+            return record_step(module, data.copy(), run, 0, spool, own, left, private)
+
+        reference = _reference(module, sample, eagerly)
+        fresh, expected, told = reference.data, reference.record, reference.told(module)
+        # Integers and masks mostly choose the way, which beside other floating-point data is the same.
+        others = [offer for offer in reference.left if offer.integers_as_given] if may_branch else []
+        try:
+            while True:
+                try:
+                    found = by_graph(fresh)
+                    break
+                except GuardError as error:
+                    if not others:
+                        raise
+                    read = str(error).partition(": it would go")[0]
+                    told = told or f"{read}: data that take another branch than the sample are traced by themselves."
+                    taken = _reference(module, sample, eagerly, others)
+                    fresh, expected, others = taken.data, taken.record, taken.left
+        except GuardError as error:
+            raise ReplayMismatch(
+                f"the trace of {type(module).__name__} does not hold for other data: {error}{_count_read(module)}"
+            ) from error
+        except RockmateError:
+            raise
+        except Exception as error:  # such as a write into a leaf, which the module made where the trace cannot tell
+            if is_out_of_memory(error):
+                raise
+            raise ReplayMismatch(f"the trace of {type(module).__name__} fails on other data: {error}") from error
+        difference = expected.first_difference_at(found)
+        if difference is None:
+            return told
+        other_numbers = _of_other_numbers(found, lambda: eagerly(fresh))
+        if other_numbers is not None:
+            return " ".join(filter(None, (other_numbers, told)))
+        again = eagerly(fresh)
+        itself = again.first_difference(expected)
+        disturbed = again.streams_differ(expected) or by_graph(fresh).streams_differ(found)
+        if disturbed:
+            for _ in range(_RETRIES):
+                if eagerly(fresh, private=True).first_difference(by_graph(fresh, private=True)) is None:
+                    return f"{told}. {_others_draw(module)}" if told else _others_draw(module)
+    # Looking for the place takes what a whole forward saves.
+    place = None if low_memory else first_difference_place(graph, module, fresh, difference[0])
+    raise _inexact(module, difference[1], place, _cause(disturbed, itself))
+
+
+def _cause(disturbed: bool, itself: str | None) -> str:
+    """Why a trace may differ from its module, which differs from `itself` so."""
+    if disturbed:
+        return (
+            "Besides, equal runs leave PyTorch's random stream in different states: another thread draws from it, or "
+            "seeds it, while the module is planned, or the module does not draw as often in each run. Plan before such "
+            "threads start (Rockmate(model, sample, ...), plan_for(sample))."
+        )
+    if itself is not None:
+        return f"The module differs from itself between two runs, too ({itself}): it is not deterministic."
+    return "Control flow that depends on data, or side effects in forward, are the usual causes."
+
+
+def _inexact(module: torch.nn.Module, difference: str, place: str | None, cause: str) -> ReplayMismatch:
+    cause = f"The first operation that differs is {place}. {cause}" if place else cause
+    return ReplayMismatch(
+        f"the trace of {type(module).__name__} is not exact on fresh data: {difference}. {cause} "
+        "Rewrite that part with tensor operations, or keep it outside the module."
+    )
+
+
+def _others_draw(module: torch.nn.Module) -> str:
+    return (
+        f"another thread draws PyTorch's random numbers, or seeds them, while {type(module).__name__} is planned. "
+        "Planning puts the random stream back where it was, so that such numbers may come again: plan "
+        "before such threads start, or give them generators of their own"
+    )
+
+
+def _of_other_numbers(found: StepRecord, run: Callable[[], StepRecord]) -> str | None:
+    """What to tell where the module's `run` gives what was `found`, but for checkpoints that draw other numbers."""
+    with random_numbers_restored() as places:
+        restored = run()
+    return told_of_other_numbers(places[0]) if places and restored.first_difference(found) is None else None
+
+
+def _count_read(module: torch.nn.Module) -> str:
+    """What to do about normalisations that read in Python how many batches they have averaged over."""
+    counting = [
+        repr(path or "(root)")
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, _BatchNorm) and submodule.momentum is None and submodule.training
+        if submodule.track_running_stats
+    ]
+    if not counting:
+        return ""
+    return (
+        f" Submodule {', '.join(counting[:_SHOWN])} averages over all batches (momentum=None), and reads their count "
+        "for that: give it a number as momentum, or keep it in eval mode."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Data that a module takes, its own step on them, and what it did not take."""
+
+    data: Sample
+    record: StepRecord
+    offer: Offer
+    tried: list[tuple[Offer, str]]  # offers that it refused, and its words
+    left: list[Offer]  # those that prove less
+
+    def told(self, module: torch.nn.Module) -> str | None:
+        """What the user is to know of it: nothing where random data were taken."""
+        if self.offer.is_random:
+            return None
+        names = "; ".join(f"{offer.words} ({words})" for offer, words in self.tried)
+        return (
+            f"{type(module).__name__} takes no random data: its trace was compared with it on {self.offer.words}. "
+            f"Tried before: {names}. That the trace holds for other batches is shown by less than usual: what Python "
+            "reads out of the data is still checked at every run. rockmate.verify compares on a batch that you choose."
+        )
+
+
+def _reference(
+    module: torch.nn.Module,
+    sample: Sample,
+    eagerly: Callable[[Sample], StepRecord],
+    among: list[Offer] | None = None,
+) -> _Reference:
+    """Of what is offered, the data that prove most of those that the module takes.
+
+    Raises `TraceError` where it takes none, not even the sample.
+    """
+    remaining, tried = list(offers(sample)) if among is None else list(among), list[tuple[Offer, str]]()
+    blind: _Reference | None = None
+    while remaining:
+        offer = remaining.pop(0)
+        try:
+            data = offer.of(sample, 0)
+            record = eagerly(data)
+        except RockmateError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a user's module raises
+            tried.append((offer, refused(error)))
+            continue
+        found = _Reference(data, record, offer, list(tried), list(remaining))
+        if not record.has_nan:
+            return found
+        blind = blind or found  # of a model that gives NaN for all data, this is as good as any
+        tried.append((offer, "gives NaN"))
+    if blind is not None:
+        return blind
+    names = "; ".join(f"{offer.words} ({words})" for offer, words in tried)
+    raise TraceError(
+        f"{type(module).__name__} ran on the sample when it was traced, but now fails on all data that were tried: "
+        f"{names}. Run a forward and a backward twice on the sample: if the second fails, its first call changes it. "
+        "On a GPU, an index out of range ends every later call, so plan once on the CPU to see which."
+    )
+
+
+def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fresh: Sample, entry: str) -> str | None:
+    """The first operation whose result the module does not compute on `fresh` data, and its place in the source.
+
+    Where all results are right and a gradient is not, the operation that reads that parameter.
+    """
+    with borrowed(module, own=graph.generators):
+        with torch.enable_grad():
+            _move_on(module, fresh, 1)  # as in `record_step`
+        seed_streams(0, module, graph.generators)
+        with borrowed(module):  # the graph is to start from the same buffers
+            digests = computed_digests(module, fresh.copy(), [call.path for call in opaque_calls(graph.nodes)])
+        seed_streams(0, module, graph.generators)
+        wrong: list[Any] = []
+
+        def observe(node: Any, values: dict[str, Any]) -> None:
+            if node.call.op_name in _UNINITIALISED:
+                return
+            if not wrong and any(digest(values[name]) not in digests for name in node.output_names):
+                wrong.append(node)
+
+        values = given(graph, module, fresh.copy().tensors)
+        with torch.no_grad():
+            run_nodes(graph.nodes, values, [], observe)
+    if not wrong:
+        path = entry.removeprefix("gradient of ")
+        names = {leaf.name for leaf in graph.leaves.values() if leaf.path == path}
+        wrong = [node for node in graph.nodes if not names.isdisjoint(node.call.inputs)][:1]
+    if not wrong:
+        return None
+    place = f"%{wrong[0].name} ({wrong[0].source})"
+    if leaves((wrong[0].call.args, wrong[0].call.kwargs), is_own_generator):
+        place += (
+            ", which draws from a generator that must be made before the first call, and be seeded outside of forward"
+        )
+    return place

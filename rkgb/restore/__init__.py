@@ -1,0 +1,1 @@
+"""How a forgotten tensor comes back."""

@@ -1,0 +1,1 @@
+"""Questions about a model and a budget, beside training under it."""

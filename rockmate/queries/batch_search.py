@@ -1,0 +1,307 @@
+"""The search for the largest batch that fits a budget, in few measurements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rk_solvers import Chain, Problem, Recompute, normalise, peak_and_time
+from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rkgb import make_sample
+from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.replay.first_call import left_as_it_was
+from rockmate.errors import BudgetError, BudgetTooSmall
+from rockmate.memory.budget import resolve_budget
+from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.record import plan_file_of
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import make_plan, planning
+from rockmate.planning.request import PlanRequest
+from rockmate.queries.batches import MakeBatch, interpolated
+
+_GUESS_S = 2.0  # most seconds to guess whether a batch fits that was not measured
+_GUESSES = 8  # such searches before a batch is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A batch that was measured and planned."""
+
+    batch: int
+    plan: Plan | None  # None where it does not fit
+    why: str  # what it does not fit; "" where it does
+    eager_peak_bytes: int | None  # None where it could not be measured
+    took_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan was found, and its real step measured within the budget."""
+        return self.plan is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LargestBatch:
+    """The largest batch found for a budget."""
+
+    batch: int
+    budget_bytes: int
+    plan_file: PlanFile
+    trials: tuple[Trial, ...]  # in the order in which they were made
+    is_largest: bool  # whether the next larger batch was tried, and does not fit; else `most` was reached
+    eager_batch: int | None  # the largest that would fit without a plan, by interpolation; None where that is not known
+    found: str  # how the batch was varied
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is kept of a batch that was measured."""
+
+    batch: int
+    problem: Problem
+    chain: Chain
+    step_budget_bytes: int  # what the budget leaves to the step
+    eager_bytes: int
+    recompute: Recompute | None = None  # of its plan, if it has one
+    excess_bytes: int = 0  # what a real step took beyond its prediction
+
+
+class BatchSearch:
+    """Measures and plans batches until one fits and the next one does not."""
+
+    def __init__(self, make: MakeBatch, request: PlanRequest, most: int) -> None:
+        self._make = make
+        self._request = request
+        self._most = most
+        self._trials: list[Trial] = []
+        self._known: list[_Known] = []
+        self._best: PlanFile | None = None
+        self._refused: BudgetTooSmall | None = None
+        self._largest = 0  # of the batches that fit
+        self._smallest = most + 1  # of those that do not, or may not be tried
+
+    def run(self, start: int, found: str) -> LargestBatch:
+        """Search from `start` on. Raises `BudgetTooSmall` where no batch fits that can be planned."""
+        batch = start
+        while not self._largest and self._smallest > 1:
+            self._try(batch)
+            batch = max(1, batch // 2)
+        if self._best is None:
+            assert self._refused is not None
+            smallest = min(trial.batch for trial in self._trials)
+            self._refused.add_note(f"with a batch of {smallest}, the smallest that was tried")
+            raise self._refused
+        in_a_row = 0  # trials that moved the same end by what was expected of them: the next goes further
+        last = None
+        while self._smallest - self._largest > 1:
+            fits = self._try(self._next(2**in_a_row if in_a_row > 1 else 1, last))
+            in_a_row = in_a_row + 1 if fits == last else 0
+            last = fits
+        return LargestBatch(
+            batch=self._largest,
+            budget_bytes=self._budget_bytes,
+            plan_file=self._best,
+            trials=tuple(self._trials),
+            is_largest=self._smallest <= self._most,
+            eager_batch=self._eager_batch(),
+            found=found,
+        )
+
+    @property
+    def _budget_bytes(self) -> int:
+        assert isinstance(self._request.budget, int)  # since the first trial
+        return self._request.budget
+
+    # ---- trials --------------------------------------------------------------------------------------
+
+    def _try(self, batch: int) -> bool:
+        """Measure and plan a batch; whether it fits."""
+        started = time.perf_counter()
+        plan, why, eager_bytes = None, "", None
+        try:
+            plan, eager_bytes = self._planned(batch)
+        except BudgetTooSmall as error:
+            self._refused, why = error, f"needs {error.smallest_budget_bytes} bytes"
+            eager_bytes = self._learn_refusal(batch, error)
+        except BudgetError as error:  # more than the machine has
+            why = str(error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                why = "there is not enough memory to measure it"
+            elif self._refused is not None and not self._largest:  # some layers cannot be trained on one row
+                why = f"{type(error).__name__}: {error}"
+            else:
+                error.add_note(f"with a batch of {batch}")
+                raise
+        if plan is None and self._refused is None:
+            self._refused = BudgetTooSmall(f"a batch of {batch} cannot be planned: {why}", 0, "", 0)
+        self._trials.append(Trial(batch, plan, why, eager_bytes, time.perf_counter() - started))
+        if plan is None:
+            self._smallest = batch
+        else:
+            self._largest = batch
+        return plan is not None
+
+    def _planned(self, batch: int) -> tuple[Plan, int]:
+        made = self._make(batch)
+        model, sample, loss = (*made, self._request.loss)[:3]
+        request = replace(self._request, loss=loss)
+        call = make_sample(model, sample)
+        # What a forward writes into parameters is given back; what only the first call makes is told with an error.
+        with planning(model), left_as_it_was(model, call) as first, first.told():
+            measured = measure(model, call, request)
+            self._resolve(measured)
+            request = replace(request, budget=self._request.budget)
+            self._learn(batch, measured)
+            plan = make_plan(measured, request, model).plan
+        assert plan.measured_peak_bytes is not None
+        self._known[-1] = replace(
+            self._known[-1],
+            recompute=plan.recompute,
+            excess_bytes=max(0, plan.measured_peak_bytes - plan.peak_bytes),
+        )
+        self._best = plan_file_of(model, measured, plan, request)
+        return plan, measured.eager_peak_bytes
+
+    def _resolve(self, measured: Measured) -> None:
+        """Bytes for all trials, where the budget is what is free now."""
+        if isinstance(self._request.budget, int):
+            return
+        present = 0 if measured.residents is None else measured.residents.present_bytes
+        budget = resolve_budget(self._request.budget, measured.eager_peak_bytes, measured.device, present)
+        self._request = replace(self._request, budget=budget)
+
+    def _learn(self, batch: int, measured: Measured) -> None:
+        step_bytes = self._budget_bytes - (0 if measured.residents is None else measured.residents.total_bytes)
+        known = _Known(batch, measured.problem, measured.chain, step_bytes, measured.eager_peak_bytes)
+        self._known.append(known)
+
+    def _learn_refusal(self, batch: int, error: BudgetTooSmall) -> int:
+        """How far real steps are above predictions where nothing fits. Returns the eager peak."""
+        known = self._known[-1]
+        assert known.batch == batch  # nothing is refused before it is measured
+        needed_bytes = error.smallest_budget_bytes - (self._budget_bytes - known.step_budget_bytes)
+        excess_bytes = max(0, needed_bytes - self._least_bytes(known))
+        self._known[-1] = replace(known, excess_bytes=excess_bytes)
+        return known.eager_bytes
+
+    def _least_bytes(self, known: _Known) -> int:
+        """The lowest peak that is predicted for a batch that was measured, after a short search."""
+        plans = [one.recompute for one in self._known if one.recompute is not None and _are_alike(one, known)]
+        deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
+        plan = lowest_peak_plan(known.problem, plans, known.chain, deadline)
+        return peak_and_time(known.problem, normalise(known.problem, plan))[0]
+
+    # ---- what to try next ----------------------------------------------------------------------------
+
+    def _next(self, stride: int, last: bool | None) -> int:
+        """The batch to try: what others tell, but at least `stride` from the end that moved last."""
+        low, high = self._largest + 1, self._smallest - 1
+        guess = self._expected()
+        if guess is None:
+            guess = self._leap() if self._smallest > self._most else (low + high) // 2
+        elif guess < low:
+            guess = low  # to prove that it is the largest
+        if last is True and stride > 1:
+            guess = max(guess, self._largest + stride)
+        elif last is False and stride > 1:
+            guess = min(guess, self._smallest - stride)
+        return min(max(guess, low), high)
+
+    def _expected(self) -> int | None:
+        """The largest batch that is expected to fit; None where less than two were measured, or they are unlike."""
+        pair = self._nearest()
+        if pair is None:
+            return None
+        one = pair[0]
+        if self._between(one.batch, pair) is None:
+            return max(self._largest, self._last(partial(self._eager_fits, pair)))
+        plans = [known.recompute for known in self._known if known.recompute is not None and _are_alike(known, one)]
+        plans.append(one.problem.no_recompute)
+        low = max(self._last(partial(self._fits, pair, plan)) for plan in plans)
+        for _ in range(_GUESSES):
+            if low + 1 >= self._smallest:
+                break
+            better = self._searched(low + 1, pair, plans)
+            if better is None:
+                break
+            low = self._last(partial(self._fits, pair, better))
+            plans.append(better)
+        return low
+
+    def _last(self, fits: Callable[[int], bool]) -> int:
+        """The last batch for which `fits` holds, of those that may still be tried; it holds up to some batch."""
+        low, high = self._largest, self._smallest
+        step = max(1, low)
+        while low + step < high and fits(low + step):
+            low, step = low + step, 2 * step
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _fits(self, pair: tuple[_Known, _Known], plan: Recompute, batch: int) -> bool:
+        problem = self._between(batch, pair)
+        return problem is not None and peak_and_time(problem, plan)[0] <= self._allowed_bytes(batch, pair)
+
+    def _searched(self, batch: int, pair: tuple[_Known, _Known], plans: list[Recompute]) -> Recompute | None:
+        """A plan that is expected to fit a batch; None where a short search finds none."""
+        problem = self._between(batch, pair)
+        allowed_bytes = self._allowed_bytes(batch, pair)
+        if problem is None or allowed_bytes <= 0:
+            return None
+        deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
+        plan = normalise(problem, lowest_peak_plan(problem, plans, pair[0].chain, deadline, allowed_bytes))
+        return plan if peak_and_time(problem, plan)[0] <= allowed_bytes else None
+
+    def _between(self, batch: int, pair: tuple[_Known, _Known]) -> Problem | None:
+        one, other = pair
+        return interpolated(batch, (one.batch, one.problem), (other.batch, other.problem))
+
+    def _allowed_bytes(self, batch: int, pair: tuple[_Known, _Known]) -> int:
+        """What a step may take by prediction, if real ones take as much more as that of the nearer batch."""
+        nearer = min(pair, key=lambda known: abs(known.batch - batch))
+        return round(_on_line(batch, pair, lambda known: known.step_budget_bytes)) - nearer.excess_bytes
+
+    def _eager_fits(self, pair: tuple[_Known, _Known], batch: int) -> bool:
+        return _on_line(batch, pair, lambda known: known.eager_bytes) <= self._allowed_bytes(batch, pair)
+
+    def _leap(self) -> int:
+        """A batch that fits if all bytes grow with it, as some do not: far enough to learn much from it."""
+        known = max(self._known, key=lambda known: known.batch)
+        return max(2 * known.batch, known.batch * known.step_budget_bytes // max(1, self._least_bytes(known)))
+
+    def _nearest(self) -> tuple[_Known, _Known] | None:
+        """Two batches that were measured: the largest that fits and the smallest that does not, or the two largest."""
+        below = sorted((known for known in self._known if known.batch <= self._largest), key=lambda known: known.batch)
+        above = [known for known in self._known if known.batch >= self._smallest]
+        if below and above:
+            return below[-1], min(above, key=lambda known: known.batch)
+        return (below[-2], below[-1]) if len(below) > 1 else None
+
+    def _eager_batch(self) -> int | None:
+        """The largest batch that fits without a plan, if the eager peak grows as between two that were measured."""
+        pair = self._nearest()
+        if pair is None:
+            return None
+        one, other = pair
+        slope = (other.eager_bytes - one.eager_bytes) / (other.batch - one.batch)
+        if slope <= 0:
+            return None
+        return max(0, int(one.batch + (one.step_budget_bytes - one.eager_bytes) / slope))
+
+
+def _are_alike(one: _Known, other: _Known) -> bool:
+    """Whether a plan of one is a plan of the other."""
+    return [op.name for op in one.problem.forward] == [op.name for op in other.problem.forward] and [
+        op.name for op in one.problem.backward
+    ] == [op.name for op in other.problem.backward]
+
+
+def _on_line(batch: int, pair: Sequence[_Known], value: Callable[[_Known], int]) -> float:
+    one, other = pair
+    share = (batch - one.batch) / (other.batch - one.batch)
+    return value(one) + share * (value(other) - value(one))

@@ -1,0 +1,230 @@
+"""Questions asked the other way round: the largest batch for a budget, the smallest budget for a slowdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rk_solvers import Effort, Problem, Recompute, Solution, Solver, peak_and_time, solver_named
+from rk_solvers.bounds.peak_bound import least_peak_bytes
+from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.solver import solution_of
+from rkgb import make_sample
+from rkgb.replay.first_call import left_as_it_was
+from rockmate.errors import ArgumentError, BudgetError, BudgetTooSmall
+from rockmate.memory.budget import Budget, is_fraction
+from rockmate.memory.optimizer_state import OptimizerLike
+from rockmate.memory.split import Scope
+from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.record import plan_file_of
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.graph_solver import GraphSolver
+from rockmate.planning.measured import Measured, measure
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import make_plan, planning
+from rockmate.planning.request import PlanRequest, check_request
+from rockmate.progress import Progress, progress_display
+from rockmate.queries.batch_search import BatchSearch, LargestBatch, Trial
+from rockmate.queries.batches import MakeBatch, find_batch
+
+__all__ = ["Attempt", "CheapestBudget", "LargestBatch", "Trial", "max_batch", "smallest_budget"]
+
+_START = 4  # the first batch where nobody says one: of one row alone, some layers cannot be trained
+_GUESS_S = 2.0  # most seconds to guess whether a batch fits that was not measured
+_PROOF_S = 0.5  # … and to prove that it does not
+_PRECISION = 0.002  # of the smallest budget, as a share of the eager peak
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A budget that was solved."""
+
+    budget_bytes: int
+    peak_bytes: int
+    slowdown: float  # predicted; 1.1 is 10 % more than without recomputation
+    fits: bool  # whether the plan's peak is within the budget
+    is_fast_enough: bool  # whether it takes at most as much longer as was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class CheapestBudget:
+    """The smallest budget found whose plan is fast enough."""
+
+    budget_bytes: int
+    asked_slowdown: float  # the slowdown that was asked for
+    slowdown: float  # predicted, of that plan
+    plan_file: PlanFile
+    attempts: tuple[Attempt, ...]
+    eager_peak_bytes: int
+
+
+def max_batch(
+    model: torch.nn.Module | MakeBatch,
+    sample: Any = None,
+    budget: Budget = None,
+    *,
+    loss: LossFunction | None = None,
+    start: int | None = None,
+    most: int = 1 << 20,
+    scope: Scope = "step",
+    optimizer: OptimizerLike | None = None,
+    solver: Solver | str = "auto",
+    time_limit: float | None = None,
+    gap: float = DEFAULT_GAP,
+    progress: bool | Progress = False,
+) -> LargestBatch:
+    """The largest batch that can be trained within a budget.
+
+    Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
+    what others will, so that few are needed. The answer was measured: a real step of its plan stays within the budget.
+
+    Args:
+        model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
+            batch dimension is then found by trial.
+        sample: of a module, as for `Rockmate`.
+        budget: bytes, a size, or what is free now; a part of the eager peak is not meant, as that grows with the batch.
+        loss: of a module, a function of the output that takes any batch.
+        start: the batch to begin with.
+        most: no larger batch is tried.
+        scope, optimizer, solver, time_limit, gap, progress: as for `Rockmate`.
+
+    Raises:
+        BudgetTooSmall: the smallest batch that can be tried does not fit.
+        BudgetError: the budget is a part of the eager peak.
+        BatchError: the batch dimension of a module is not found; the message tells what was tried.
+        ArgumentError: `start` or `most` is no batch.
+    """
+    if is_fraction(budget):
+        raise BudgetError(
+            f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
+            'as "8GiB", or None for what is free.'
+        )
+    if isinstance(model, torch.nn.Module):
+        with left_as_it_was(model, make_sample(model, sample)):
+            batches = find_batch(model, sample, loss)
+        make, found = batches.make, batches.tried[-1]
+        start = start or batches.size
+    else:
+        make, found = model, "by the function of the batch"
+    start = start or min(_START, most)
+    if start < 1 or most < start:
+        raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
+    with progress_display(progress) as tell:
+        request = PlanRequest(budget, loss, solver, tell, time_limit, gap, scope=scope, optimizer=optimizer)
+        check_request(request)
+        return BatchSearch(make, request, most).run(start, found)
+
+
+# ---- the smallest budget for a slowdown --------------------------------------------------------------------
+
+
+def smallest_budget(
+    model: torch.nn.Module,
+    sample: Any,
+    slowdown: float,
+    *,
+    loss: LossFunction | None = None,
+    solver: Solver | str = "auto",
+    time_limit: float = DEFAULT_TIME_LIMIT_S,
+    gap: float = DEFAULT_GAP,
+    progress: bool | Progress = False,
+) -> CheapestBudget:
+    """The smallest budget under which a step takes at most `slowdown` times as long as without recomputation.
+
+    The model is measured once; then budgets are solved, each half way between the smallest that is fast enough and the
+    largest that is not. Times are predicted; the bytes of the answer were measured in a real step.
+
+    Args:
+        model, sample, loss, solver, gap, progress: as for `Rockmate`.
+        slowdown: 1.1 for 10 % more time; 1 for no recomputation that costs any.
+        time_limit: seconds that the search for one budget's plan may take.
+
+    Raises:
+        ArgumentError: the slowdown is below 1.
+        BudgetError, SampleError, …: as planning does.
+    """
+    if not slowdown >= 1:
+        raise ArgumentError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
+    with progress_display(progress) as tell:
+        request = PlanRequest(None, loss, solver, tell, time_limit, gap)
+        check_request(request)
+        call = make_sample(model, sample)
+        with planning(model), left_as_it_was(model, call) as first, first.told():
+            measured = measure(model, call, request)
+            plan, attempts = _fast_enough(measured, request, slowdown)
+            planned = _within_its_peak(measured, request, model, plan)
+    return CheapestBudget(
+        budget_bytes=planned.budget_bytes,
+        asked_slowdown=slowdown,
+        slowdown=1 + planned.overhead,
+        plan_file=plan_file_of(model, measured, planned, replace(request, budget=planned.budget_bytes)),
+        attempts=tuple(attempts),
+        eager_peak_bytes=measured.eager_peak_bytes,
+    )
+
+
+def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> tuple[Recompute, list[Attempt]]:
+    """The plan of lowest peak, among those found, that takes at most so much longer; and what was tried."""
+    problem = measured.problem
+    limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
+    best = problem.no_recompute
+    high = peak_and_time(problem, best)[0]
+    low = least_peak_bytes(problem, high, _PROOF_S) - 1  # proven to be too small
+    attempts: list[Attempt] = []
+    rounds = max(1, ((high - low) / (_PRECISION * high)).__ceil__().bit_length())
+    while high - low > max(1, _PRECISION * measured.eager_peak_bytes):
+        request.progress("budgets", min(len(attempts), rounds - 1), rounds)
+        middle = (low + high) // 2
+        solution = _solved(measured, request, middle)
+        peak_bytes, time_ms = peak_and_time(problem, solution.recompute)
+        is_fast_enough = time_ms <= limit_ms
+        taken = time_ms / problem.keep_all_time_ms
+        attempts.append(Attempt(middle, peak_bytes, taken, peak_bytes <= middle, is_fast_enough))
+        if is_fast_enough and peak_bytes < high:
+            best, high = solution.recompute, peak_bytes  # a plan that does not fit this budget may be the best yet
+        if high > middle:
+            low = middle
+    request.progress("budgets", rounds, rounds)
+    return best, attempts
+
+
+def _solved(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solution:
+    solver = request.solver
+    if isinstance(solver, str):
+        effort = Effort(measured.chain, request.time_limit_s, gap=request.gap)
+        solver = solver_named(solver, effort)
+    elif isinstance(solver, GraphSolver):
+        solver = solver.for_measured(measured)
+    return solver.solve(measured.problem, budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given(Solver):
+    """Returns one plan, whatever the budget."""
+
+    recompute: Recompute
+    found_by: str
+
+    @property
+    def name(self) -> str:
+        """The solver that found it."""
+        return self.found_by
+
+    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
+        """That plan."""
+        return solution_of(problem, budget_bytes, self.recompute, self.name)
+
+
+def _within_its_peak(measured: Measured, request: PlanRequest, model: torch.nn.Module, recompute: Recompute) -> Plan:
+    """The plan under a budget of what its real step takes."""
+    name = request.solver if isinstance(request.solver, str) else request.solver.name
+    given = replace(request, solver=_Given(recompute, name))
+    budget_bytes = peak_and_time(measured.problem, recompute)[0]
+    try:
+        plan = make_plan(measured, replace(given, budget=budget_bytes), model).plan
+    except BudgetTooSmall as error:  # more than was predicted: by so much it was measured
+        plan = make_plan(measured, replace(given, budget=error.smallest_budget_bytes), model).plan
+    assert plan.measured_peak_bytes is not None
+    return replace(plan, budget_bytes=max(plan.measured_peak_bytes, plan.peak_bytes))

@@ -1,0 +1,359 @@
+"""Program to Python source, and source to functions: the one place in the project that compiles code."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb import DNode, Leaf, LeafKind
+from rkgb.ir.call import Ref, is_ref
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.profiles import SavedKind, SavedTensor
+from rkgb.ir.values import ValueInfo
+from rkgb.process.autocast import OFF
+from rkgb.state.generators import OwnGenerator, is_own_generator
+from rkgb.tree import leaves
+from rockmate.guards.numbers import RunTimeNumbers
+from rockmate.runtime.expressions import Expressions, statistics_of
+from rockmate.runtime.lowering import Program, Segment, Slot, dropped_after
+from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables, packed_key
+
+_file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedCode:
+    """Source text, and the objects that its names stand for."""
+
+    source: str
+    namespace: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """The functions made from generated code."""
+
+    code: GeneratedCode
+    forward: Callable[..., tuple[torch.Tensor, ...]]  # (step, *input tensors) -> output tensors
+    tables: StepTables
+
+
+def compile_program(
+    program: Program, module: torch.nn.Module, header: str, numbers: RunTimeNumbers | None = None
+) -> CompiledProgram:
+    """Generate the source of `program` for `module`, and compile it; `numbers` are computed anew in each call."""
+    writer = _Writer(program, module, numbers)
+    code = GeneratedCode(writer.source(header), writer.expressions.namespace)
+    functions = execute(code)
+    dgraph = program.graph.sgraph.dgraph
+    repeated = [op for op in dgraph if op.name in program.random_marks and _own_generator(op) is None]
+    devices = {str(_device_of(program, op)) for op in repeated}
+    profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
+    whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
+    normalised = {op for segment in program.segments for op in segment.normalises}
+    tables = StepTables(
+        saving={op: _saving(program, op, op in normalised, op in whole) for op in sorted({*program.slots, *whole})},
+        segments=[
+            SegmentCode(
+                functions[_function_name(segment)],
+                segment.is_random,
+                makes=frozenset(kept.key for kept in segment.keeps),
+                takes=frozenset(
+                    [kept.key for kept, _ in segment.takes]
+                    + [taken.key for taken in segment.unpacks.values()]
+                    + [key for taken in segment.normalises.values() for key in taken.keys]
+                ),
+                repeats=frozenset(op.name for op in segment.ops if op.is_random),
+                reads=_leaves_read(program, segment),
+            )
+            for segment in program.segments
+        ],
+        generators={device: _generator(torch.device(device)) for device in devices},
+        places={
+            name: _place(module, dgraph.leaves[name])
+            for segment in program.segments
+            for name in _leaves_read(program, segment)
+            if dgraph.leaves[name].kind is not LeafKind.INPUT
+        },
+        forms={packed_key(node.name): program.graph.forms[node] for node in program.packs.values()},
+    )
+    return CompiledProgram(code, functions["forward"], tables)
+
+
+def _saving(program: Program, op: str, is_normalised: bool, is_whole: bool) -> SavingOp:
+    graph, slots = program.graph, program.slots.get(op, ())
+    return SavingOp(
+        saved_count=len(graph.op_profiles[op].saved),
+        forgotten={s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots},
+        statistics=(graph.normalised[op][0][0], graph.normalised[op][1][0]) if is_normalised else None,
+        is_whole=is_whole,
+    )
+
+
+def execute(code: GeneratedCode) -> dict[str, Any]:
+    """The functions of generated source, by name; its lines show in tracebacks and in the debugger."""
+    file_name = f"<rockmate {next(_file_numbers)}>"
+    functions: dict[str, Any] = {}  # apart from what they read, or each would hold itself, and the model with it
+    # Entries without a modification time stay until they are taken out: here, with the functions.
+    linecache.cache[file_name] = (len(code.source), None, code.source.splitlines(keepends=True), file_name)
+    exec(compile(code.source, file_name, "exec"), dict(code.namespace), functions)
+    weakref.finalize(functions["forward"], linecache.cache.pop, file_name, None)
+    return functions
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _own_generator(op: DNode) -> OwnGenerator | None:
+    """The generator of the user's own that `op` draws from; None if it draws from its device's."""
+    found: list[OwnGenerator] = leaves((op.call.args, op.call.kwargs), is_own_generator)
+    return found[0] if found else None
+
+
+def _device_of(program: Program, op: DNode) -> torch.device:
+    return program.graph.sgraph.dgraph.values[op.output_names[0]].device
+
+
+def _leaves_read(program: Program, segment: Segment) -> tuple[str, ...]:
+    """Parameters, buffers and inputs that a segment reads. Running statistics are not read again."""
+    dgraph = program.graph.sgraph.dgraph
+    written = {name for op in dgraph for name in op.written}
+    read = dict.fromkeys(name for op in segment.ops for name in op.call.inputs if name in dgraph.leaves)
+    return tuple(n for n in read if n not in written and dgraph.leaves[n].kind is not LeafKind.CONSTANT)
+
+
+def _place(module: torch.nn.Module, leaf: Leaf) -> tuple[dict[str, Any], str]:
+    """The dictionary of a submodule in which a parameter or buffer is, and its name there."""
+    owner, _, name = leaf.path.rpartition(".")
+    submodule = module.get_submodule(owner)
+    return (submodule._parameters if leaf.kind is LeafKind.PARAMETER else submodule._buffers), name
+
+
+def _function_name(segment: Segment) -> str:
+    return f"recompute_{segment.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A forgotten tensor is given back after the operation at `position`, from the expression `value`."""
+
+    position: int
+    slot: Slot
+    name: str  # of the variable
+    value: str
+
+
+class _Writer:
+    """Writes the forward function and one function per segment."""
+
+    def __init__(self, program: Program, module: torch.nn.Module, numbers: RunTimeNumbers | None) -> None:
+        self.program = program
+        self.graph = program.graph.sgraph.dgraph
+        self.expressions = Expressions(self.graph, module, numbers)
+        self._lines: list[str] = []
+
+    def source(self, header: str) -> str:
+        self._lines = [f"# {line}" for line in header.splitlines()]
+        self._write_forward()
+        for segment in self.program.segments:
+            self._write_segment(segment)
+        return "\n".join(self._lines) + "\n"
+
+    # ---- functions --------------------------------------------------------------------------------
+
+    def _write_forward(self) -> None:
+        inputs = [name for name, leaf in self.graph.leaves.items() if leaf.kind is LeafKind.INPUT]
+        inputs.sort(key=lambda name: self.graph.leaves[name].index)
+        self._lines += ["", "", f"def forward({', '.join(['step: Step', *inputs])}):"]
+        for name in inputs:
+            if name in self.program.forward_keeps:
+                self._line(1, f"step.keep_input({name!r}, {name})")
+        outputs = self.graph.output_names
+        dropped = dropped_after(self.graph.nodes, outputs, self.graph.leaves)
+        reasons = {node.ops[0]: node.keep_reason for node in self.program.graph.sgraph if node.keep_reason}
+        source = None
+        for op, names in zip(self.graph.nodes, dropped, strict=True):
+            if op.source.module_path != source:
+                source = op.source.module_path
+                self._line(1, f"# {op.source}")
+            if op in reasons:
+                self._line(1, f"# never repeated: {reasons[op]}")
+            indent = 1
+            if op.is_random:
+                stream = f", {self._stream(op)}" if op.name in self.program.random_marks else ""
+                self._line(indent, f"with step.draws({op.name!r}{stream}):")
+                indent += 1
+            if op.name in self.program.slots:
+                self._line(indent, f"with step.forgets({op.name!r}):")
+                indent += 1
+            if not op.grad_enabled:
+                self._line(indent, "with torch.no_grad():")
+                indent += 1
+            indent = self._enter_autocast(op, indent)
+            self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
+            for name in op.output_names:
+                if name in self.program.forward_keeps:
+                    keep = "keep_output" if self._is_returned(name) else "keep"
+                    self._line(1, f"step.{keep}({name!r}, {name})")
+            if op.name in self.program.packs:
+                self._line(1, f"step.pack({packed_key(self.program.packs[op.name].name)!r}, {op.output_names[0]})")
+            self._delete(names)
+        self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
+
+    def _is_returned(self, name: str) -> bool:
+        """Whether the user is given the storage of `name`, into which the forward itself writes nothing more."""
+        owner = self.graph.owner(name)
+        returned = any(self.graph.owner(output) == owner for output in self.graph.output_names)
+        return returned and not any(self.graph.owner(target) == owner for op in self.graph for target in op.written)
+
+    def _write_segment(self, segment: Segment) -> None:
+        self._lines += ["", "", f"def {_function_name(segment)}(step: Step):"]
+        self._line(1, f'"""Just before {segment.stage}."""')
+        for kept, last in segment.takes:
+            self._line(1, f"{kept.value} = step.take({kept.key!r}, last={last})")
+        keeps = {kept.value: kept.key for kept in segment.keeps}
+        fills = self._fills(segment)
+        dropped = self._dropped(segment, fills)
+        for position, op in enumerate(segment.ops):
+            if op.is_random:
+                last = segment.index == self.program.random_marks[op.name]
+                self._line(1, f"step.rewind({op.name!r}, {self._stream(op)}, last={last})")
+            self._write_repeated(op, segment)
+            for fill in fills:
+                if fill.position == position:
+                    self._line(1, f"step.fill({fill.slot.op!r}, {fill.slot.index}, {fill.value})")
+            for name in op.output_names:
+                if name in keeps:
+                    self._line(1, f"step.keep({keeps[name]!r}, {name})")
+            captured = op.name in segment.captured or op.name in segment.normalises
+            self._delete((["saved"] if captured else []) + dropped.get(position, []))
+        if not segment.ops:
+            self._line(1, "pass")
+
+    def _write_repeated(self, op: DNode, segment: Segment) -> None:
+        if op.name in segment.unpacks:
+            unpacked, names = segment.unpacks[op.name], " = ".join(op.output_names)
+            self._line(1, f"{names} = step.unpack({unpacked.key!r}, last={unpacked.last})")
+            return
+        if op.name in segment.normalises:
+            arguments = ", ".join(self.expressions.value(argument) for argument in op.call.args[:3])
+            last = segment.normalises[op.name].last
+            self._line(1, f"{op.output_names[0]}, *saved = step.normalised({op.name!r}, {arguments}, last={last})")
+            return
+        if op.name not in segment.captured:
+            self._line(1, self._assignment(op, self.expressions.call(op, repeated=True, tracked=False)))
+            return
+        self._line(1, f"with step.captures({op.name!r}) as saved:")
+        self._line(
+            self._enter_autocast(op, 2), self._assignment(op, self.expressions.call(op, repeated=True, tracked=True))
+        )
+        for name in op.output_names:
+            if self.graph.values[name].requires_grad:
+                self._line(1, f"{name} = {name}.detach()")
+
+    def _enter_autocast(self, op: DNode, indent: int) -> int:
+        """The autocast in which an opaque call was traced: of other operations, casts are operations of their own."""
+        function = op.call.function
+        if not isinstance(function, OpaqueCall) or function.autocast == OFF:
+            return indent
+        texts = [f"{kind}={dtype}" for kind, dtype in function.autocast.regions]
+        if function.autocast.off:
+            texts.append("off={" + ", ".join(f"{kind!r}: {dtype}" for kind, dtype in function.autocast.off) + "}")
+        texts += [] if function.autocast.caches else ["caches=False"]
+        self._line(indent, f"with autocast({', '.join(texts)}):")
+        return indent + 1
+
+    def _fills(self, segment: Segment) -> list[_Fill]:
+        """How forgotten tensors are given back: each as soon as its storage is complete."""
+        complete = {
+            self.graph.owner(name): position
+            for position, op in enumerate(segment.ops)
+            for name in (*op.output_names, *op.written)
+        }
+        place = {op.name: position for position, op in enumerate(segment.ops)}
+        fills = []
+        for slot in segment.fills:
+            source = slot.tensor.source
+            maker = source.partition(".saved")[0]
+            if slot.tensor.kind is SavedKind.PHANTOM:
+                at, name = place[maker], "saved"
+                if maker in segment.normalises:
+                    index = segment.normalises[maker].phantoms.index(source)
+                else:
+                    index = self._phantom_index(source, segment.ops[at])
+                made: SavedTensor | ValueInfo = self._phantom(source)
+                value = f"saved[{index}]"
+            else:
+                at, name, made, value = complete[source], source, self.graph.values[source], source
+            fills.append(_Fill(at, slot, name, value + _looked_at(made, slot.tensor)))
+        return fills
+
+    def _phantom(self, name: str) -> SavedTensor:
+        """The tensor that autograd saves as the phantom `name`."""
+        return next(t for t in self.program.graph.op_profiles[name.partition(".saved")[0]].saved if t.source == name)
+
+    def _phantom_index(self, phantom: str, op: DNode) -> int:
+        """Place of a phantom among what the repeated operation packs: running statistics are not there."""
+        left_out: set[str] = set()
+        statistics = statistics_of(op)
+        if statistics is not None:
+            left_out = {self.graph.owner(ref.name) for ref in leaves([op.call.args[i] for i in statistics[:2]], is_ref)}
+        packed = [t.source for t in self.program.graph.op_profiles[op.name].saved if t.source not in left_out]
+        return packed.index(phantom)
+
+    def _dropped(self, segment: Segment, fills: list[_Fill]) -> dict[int, list[str]]:
+        """Variables to delete after each operation: once read and given back for the last time."""
+        last = {
+            name: position
+            for position, names in enumerate(dropped_after(segment.ops, [], self.graph.leaves))
+            for name in names
+        }
+        for fill in fills:
+            if fill.name in last:
+                last[fill.name] = max(last[fill.name], fill.position)
+        positions: dict[int, list[str]] = {}
+        for name, position in last.items():
+            positions.setdefault(position, []).append(name)
+        return positions
+
+    # ---- lines --------------------------------------------------------------------------------------
+
+    def _stream(self, op: DNode) -> str:
+        own = _own_generator(op)
+        return repr(str(_device_of(self.program, op))) if own is None else self.expressions.generator(own)
+
+    def _assignment(self, op: DNode, text: str) -> str:
+        return text if op.outputs is None else f"{_pattern(op.outputs)} = {text}"
+
+    def _delete(self, names: list[str]) -> None:
+        if names:
+            self._line(1, f"del {', '.join(names)}")
+
+    def _line(self, indent: int, text: str) -> None:
+        self._lines.append("    " * indent + text)
+
+
+def _looked_at(made: SavedTensor | ValueInfo, saved: SavedTensor) -> str:
+    """What makes `saved` of the tensor `made`, in whose storage it is: nothing where it is that tensor."""
+    shape = made.size if isinstance(made, SavedTensor) else made.shape
+    if (tuple(shape), tuple(made.stride), made.offset) == (saved.size, saved.stride, saved.offset):
+        return ""
+    return f".as_strided({saved.size}, {saved.stride}, {saved.offset})"
+
+
+def _pattern(outputs: Any) -> str:
+    if isinstance(outputs, Ref):
+        return outputs.name
+    if outputs is None:
+        return "_"  # what a backward within forward was not asked for
+    return "[" + ", ".join(_pattern(item) for item in outputs) + "]"

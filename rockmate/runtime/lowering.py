@@ -1,0 +1,306 @@
+"""From a recomputation plan to a program: what each computation leaves behind, for whom, how long.
+
+The plan says which nodes are recomputed before which backward stage. Each computation of a node
+makes a new instance of its storages; every use is served by the latest instance. A use by the
+forward's instance is eager autograd; a use by a later one goes through a handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from rk_solvers import Recompute
+from rkgb import DNode, KGraph, LeafKind, SNode
+from rkgb.ir.call import Call, Ref
+from rkgb.ir.dgraph import last_uses, makers_of
+from rkgb.ir.kgraph import held_storages
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.profiles import SavedKind, SavedTensor
+from rockmate.runtime.tables import packed_key, saved_key
+
+_aten = torch.ops.aten
+# Operations whose kernels are the same with and without gradients, and return all that their backwards read.
+_SAME_WITHOUT_GRADIENTS = frozenset(
+    {
+        _aten.native_layer_norm.default,
+        _aten.native_group_norm.default,
+        _aten.max_pool2d_with_indices.default,
+        _aten.max_pool3d_with_indices.default,
+        _aten.max.dim,
+        _aten.min.dim,
+        _aten.sort.default,
+        _aten.sort.stable,
+        _aten.topk.default,
+    }
+)
+
+FORWARD = -1  # the instance that the forward itself computes; other instances are named by their segment
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A saved tensor that is forgotten: the `index`-th that `op` packs, refilled by `segment`."""
+
+    op: str
+    index: int
+    segment: int
+    tensor: SavedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value kept on purpose for a later recomputation."""
+
+    value: str
+    made_by: int  # FORWARD or a segment
+
+    @property
+    def key(self) -> str:
+        """Its name in the step's store."""
+        return self.value if self.made_by == FORWARD else f"{self.value}@{self.made_by}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A storage had again from the smaller form that the forward made of it."""
+
+    node: str  # the node that fills it
+    last: bool  # whether for the last time
+
+    @property
+    def key(self) -> str:
+        """The name of its form in the step's store."""
+        return packed_key(self.node)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalised:
+    """A batch normalisation had again from the statistics that its forward saved."""
+
+    keys: tuple[str, str]  # names in the step's store: of the mean, and of the inverse deviation
+    phantoms: tuple[str, str]  # the same as data of the K graph
+    last: bool  # whether for the last time
+
+
+@dataclass(slots=True)
+class Segment:
+    """What is recomputed just before one backward stage."""
+
+    index: int
+    stage: str  # name of the backward stage that it serves
+    ops: list[DNode] = field(default_factory=list)  # in traced order, views of leaves included
+    takes: list[tuple[Kept, bool]] = field(default_factory=list)  # values read, and whether for the last time
+    keeps: list[Kept] = field(default_factory=list)  # its own values that later segments read
+    fills: list[Slot] = field(default_factory=list)
+    captured: set[str] = field(default_factory=set)  # operations repeated for what autograd saves for them
+    unpacks: dict[str, Unpacked] = field(default_factory=dict)  # by name, the operations in whose place bits are read
+    normalises: dict[str, Normalised] = field(default_factory=dict)  # by operation
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers again."""
+        return any(op.is_random for op in self.ops)
+
+
+@dataclass(slots=True)
+class Program:
+    """Everything that code generation writes down."""
+
+    graph: KGraph
+    segments: list[Segment]
+    slots: dict[str, list[Slot]]  # by operation: its forgotten tensors
+    forward_keeps: set[str]  # values of the forward that segments read
+    random_marks: dict[str, int]  # random operations that are repeated: the last segment to do so
+    packs: dict[str, SNode] = field(default_factory=dict)  # by its last operation, what is kept in a smaller form
+
+
+def make_program(graph: KGraph, recompute: Recompute, first_stage: int) -> Program:
+    """Assign instances. `recompute` lists forward indices per backward stage of the problem, of which the
+    first `first_stage` are not the graph's (the loss)."""
+    groups: dict[int, list[SNode]] = {}
+    for position, indices in enumerate(recompute):
+        if indices:
+            groups[position - first_stage] = [graph.forward[index].node for index in indices]
+    return _Assigner(graph, groups).program()
+
+
+class _Assigner:
+    def __init__(self, graph: KGraph, groups: dict[int, list[SNode]]) -> None:
+        self.graph = graph
+        self.groups = groups
+        self.dgraph = graph.sgraph.dgraph
+        self._leaf_views = {name: op for op in graph.sgraph.leaf_views for name in op.output_names}
+        self.segment_of_stage = {stage: index for index, stage in enumerate(sorted(groups))}
+        self.read_packed = {op for node in graph.forms for op in node.ops}  # where a form is read in their place
+        held = held_storages(graph)
+        self.instances: dict[str, list[int]] = {}  # by storage: stages at which it is made anew
+        for stage in sorted(groups):
+            for node in groups[stage]:
+                for name in self._storages(node):
+                    if name not in held:
+                        self.instances.setdefault(name, []).append(stage)
+
+    def _storages(self, node: SNode) -> list[str]:
+        phantoms = [phantom.name for op in node.ops for phantom in self.graph.op_profiles[op.name].phantoms]
+        return [*node.data, *phantoms]
+
+    def served_by(self, storage: str, stage: int) -> int:
+        """The segment whose instance of `storage` serves a use at `stage`, or FORWARD."""
+        made = [at for at in self.instances.get(storage, ()) if at <= stage]
+        return self.segment_of_stage[made[-1]] if made else FORWARD
+
+    def program(self) -> Program:
+        slots = self._slots()
+        segments = []
+        for stage, index in self.segment_of_stage.items():
+            fills = [slot for group in slots.values() for slot in group if slot.segment == index]
+            segments.append(Segment(index, self.graph.backward[stage].name, fills=fills))
+        readers: dict[Kept, list[int]] = {}
+        for stage, index in self.segment_of_stage.items():
+            for kept in self._reads_from_outside(stage):
+                readers.setdefault(kept, []).append(index)
+        for kept, users in readers.items():
+            if kept.made_by != FORWARD:
+                segments[kept.made_by].keeps.append(kept)
+            for index in users:
+                segments[index].takes.append((kept, index == max(users)))
+        for stage, index in self.segment_of_stage.items():
+            self._fill_in(segments[index], self.groups[stage])
+        packs: dict[str, SNode] = {}
+        met: set[str] = set()  # nodes and operations that a later segment has again
+        for segment in reversed(segments):
+            self._read_packed(segment, packs, met)
+            self._from_statistics(segment, slots, met)
+        return Program(
+            self.graph,
+            segments,
+            slots,
+            {kept.value for segment in segments for kept, _ in segment.takes if kept.made_by == FORWARD},
+            {op.name: segment.index for segment in segments for op in segment.ops if op.is_random},
+            packs,
+        )
+
+    def _from_statistics(self, segment: Segment, slots: dict[str, list[Slot]], met: set[str]) -> None:
+        """Repeat batch normalisations from their statistics: those that pack handles, from which these are taken."""
+        for op in segment.ops:
+            if op.name not in self.graph.normalised or op.name not in slots:
+                continue
+            (mean, inverse) = self.graph.normalised[op.name]
+            segment.normalises[op.name] = Normalised(
+                (saved_key(op.name, mean[0]), saved_key(op.name, inverse[0])),
+                (mean[1], inverse[1]),
+                last=op.name not in met,
+            )
+            segment.captured.discard(op.name)
+            met.add(op.name)
+
+    def _read_packed(self, segment: Segment, packs: dict[str, SNode], met: set[str]) -> None:
+        """Put, in place of the operations that fill a storage with a smaller form, one that reads that form.
+
+        What the forward is to pack is added to `packs`: by the operation after which, the node.
+        """
+        for node in self.graph.forms:
+            again = [op for op in segment.ops if op in node.ops]
+            if not again:
+                continue
+            names = [name for op in node.ops for name in op.output_names]
+            # Where the last of them stood, all of its values are there.
+            reading = DNode(
+                f"{node.name}_again", Call(_read_form), [Ref(name) for name in names], False, node.ops[-1].source
+            )
+            segment.ops[segment.ops.index(again[-1])] = reading
+            segment.ops = [op for op in segment.ops if op not in node.ops]
+            segment.unpacks[reading.name] = Unpacked(node.name, last=node.name not in met)
+            packs[node.ops[-1].name] = node
+            met.add(node.name)
+
+    def _slots(self) -> dict[str, list[Slot]]:
+        """Forgotten saved tensors, by the operation that saves them."""
+        first_stage: dict[tuple[str, str], int] = {}
+        for stage, comp in enumerate(self.graph.backward):
+            op = comp.name.split(".backward")[0]
+            for data in comp.deps:
+                first_stage.setdefault((op, data.name), stage)
+        slots: dict[str, list[Slot]] = {}
+        for op, profile in self.graph.op_profiles.items():
+            for index, tensor in enumerate(profile.saved):
+                first = first_stage.get((op, tensor.source))
+                if tensor.kind is SavedKind.LEAF or first is None:
+                    continue
+                segment = self.served_by(tensor.source, first)
+                if segment != FORWARD:
+                    slots.setdefault(op, []).append(Slot(op, index, segment, tensor))
+        return slots
+
+    def _reads_from_outside(self, stage: int) -> Iterable[Kept]:
+        """Values that the segment at `stage` reads but does not make."""
+        own = {name for node in self.groups[stage] for op in node.ops for name in op.output_names}
+        found: dict[Kept, None] = {}
+        for node in self.groups[stage]:
+            for op in node.ops:
+                for name in self._inputs(op):
+                    owner = self.dgraph.owner(name)
+                    if name not in own and owner not in self.dgraph.leaves:
+                        found[Kept(name, self.served_by(owner, stage))] = None
+        return found
+
+    def _inputs(self, op: DNode) -> list[str]:
+        """What `op` reads when it is repeated."""
+        return [] if op in self.read_packed else op.call.inputs
+
+    def _fill_in(self, segment: Segment, nodes: list[SNode]) -> None:
+        phantom_op = {
+            phantom.name: op.name
+            for node in nodes
+            for op in node.ops
+            for phantom in self.graph.op_profiles[op.name].phantoms
+        }
+        segment.captured = {
+            phantom_op[slot.tensor.source] for slot in segment.fills if slot.tensor.source in phantom_op
+        }
+        needed = {kept.value for kept in segment.keeps}
+        storages = {slot.tensor.source for slot in segment.fills} | {self.dgraph.owner(name) for name in needed}
+        own = {op for node in nodes for op in node.ops}
+        own |= makers_of((name for op in own for name in op.inputs), self._leaf_views).keys()
+        live: list[DNode] = []
+        for op in reversed([op for op in self.dgraph if op in own]):
+            if (
+                op.name in segment.captured
+                or not needed.isdisjoint(op.output_names)
+                or not storages.isdisjoint(op.output_names)
+                or any(self.dgraph.owner(name) in storages for name in op.written)
+            ):
+                live.append(op)
+                needed.update(self._inputs(op))
+                storages.update(self.dgraph.owner(name) for name in self._inputs(op))
+        segment.ops = live[::-1]
+        # With gradients, as they first ran: without them, compiled code is other code.
+        segment.captured |= {op.name for op in segment.ops if self._fills_several(op) or _is_tracked_whole(op)}
+        read = dict.fromkeys(name for op in segment.ops for name in op.call.inputs)
+        inputs = [n for n in read if n in self.dgraph.leaves and self.dgraph.leaves[n].kind is LeafKind.INPUT]
+        # The caller's own tensors cost nothing to keep, and a graph walked twice needs them twice.
+        segment.takes += [(Kept(name, FORWARD), False) for name in inputs]
+
+    def _fills_several(self, op: DNode) -> bool:
+        """Such operations may leave out, without gradients, what only their backward reads (LSTM's workspace)."""
+        if op.call.function in _SAME_WITHOUT_GRADIENTS:
+            return False
+        fresh = [name for name in op.output_names if self.dgraph.owner(name) == name]
+        return len(fresh) > 1 and any(self.dgraph.values[name].requires_grad for name in op.output_names)
+
+
+def _read_form() -> None:
+    """Stands in an operation for what the runtime does: it is never called."""
+
+
+def _is_tracked_whole(op: DNode) -> bool:
+    return isinstance(op.call.function, OpaqueCall) and op.grad_enabled
+
+
+def dropped_after(ops: list[DNode], kept: list[str], leaves: Iterable[str]) -> list[list[str]]:
+    """For each operation, the variables to delete once it has run."""
+    given = set(leaves)
+    return [[name for name in names if name not in given] for names in last_uses(ops, kept)]

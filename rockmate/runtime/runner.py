@@ -1,0 +1,196 @@
+"""Calls compiled code in a module's place: checks the call, runs the forward, rebuilds the output."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rkgb import DGraph, GuardError, LeafKind, RockmateError, Sample
+from rkgb.ir.call import is_ref
+from rkgb.ir.dgraph import leaf_tensors
+from rkgb.ir.opaque import OpaqueCall
+from rkgb.process.autocast import Autocast, without_autocast
+from rkgb.process.surroundings import hooks_allowed
+from rkgb.recording.guard import Guard
+from rkgb.state.attributes import AttributeGone, Snapshot, Writing
+from rkgb.state.generators import generators_for
+from rkgb.state.module_state import random_states
+from rkgb.tree import map_leaves
+from rockmate.errors import InputMismatch, PlanMismatch
+from rockmate.guards.attributes import BoundSettings
+from rockmate.guards.flags import flag_texts, flags_difference, flags_in_force
+from rockmate.guards.inputs import CallPattern
+from rockmate.guards.module import ModuleTraits, TraitsReader
+from rockmate.guards.numbers import RunTimeNumbers
+from rockmate.guards.transforms import refuse_transforms
+from rockmate.runtime.codegen import CompiledProgram
+from rockmate.runtime.double_backward import DoubleBackward
+from rockmate.runtime.step import Step
+from rockmate.runtime.tables import StepTables
+
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined,unused-ignore]
+
+
+class Runner:
+    """A planned forward, called like the module that it stands for."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        graph: DGraph,
+        pattern: CallPattern,
+        traits: ModuleTraits,
+        settings: BoundSettings,
+        compiled: CompiledProgram,
+        numbers: RunTimeNumbers | None = None,
+    ) -> None:
+        self._module = module
+        self._graph = graph
+        self._compiled = compiled
+        self._numbers = numbers
+        self._signature = inspect.signature(module.forward)
+        self._pattern = pattern
+        self._traits = traits
+        self.settings = settings
+        self._output_names = graph.output_names
+        self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
+        self._on_cuda = any(device.type == "cuda" for device in self._devices)
+        self._input_outputs = {name for name in self._output_names if name in graph.leaves}
+        self._is_guarded = any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
+        self._opaque = {op.call.function.path for op in graph if isinstance(op.call.function, OpaqueCall)}
+        self._written = _written_buffers(graph)
+        self._double_backward = DoubleBackward(module)
+        self.make_step: Callable[[StepTables], Step] = Step  # another one may watch what a step does
+
+    @property
+    def original(self) -> torch.nn.Module:
+        """The module that it stands for."""
+        return self._module
+
+    @property
+    def source(self) -> str:
+        """The generated code."""
+        return self._compiled.code.source
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, as the module would. Raises `InputMismatch` or `PlanMismatch` before anything runs."""
+        bound = self._signature.bind(*args, **kwargs)
+        call = Sample(bound.args, bound.kwargs)
+        refuse_transforms(self._module, call.tensors)
+        mismatch = self.mismatch(call, TraitsReader(self._module).read())
+        if mismatch is not None:
+            raise mismatch
+        return self.run(call)
+
+    def mismatch(self, call: Sample, traits: ModuleTraits) -> RockmateError | None:
+        """Why the plan does not hold for `call` on the module as it is, with `traits`; None where it does."""
+        return (
+            self._pattern.mismatch(call)
+            or self._autocast_mismatch()
+            or self._flags_mismatch()
+            or traits.mismatch(self._traits)
+            or self._settings_mismatch()
+            or self._attributes_mismatch()
+            or self._numbers_mismatch(call)
+        )
+
+    def run(self, call: Sample, double_backward: DoubleBackward | None = None) -> Any:
+        """Forward of a call for which there is no mismatch; a module of several plans tells of all by one object.
+
+        Raises `GuardError` where the data would take another branch of the module: then nothing has happened.
+        """
+        tensors = call.tensors
+        step = self.make_step(self._compiled.tables)
+        step.double_backward = double_backward or self._double_backward
+        if self._numbers is not None:
+            known = self._numbers.known(call, self._module)
+            assert known is not None, "a call is compared with the plan before"
+            step.numbers = self._numbers.values(known)
+        with (
+            without_autocast() if self._pattern.autocast.regions else contextlib.nullcontext(),
+            contextlib.nullcontext() if _hooks_are_allowed() else hooks_allowed(),
+            self._undone_if_refused() if self._is_guarded else contextlib.nullcontext(),
+        ):
+            results = self._compiled.forward(step, *tensors)
+        values = dict(zip(self._output_names, results, strict=True))
+        if self._input_outputs:
+            values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}
+        if self._graph.attributes:
+            Writing(self._graph.attributes, self._module).write(lambda ref: values[ref.name], is_ref)
+        return map_leaves(lambda ref: values[ref.name], self._graph.output, is_ref)
+
+    @contextlib.contextmanager
+    def _undone_if_refused(self) -> Iterator[None]:
+        """Where a guard refuses the data, streams, buffers and attributes are as if the call had not been made."""
+        opaque = [self._module.get_submodule(path) for path in self._opaque]  # of others, nothing is written before
+        held = [Snapshot(submodule.named_modules()) for submodule in opaque]
+        streams = random_states(self._devices)
+        streams += [(one, one.get_state()) for one in generators_for(self._module, self._graph.generators)]
+        buffers = [(self._module.get_buffer(path), self._module.get_buffer(path).clone()) for path in self._written]
+        try:
+            yield
+        except GuardError:
+            for before in held:
+                before.restore()
+            for generator, state in streams:
+                generator.set_state(state)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            raise
+
+    def _settings_mismatch(self) -> PlanMismatch | None:
+        difference = self.settings.difference()
+        return None if difference is None else PlanMismatch(f"{difference}. Put it back, or plan the module again.")
+
+    def _attributes_mismatch(self) -> PlanMismatch | None:
+        """Why the forward may leave something else in attributes than when it was planned."""
+        if not self._graph.attributes:
+            return None
+        try:
+            refusal = Writing(self._graph.attributes, self._module).refusal()
+        except AttributeGone as error:
+            refusal = str(error)
+        return None if refusal is None else PlanMismatch(f"{refusal}. Put it back, or plan the module again.")
+
+    def _numbers_mismatch(self, call: Sample) -> InputMismatch | None:
+        if self._numbers is None:
+            return None
+        known = self._numbers.known(call, self._module)
+        if known is not None and self._numbers.holds(known):
+            return None
+        told = "no numbers" if known is None else ", ".join(f"{number} = {value}" for number, value in known.items())
+        return InputMismatch(
+            f"with {told} the module goes another way than when it was planned, or runs other operations. Plan the "
+            "module again with such a sample."
+        )
+
+    def _flags_mismatch(self) -> PlanMismatch | None:
+        """Other implementations may run under other flags: they may compute, save and take something else."""
+        then = self._pattern.flags
+        if then is None or (now := flags_in_force(self._on_cuda)) == then:
+            return None
+        return PlanMismatch(
+            f"{flags_difference(flag_texts(now), flag_texts(then))} when the module was planned. Put it back, or plan "
+            "the module again."
+        )
+
+    def _autocast_mismatch(self) -> PlanMismatch | None:
+        cast = Autocast.now()
+        if cast == self._pattern.autocast:
+            return None
+        return PlanMismatch(
+            f"autocast is {cast}, but was {self._pattern.autocast} when the module "
+            "was planned: planned code casts as it did then. Call and plan the module under the same autocast."
+        )
+
+
+def _written_buffers(graph: DGraph) -> list[str]:
+    """Paths of the buffers that the forward writes into."""
+    owners = dict.fromkeys(graph.owner(name) for op in graph for name in op.written)
+    leaves = [graph.leaves[owner] for owner in owners if owner in graph.leaves]
+    return [leaf.path for leaf in leaves if leaf.kind is LeafKind.BUFFER]

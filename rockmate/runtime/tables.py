@@ -1,0 +1,86 @@
+"""What all calls of one generated module share, and under which names a step keeps things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rkgb.restore.packed_mask import SmallerForm
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenTensor:
+    """Where a forgotten saved tensor comes back from: the segment, and its place in its storage."""
+
+    segment: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCode:
+    """A segment as the runtime needs it."""
+
+    run: Callable[[Any], None]  # given the step
+    is_random: bool
+    makes: frozenset[str]  # keys of kept values that it stores
+    takes: frozenset[str]  # keys of kept values, and of smaller forms, that it reads
+    repeats: frozenset[str]  # random operations that it repeats
+    reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
+
+
+@dataclass(frozen=True, slots=True)
+class SavingOp:
+    """An operation some of whose saved tensors are forgotten, or which may come to save others."""
+
+    saved_count: int
+    forgotten: dict[int, ForgottenTensor]  # by packing order
+    statistics: tuple[int, int] | None = None  # places of a batch normalisation's, where it is repeated from them
+    is_whole: bool = False  # the call of a submodule, which may come to run other code: compiled once more
+    unread: frozenset[int] = field(init=False)  # places of forgotten tensors at which no step looks
+
+    def __post_init__(self) -> None:
+        unread = frozenset() if self.is_whole else frozenset(self.forgotten).difference(self.statistics or ())
+        object.__setattr__(self, "unread", unread)
+
+
+@dataclass(slots=True)
+class StepTables:
+    """What all calls of one generated module share."""
+
+    saving: dict[str, SavingOp]  # by name
+    segments: list[SegmentCode]
+    generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
+    places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
+    forms: dict[str, SmallerForm] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
+    makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
+    takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
+    repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it
+
+    def __post_init__(self) -> None:
+        self.makers = {key: index for index, code in reversed(list(enumerate(self.segments))) for key in code.makes}
+        self.takers = _by_name([code.takes for code in self.segments])
+        self.repeaters = _by_name([code.repeats for code in self.segments])
+
+
+def _by_name(names_of: list[frozenset[str]]) -> dict[str, frozenset[int]]:
+    """For each name the places of those that have it."""
+    found: dict[str, set[int]] = {}
+    for index, names in enumerate(names_of):
+        for name in names:
+            found.setdefault(name, set()).add(index)
+    return {name: frozenset(places) for name, places in found.items()}
+
+
+def saved_key(op: str, place: int) -> str:
+    """The name in the step's store of the tensor that the operation `op` saves in that place."""
+    return f"{op} saved {place}"
+
+
+def packed_key(node: str) -> str:
+    """The name in the step's store of the smaller form of what the S node `node` fills."""
+    return f"{node} packed"

@@ -1,0 +1,63 @@
+"""The smallest budget: the lowest peak that a search reaches, and what is proven of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rk_solvers.bounds.peak_bound import PROOF_S, least_bytes, least_peak_bytes
+from rk_solvers.evaluate import evaluate, normalise, peak_and_time
+from rk_solvers.exact.checkmate import PROVEN, build
+from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.milp import Limits, Outcome, solve
+from rk_solvers.problem import Chain, Problem, Recompute
+from rk_solvers.side_process import SideProcess
+
+# The exact program is solved for a nearer bound, and where it is small for a lower peak, too:
+EXACT = (
+    # operations of the forward times the backward's at most, part of the peak that is near enough, most seconds
+    (4_000, 0.998, 12.0),
+    (25_000, 0.98, 25.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestBudget:
+    """The lowest peak that the solvers can reach."""
+
+    budget_bytes: int
+    binding_op: str  # operation of that peak, such as "backward linear_3"
+    recompute: Recompute  # a plan with that peak
+    proven_bytes: int  # no plan's peak is lower (see `least_peak`)
+
+
+def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: float = 10.0) -> SmallestBudget:
+    """The lowest peak, in bytes, that any solver can reach, and where it occurs.
+
+    After `time_limit_s` seconds the lowest peak found so far counts; what is proven of it takes some seconds more
+    (see `EXACT`). The plans that the search starts from, keep-all and those of the baselines, are always made.
+    Raises `ValueError` if `chain` is not one of the problem.
+    """
+    plan = lowest_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
+    peak_bytes = peak_and_time(problem, plan)[0]
+    proven_bytes = least_peak_bytes(problem, peak_bytes, PROOF_S)
+    size = len(problem.forward) * len(problem.backward)
+    limits_s = [limit_s for most, near, limit_s in EXACT if size <= most and proven_bytes < near * peak_bytes]
+    if limits_s:
+        with SideProcess() as process:  # whose back end prints, and cannot be interrupted
+            process.start(2 * limits_s[0], least_peak_bound, problem, limits_s[0])
+            exact, bound_bytes = process.wait((None, 0))
+        proven_bytes = max(proven_bytes, bound_bytes)
+        if exact is not None:
+            plan = min([plan, normalise(problem, exact)], key=lambda one: peak_and_time(problem, one))
+    result = evaluate(problem, plan)
+    return SmallestBudget(result.peak_bytes, result.peak_at, plan, min(proven_bytes, result.peak_bytes))
+
+
+def least_peak_bound(problem: Problem, time_limit_s: float) -> tuple[Recompute | None, int]:
+    """The plan of least peak, or None where that is not proven in time, and bytes that no plan is below."""
+    program = build(problem, None)
+    result = solve(program.model, "scipy", Limits(time_limit_s))
+    plan = program.plan(result.values) if result.outcome is Outcome.OPTIMAL and result.values is not None else None
+    bound_bytes = int(result.bound * (1 - PROVEN)) if result.bound > 0 else 0
+    return plan, max(bound_bytes, least_bytes(problem))

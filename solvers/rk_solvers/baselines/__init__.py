@@ -1,0 +1,1 @@
+"""The plans that need no search."""

@@ -1,0 +1,43 @@
+"""A lower bound on the time of every plan that fits a budget."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from rk_solvers.bounds.chain_bound import chain_bound_ms
+from rk_solvers.bounds.peak_bound import PROOF_S, is_infeasible
+from rk_solvers.bounds.refinement import Refinement, Target
+from rk_solvers.evaluate import peak_and_time
+from rk_solvers.problem import Chain, Problem, Recompute
+
+
+def lower_bound_ms(
+    problem: Problem,
+    budget_bytes: int,
+    chain: Chain | None = None,
+    time_limit_s: float = 12.0,
+    integer: bool = False,
+    plan: Recompute | None = None,
+) -> float:
+    """A proven lower bound, in milliseconds, on the time of every plan whose peak is at most `budget_bytes`.
+
+    Infinite if none fits; that of keep-all if it fits. The bound is that of `chain_bound`, or that of a relaxation in a
+    few coarse groups of stages (see `refinement`): of its linear program, or, with `integer`, of its integer program,
+    which is tighter and refined until the time limit. The groups may begin where blocks of `chain` do. `plan`, a good
+    one for this budget, helps to place them. Raises `ValueError` if `chain` is not one of the problem.
+    """
+    if chain is not None:
+        chain.check(problem)
+    if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
+        return problem.keep_all_time_ms
+    if not problem.backward or is_infeasible(problem, budget_bytes, PROOF_S):
+        return math.inf
+    deadline = time.monotonic() + time_limit_s
+    found = Refinement(problem, budget_bytes, chain, bound_ms=chain_bound_ms(problem, budget_bytes))
+    while found.bound_ms < math.inf and time.monotonic() < deadline and (integer or found.rounds < 2):
+        left_s = deadline - time.monotonic()
+        before, found = found, found.advanced(plan or problem.no_recompute, Target(math.inf, left_s, integer=integer))
+        if found is before:
+            break
+    return found.bound_ms

@@ -1,0 +1,1 @@
+"""Chains of blocks: dynamic programs over them, and options of their blocks."""

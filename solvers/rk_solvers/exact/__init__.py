@@ -1,0 +1,1 @@
+"""Optimal plans of small problems, and of windows of larger ones."""

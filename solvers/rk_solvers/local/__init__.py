@@ -1,0 +1,1 @@
+"""Plans improved step by step: greedy eviction, repair, local search."""
