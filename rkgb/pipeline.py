@@ -42,7 +42,7 @@ from rkgb.replay.unsteady import unsteady_submodules
 from rkgb.replay.varying import without_varying_guards
 from rkgb.state.attributes import Writing, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import borrowed, for_planning
+from rkgb.state.module_state import for_planning, module_state_kept
 from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import map_leaves
 
@@ -153,7 +153,7 @@ def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, 
     Single numbers that forward leaves in attributes are losses by themselves, whether or not `backward` knows of them.
     """
     doing = f"while the loss ran on the output of {type(model).__name__}, to see what it takes"
-    with out_of_memory_told(doing, _ADVICE), borrowed(model, own=graph.generators):
+    with out_of_memory_told(doing, _ADVICE), module_state_kept(model, own=graph.generators):
         values = given(graph, model, sample.copy().tensors)
         with torch.no_grad():
             run_nodes(graph.nodes, values, graph.output_names)
@@ -233,7 +233,7 @@ def _raise_the_models_own(model: torch.nn.Module, sample: Sample) -> None:
     """Run the module as it is: what it raises on the sample is its own error, and no reason against a trace."""
     met = GeneratorsMet(model)
     try:
-        with borrowed(model), met.given_back(), MeetingGenerators(met):
+        with module_state_kept(model), met.given_back(), MeetingGenerators(met):
             sample.copy().call(model)
     except Exception as own:
         own.add_note(f"(raised by {type(model).__name__} itself on the sample with which it was to be planned)")

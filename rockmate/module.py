@@ -21,8 +21,8 @@ from rk_solvers.registry import DEFAULT_GAP
 from rkgb import ModelError, make_sample
 from rkgb.ir.opaque import opaque_paths
 from rockmate.calls.fallbacks import Fallback, FallbackCounts
-from rockmate.calls.specialization import Member
-from rockmate.calls.specializations import PlanFamily, Shapes
+from rockmate.calls.specialization import Specialization
+from rockmate.calls.specializations import Shapes, Specializations
 from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
@@ -34,10 +34,10 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.must_save import Pins, as_pins, check_pins
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import Planned
+from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest, check_request, no_progress
 from rockmate.progress import Progress
-from rockmate.proxy import Transparent
+from rockmate.proxy import ModuleProxy
 
 _NOT_COMPILED = (
     "a planned module runs its own generated code in training, as one call between compiled graphs: compile without "
@@ -46,7 +46,7 @@ _NOT_COMPILED = (
 _OF_PLANS = ("_family", "_run_planned")
 
 
-class Rockmate(Transparent):
+class Rockmate(ModuleProxy):
     """`model` with the same outputs, gradients, buffers and random stream, and a peak within `budget`.
 
     The wrapper shares the model's parameters, buffers and submodules, under the same names, and answers for the rest
@@ -98,7 +98,7 @@ class Rockmate(Transparent):
         ModelError, LossError, SolverError, PinError, OptimizerError, ShapesError: an argument is not what it should be.
     """
 
-    _family: PlanFamily
+    _family: Specializations
     _run_planned: Callable[..., Any]  # what `torch.compile` leaves alone
 
     def __init__(
@@ -125,7 +125,7 @@ class Rockmate(Transparent):
         _check_model(model)
         request = replace(request, opaque=opaque_paths(model, opaque))
         check_pins(model, request.pin)
-        family = PlanFamily(model, request, shapes, progress, cache)
+        family = Specializations(model, request, shapes, progress, cache)
         if plan is not None:
             _check_alone(plan, request)
             family.take(plan if isinstance(plan, PlanFile) else load(plan))
@@ -134,10 +134,12 @@ class Rockmate(Transparent):
         self._adopt(model, family)
 
     @classmethod
-    def _following(cls, model: torch.nn.Module, measured: Measured, planned: Planned, shapes: Shapes = "error") -> Self:
+    def _following(
+        cls, model: torch.nn.Module, measured: Measured, planned: LoweredPlan, shapes: Shapes = "error"
+    ) -> Self:
         """`model` under a plan that is there already."""
-        family = PlanFamily(model, PlanRequest(planned.plan.budget_bytes), shapes, False)
-        family.adopt(Member.of(model, measured, planned))
+        family = Specializations(model, PlanRequest(planned.plan.budget_bytes), shapes, False)
+        family.adopt(Specialization.of(model, measured, planned))
         module = cls._empty()
         module._adopt(model, family)
         return module
@@ -152,12 +154,12 @@ class Rockmate(Transparent):
     def _empty(cls) -> Self:
         return cls.__new__(cls)
 
-    def _adopt(self, model: torch.nn.Module, family: PlanFamily) -> None:
+    def _adopt(self, model: torch.nn.Module, family: Specializations) -> None:
         """Become `model`, with these plans."""
         self._stand_for(model)
         self.__dict__["_family"] = family
         # Not bound to the family, which would make a cycle.
-        self.__dict__["_run_planned"] = torch.compiler.disable(PlanFamily.__call__, reason=_NOT_COMPILED)
+        self.__dict__["_run_planned"] = torch.compiler.disable(Specializations.__call__, reason=_NOT_COMPILED)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -269,7 +271,7 @@ class Rockmate(Transparent):
         return self.plan.memory_split
 
     @property
-    def _member(self) -> Member:
+    def _member(self) -> Specialization:
         if not self._family.members:
             raise NotPlanned(
                 f"{type(self.original).__name__} is planned with its first training batch, which has not come yet. "
@@ -341,7 +343,7 @@ def _tracer_at_work(compiling: bool) -> str | None:
     return None if compiling or not torch._C._is_tracing() else "torch.jit.trace"
 
 
-def _tell_of_tracer(family: PlanFamily, tracer: str) -> None:
+def _tell_of_tracer(family: Specializations, tracer: str) -> None:
     family.tell_of_tracer(tracer)
 
 
@@ -419,7 +421,7 @@ def _restored(
     fallbacks: tuple[Fallback, ...] = (),
 ) -> Rockmate:
     """A planned module that was pickled."""
-    family = PlanFamily(model, request, shapes, False)
+    family = Specializations(model, request, shapes, False)
     family.expect(decisions)
     family.fallbacks = FallbackCounts(fallbacks)
     module = kind._empty()

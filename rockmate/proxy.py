@@ -83,7 +83,7 @@ def become(thing: object, kind: type) -> None:
     object.__dict__["__class__"].__set__(thing, kind)
 
 
-class Transparent(_SeenAs, torch.nn.Module):
+class ModuleProxy(_SeenAs, torch.nn.Module):
     """Shares parameters, buffers, submodules and attributes with `original`, under the same names."""
 
     original: torch.nn.Module
@@ -120,7 +120,7 @@ class Transparent(_SeenAs, torch.nn.Module):
             return method
 
         @functools.wraps(method.__func__)
-        def called(itself: Transparent, *args: Any, **kwargs: Any) -> Any:
+        def called(itself: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
             return itself if result is itself.original else result
 
@@ -168,7 +168,7 @@ class Transparent(_SeenAs, torch.nn.Module):
 
 def _delegating(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(torch.nn.Module, name))
-    def method(self: Transparent, *args: Any, **kwargs: Any) -> Any:
+    def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self.original, name)(*args, **kwargs)
         return self if result is self.original else result
 
@@ -176,7 +176,7 @@ def _delegating(name: str) -> Callable[..., Any]:
 
 
 for _name in _DELEGATED:
-    setattr(Transparent, _name, _delegating(_name))
+    setattr(ModuleProxy, _name, _delegating(_name))
 
 
 # Python looks these up on the class alone.
@@ -184,23 +184,23 @@ _OF_CONTAINERS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__ite
 
 
 def _of_container(name: str) -> Callable[..., Any]:
-    def method(self: Transparent, *args: Any) -> Any:
+    def method(self: ModuleProxy, *args: Any) -> Any:
         return getattr(self.original, name)(*args)
 
     return method
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Transparent, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
 
     return call
 
 
-def _class_for(base: type[Transparent], original: torch.nn.Module) -> type[Transparent]:
+def _class_for(base: type[ModuleProxy], original: torch.nn.Module) -> type[ModuleProxy]:
     """`base` with a ``forward`` that has the signature, name and text of `original`'s: trainers inspect it."""
 
-    def forward(self: Transparent, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, *args, **kwargs)
 
     functools.update_wrapper(forward, original.forward)

@@ -35,7 +35,7 @@ from rkgb.recording.guard import Guard
 from rkgb.recording.record import BackwardInside, Recorder, as_if_by_jit, call_saving_nothing, nothing_saved, recording
 from rkgb.state.attributes import AttributeWrite, Snapshot, with_refs
 from rkgb.state.generators import MeetingGenerators
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rkgb.state.side_effects import SideEffects
 from rkgb.tree import leaves, map_leaves
 
@@ -116,7 +116,7 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
     flat.training = module.training
     generators = recorder.generators
     with (
-        borrowed(module, own=generators.found),
+        module_state_kept(module, own=generators.found),
         nothing_saved(frugal),
         Interception(opaque, JitCalls(opaque_calls(recorder.nodes))).on(),
         warnings_collected() as caught,
@@ -193,7 +193,7 @@ def _record(
     effects = SideEffects(opaque.outside)
     calls = Interception(opaque, effects.passed_over(partial(recorded_call, recorder)))
     flags = [tensor.requires_grad for tensor in sample.tensors]
-    with borrowed(module), recorder.generators.given_back():
+    with module_state_kept(module), recorder.generators.given_back():
         with effects.watched(), inside, recording(recorder, frugal), calls.on():
             try:
                 output = sample.call(module)
@@ -256,9 +256,9 @@ def _left_behind(
 
 def _calls_are_alike(module: torch.nn.Module, sample: Sample, effects: SideEffects) -> bool:
     """Whether a call after the first gives what the first does, bit by bit."""
-    with borrowed(module):
+    with module_state_kept(module):
         later = [digest(tensor.detach()) for tensor in leaves(call_saving_nothing(module, sample.copy()))]
-    with borrowed(module):
+    with module_state_kept(module):
         effects.take_back()
         first = [digest(tensor.detach()) for tensor in leaves(call_saving_nothing(module, sample.copy()))]
     return first == later

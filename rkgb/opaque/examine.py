@@ -24,7 +24,7 @@ from rkgb.recording.guard import Guard
 from rkgb.recording.record import Recorder, recording
 from rkgb.state.attributes import Snapshot
 from rkgb.state.generators import GeneratorsMet
-from rkgb.state.module_state import borrowed, module_devices, random_states
+from rkgb.state.module_state import module_devices, module_state_kept, random_states
 from rkgb.state.side_effects import has_hooks_of_its_own
 from rkgb.tree import leaves, map_leaves
 
@@ -36,7 +36,7 @@ def examine(submodule: torch.nn.Module, path: str, arguments: Sample, generators
     """
     inside = _look_inside(submodule, arguments, generators)
     devices = module_devices(submodule, arguments.tensors)
-    with borrowed(submodule, devices), generators.as_now():
+    with module_state_kept(submodule, devices), generators.as_now():
         states = [*random_states(devices), *((own.generator, own.generator.get_state()) for own in generators.found)]
         first = _run(submodule, arguments, states)
         for generator, state in states:
@@ -93,7 +93,7 @@ def _look_inside(submodule: torch.nn.Module, arguments: Sample, generators: Gene
     recorder = Recorder(submodule, given)
     recorder.generators = generators
     try:
-        with borrowed(submodule, module_devices(submodule, given.tensors)), generators.as_now(), as_written():
+        with module_state_kept(submodule, module_devices(submodule, given.tensors)), generators.as_now(), as_written():
             with recording(recorder, frugal=False), torch.set_grad_enabled(torch.is_grad_enabled()):
                 output = given.call(submodule)
             graph = BGraph(recorder.nodes, recorder.leaves, map_leaves(recorder.ref, output))

@@ -15,7 +15,7 @@ from rkgb.ir.sample import Sample
 from rkgb.ir.values import ValueInfo, info_of
 from rkgb.restore.pool_indices import with_indices_apart
 from rkgb.state.generators import OwnGenerator, generators_for
-from rkgb.state.module_state import borrowed, module_devices, nothing_packed, random_states
+from rkgb.state.module_state import module_devices, module_state_kept, nothing_packed, random_states
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
@@ -49,7 +49,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
 
 def _inspected(graph: BGraph, module: torch.nn.Module, sample: Sample) -> _Inspector:
     inspector = _Inspector(module, graph.generators)
-    with borrowed(module, own=graph.generators):
+    with module_state_kept(module, own=graph.generators):
         values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
         for name, tensor in values.items():
             inspector.note(name, tensor)

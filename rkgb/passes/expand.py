@@ -24,7 +24,7 @@ from rkgb.ir.sample import Sample
 from rkgb.passes.b_to_d import RUNNING_STATISTICS
 from rkgb.passes.shape_reads import without_shape_read
 from rkgb.state.generators import is_own_generator
-from rkgb.state.module_state import borrowed, never_unpacked
+from rkgb.state.module_state import module_state_kept, never_unpacked
 from rkgb.tree import leaves, map_leaves
 
 # Taking an operation apart pays when what it hides is not negligible beside its output.
@@ -40,7 +40,7 @@ def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) ->
     replay check to tell. The module is left as it was.
     """
     nodes: list[BNode] = []
-    with borrowed(module, own=graph.generators):
+    with module_state_kept(module, own=graph.generators):
         values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.tensors))
         given = set(values)
         with torch.enable_grad():

@@ -36,7 +36,7 @@ def acting_for(thread: int) -> Iterator[None]:
         del _acting_for[threading.get_ident()]
 
 
-class Turns:
+class PlanLock:
     """Who runs which module, and who plans.
 
     A thread may take a turn within its own: what it does while it plans, such as to tell of it, may call the module.
@@ -128,7 +128,7 @@ def _shared_by_others(turns: dict[object, tuple[int, torch.nn.Module]], module: 
 
 
 # What exists once in a process is guarded once in a process.
-TURNS = Turns()
+TURNS = PlanLock()
 
 
 class TurnsOf:
@@ -138,11 +138,11 @@ class TurnsOf:
         self._module = module
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """`Turns.running` of it."""
+        """`PlanLock.running` of it."""
         return TURNS.running(self._module)
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
-        """`Turns.planning` of it."""
+        """`PlanLock.planning` of it."""
         return TURNS.planning(self._module)
 
 

@@ -23,7 +23,7 @@ from rkgb.passes.cut import BlockMaker
 from rkgb.process.autocast import without_autocast
 from rkgb.profile.block_memory import observe_memory
 from rkgb.profile.timeline import StageWindow, joined_windows
-from rkgb.state.module_state import borrowed, main_device, module_devices
+from rkgb.state.module_state import main_device, module_devices, module_state_kept
 
 
 def measure_in_context(
@@ -58,7 +58,7 @@ def windows_of_the_step(graph: KGraph, module: torch.nn.Module, sample: Sample) 
     """Of the backward of a step that keeps everything, in the order in which autograd goes through it."""
     dgraph = graph.sgraph.dgraph
     whole = BlockMaker(graph.sgraph).block(list(graph.sgraph.nodes))
-    with borrowed(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
+    with module_state_kept(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
         values: dict[str, Any] = dict(leaf_tensors(dgraph.leaves, module, sample.tensors))
         return observe_memory(dgraph, whole, values, _device(graph)).measured_windows()
 

@@ -28,7 +28,7 @@ from rkgb.process.autocast import without_autocast
 from rkgb.profile.block_memory import observe_memory
 from rkgb.profile.block_run import Observer, forget_gradients, run_block, stand_ins
 from rkgb.profile.recompute_cost import repetition_times
-from rkgb.state.module_state import borrowed, main_device, module_devices
+from rkgb.state.module_state import main_device, module_devices, module_state_kept
 
 _WALKS = ("measure", "time")  # through the model, as progress names them
 _LONG_WALK_MS = 10_000.0  # where the first takes longer, there is no second
@@ -69,7 +69,7 @@ def measure_blocks(
     for walk in _WALKS:
         if walk != _WALKS[0] and (not timed or (time.perf_counter() - started) * 1e3 > _LONG_WALK_MS):
             break
-        with borrowed(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
+        with module_state_kept(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
             for index, values in _walked(blocks, dict(leaf_tensors(dgraph.leaves, module, sample.tensors))):
                 if progress is not None:
                     progress(walk, index, len(blocks))

@@ -23,7 +23,7 @@ from rkgb.process.turns import replaced_here
 from rkgb.recording.digest import digest
 from rkgb.recording.record import call_saving_nothing
 from rkgb.state.attributes import Snapshot
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rkgb.state.other_random import other_random_states
 from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import leaves
@@ -123,7 +123,7 @@ class _Forward:
         return one.results != other.results or one.end != other.end
 
     def _seen(self, inside: _Inside) -> _Seen:
-        with borrowed(self.module), inside:
+        with module_state_kept(self.module), inside:
             before = other_random_states()
             output = call_saving_nothing(self.module, self.sample.copy())
             end = other_random_states()

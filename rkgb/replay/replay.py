@@ -23,7 +23,7 @@ from rkgb.replay.own_checkpoints import random_numbers_restored, told_of_other_n
 from rkgb.replay.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.state.attributes import AttributeWrite, Writing, outline, written
 from rkgb.state.generators import OwnGenerator, is_own_generator
-from rkgb.state.module_state import borrowed, module_devices, random_states, seed_default_streams
+from rkgb.state.module_state import module_devices, module_state_kept, random_states, seed_default_streams
 from rkgb.state.private_streams import PrivateStreams
 from rkgb.tree import leaves, map_leaves
 
@@ -150,7 +150,7 @@ def record_step(
     devices = module_devices(module, sample.tensors)
     record = StepRecord({}, spool)
     streams = PrivateStreams([generator for generator, _ in random_states(devices)]) if private else None
-    with borrowed(module, devices, own), streams or contextlib.nullcontext():
+    with module_state_kept(module, devices, own), streams or contextlib.nullcontext():
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
         with torch.enable_grad(), _set_aside(module, sample, record):
             _move_on(module, sample, seed + 1)
@@ -442,11 +442,11 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fres
 
     Where all results are right and a gradient is not, the operation that reads that parameter.
     """
-    with borrowed(module, own=graph.generators):
+    with module_state_kept(module, own=graph.generators):
         with torch.enable_grad():
             _move_on(module, fresh, 1)  # as in `record_step`
         seed_streams(0, module, graph.generators)
-        with borrowed(module):  # the graph is to start from the same buffers
+        with module_state_kept(module):  # the graph is to start from the same buffers
             digests = computed_digests(module, fresh.copy(), [call.path for call in opaque_calls(graph.nodes)])
         seed_streams(0, module, graph.generators)
         wrong: list[Any] = []

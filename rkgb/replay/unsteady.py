@@ -17,7 +17,7 @@ from rkgb.recording.guard import Guard
 from rkgb.replay.fresh import offers
 from rkgb.replay.replay import given
 from rkgb.replay.varying import Noting
-from rkgb.state.module_state import borrowed, seed_default_streams
+from rkgb.state.module_state import module_state_kept, seed_default_streams
 
 # What differs in all of them differs in nearly every batch; a branch with two ways does so once in sixteen times.
 _ROUNDS = 4
@@ -38,7 +38,7 @@ def unsteady_submodules(graph: BGraph, module: torch.nn.Module, sample: Sample) 
     if not nodes:
         return []
     always: set[str] | None = None
-    with borrowed(module, own=graph.generators), torch.no_grad():
+    with module_state_kept(module, own=graph.generators), torch.no_grad():
         for seed in range(_ROUNDS):
             different = _what_differs(graph, module, sample, seed)
             always = different if always is None else always & different

@@ -18,7 +18,7 @@ from rkgb.passes.b_to_d import b_to_d
 from rkgb.recording.guard import Guard
 from rkgb.replay.fresh import offers
 from rkgb.replay.same import argument_pairs, same_function
-from rkgb.state.module_state import borrowed, seed_default_streams
+from rkgb.state.module_state import module_state_kept, seed_default_streams
 from rkgb.tree import is_tensor
 
 # One of many counts, such as the rows of an expert, is sometimes that of the sample by chance: it is to vary, too.
@@ -83,7 +83,7 @@ def _what_varies(
         for offer in offers(sample):  # integers in another order are nothing to some modules: sorted lengths
             fresh = offer.of(sample, seed)
             before = set(guards), set(varying)
-            with borrowed(module, own=graph.generators), torch.no_grad(), contextlib.suppress(Exception):
+            with module_state_kept(module, own=graph.generators), torch.no_grad(), contextlib.suppress(Exception):
                 seed_default_streams(seed)
                 run_nodes(nodes, dict(leaf_tensors(graph.leaves, module, fresh.copy().tensors)), [], observe)
                 break
@@ -115,7 +115,7 @@ def _used(
     """
     if not different:
         return set()
-    with borrowed(module, own=graph.generators):
+    with module_state_kept(module, own=graph.generators):
         seed_default_streams(seed)
         try:
             again = trace(module, fresh.copy(), "record", opaque)

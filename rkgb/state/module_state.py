@@ -65,7 +65,7 @@ _FRAMES = 12  # of Python's stack that a traced call of a module takes beyond a 
 
 
 @contextlib.contextmanager
-def borrowed(
+def module_state_kept(
     module: torch.nn.Module, devices: set[torch.device] | None = None, own: Iterable[OwnGenerator] = ()
 ) -> Iterator[None]:
     """Run code on `module` that leaves its buffers, gradients, attributes and the random streams as they were.
@@ -147,7 +147,7 @@ def _places_kept(module: torch.nn.Module) -> Iterator[None]:
 def state_kept(module: torch.nn.Module, devices: set[torch.device] | None = None) -> Iterator[None]:
     """Give back what calls change of `module`: attributes, hooks, random streams, and all but the values of parameters.
 
-    As `borrowed`, but gradients stay where they are meanwhile: whether they are there is part of what a plan is for.
+    As `module_state_kept`, but gradients stay where they are: whether they are there is part of what a plan is for.
     """
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as stack:

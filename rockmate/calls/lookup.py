@@ -5,48 +5,48 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from rkgb import Sample
-from rockmate.calls.specialization import Member
+from rockmate.calls.specialization import Specialization
 from rockmate.guards.inputs import CallPattern
 
 
-class Members:
+class SpecializationIndex:
     """Plans in the order of their last use, the latest first.
 
     Threads that run the module may look and reorder at once: what one of them walks, no other changes.
     """
 
     def __init__(self) -> None:
-        self._all: tuple[Member, ...] = ()
-        self._alike: dict[Hashable, tuple[Member, ...]] = {}
+        self._all: tuple[Specialization, ...] = ()
+        self._alike: dict[Hashable, tuple[Specialization, ...]] = {}
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[Specialization]:
         return iter(self._all)
 
-    def __reversed__(self) -> Iterator[Member]:
+    def __reversed__(self) -> Iterator[Specialization]:
         return reversed(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __getitem__(self, index: int) -> Member:
+    def __getitem__(self, index: int) -> Specialization:
         return self._all[index]
 
-    def alike(self, call: Sample) -> tuple[Member, ...]:
+    def alike(self, call: Sample) -> tuple[Specialization, ...]:
         """Those for calls that look like `call`. They may still be for other modes, settings or data."""
         return self._alike.get(CallPattern.of(call).key, ())
 
-    def add(self, member: Member, most: int) -> tuple[Member, ...]:
+    def add(self, member: Specialization, most: int) -> tuple[Specialization, ...]:
         """Take `member` in as the one used last, and drop what is then more than `most`; those are returned."""
         dropped = self._all[most - 1 :]
         self._set((member, *self._all[: most - 1]))
         return dropped
 
-    def remove(self, members: Iterable[Member]) -> None:
+    def remove(self, members: Iterable[Specialization]) -> None:
         """Forget `members`."""
         gone = {id(member) for member in members}
         self._set(tuple(member for member in self._all if id(member) not in gone))
 
-    def used(self, member: Member) -> None:
+    def used(self, member: Specialization) -> None:
         """`member` comes first from now on."""
         member.uses += 1
         if self._all[0] is not member:
@@ -55,13 +55,13 @@ class Members:
         if key in self._alike and self._alike[key][0] is not member:
             self._alike[key] = _first(member, self._alike[key])
 
-    def _set(self, members: tuple[Member, ...]) -> None:
-        alike: dict[Hashable, tuple[Member, ...]] = {}
+    def _set(self, members: tuple[Specialization, ...]) -> None:
+        alike: dict[Hashable, tuple[Specialization, ...]] = {}
         for member in members:
             key = member.measured.pattern.key
             alike[key] = (*alike.get(key, ()), member)
         self._all, self._alike = members, alike
 
 
-def _first(member: Member, others: tuple[Member, ...]) -> tuple[Member, ...]:
+def _first(member: Specialization, others: tuple[Specialization, ...]) -> tuple[Specialization, ...]:
     return (member, *(other for other in others if other is not member))

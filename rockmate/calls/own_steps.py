@@ -11,7 +11,7 @@ import torch
 from rkgb import Sample
 from rkgb.devices.available import available_bytes
 from rkgb.state.module_state import main_device, module_devices
-from rockmate.calls.specialization import Member
+from rockmate.calls.specialization import Specialization
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
 from rockmate.guards.sharded import has_other_ranks
@@ -50,7 +50,7 @@ class OwnSteps:
         self._model = model
         self._measured: list[tuple[CallPattern, ModuleTraits, int]] = []
 
-    def about(self, now: Situation, members: Iterable[Member], loss: LossFunction | None) -> OwnStep:
+    def about(self, now: Situation, members: Iterable[Specialization], loss: LossFunction | None) -> OwnStep:
         """What the step takes, told from others if they tell enough; else it is run once, and measured."""
         known = self._known(now, members)
         if now.budget_bytes is None:
@@ -67,7 +67,7 @@ class OwnSteps:
         likely_bytes = min((round(peak * growth) for growth, _, peak in known), default=0)
         return self._run(now, loss, likely_bytes)
 
-    def _known(self, now: Situation, members: Iterable[Member]) -> list[tuple[float, bool, int]]:
+    def _known(self, now: Situation, members: Iterable[Specialization]) -> list[tuple[float, bool, int]]:
         """Of steps that differ in sizes alone: how much larger this one is, whether nowhere smaller, and their peak."""
         steps = [(one.measured.pattern, one.measured.traits, one.plan.baseline_peak_bytes) for one in members]
         found = []

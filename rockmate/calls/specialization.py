@@ -13,20 +13,20 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.memory.split import gradient_is_there, gradients_made, gradients_there, parameter_at
 from rockmate.plan_files.alike import covers
-from rockmate.planning.fixed_plan import Decisions
+from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import Planned
+from rockmate.planning.planner import LoweredPlan
 from rockmate.runtime.runner import Runner
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class Specialization:
     """A plan, what was measured for it, and what runs it."""
 
     model: torch.nn.Module
     measured: Measured
-    planned: Planned
+    planned: LoweredPlan
     _runner: Runner | None = None
     # Compared with what the module held when it was planned, or copied: a tensor put there since is another.
     _settings: BoundSettings | None = None
@@ -36,10 +36,10 @@ class Member:
     why_above: str = ""  # why its step takes more than the budget, where it does
 
     @staticmethod
-    def of(model: torch.nn.Module, measured: Measured, planned: Planned) -> Member:
+    def of(model: torch.nn.Module, measured: Measured, planned: LoweredPlan) -> Specialization:
         """A plan that is there already, for `model`: the module that was planned, or a copy of it."""
         runner = planned.runner_for(model, measured)
-        return Member(model, measured, planned, runner, runner.settings)
+        return Specialization(model, measured, planned, runner, runner.settings)
 
     @property
     def runner(self) -> Runner:
@@ -95,7 +95,7 @@ class Member:
         self._found_gradients += 1
         return self._found_gradients == habit
 
-    def is_for_calls_of(self, other: Member) -> bool:
+    def is_for_calls_of(self, other: Specialization) -> bool:
         """Whether the two are for the same calls and modules, whatever gradients are there."""
         return self.measured.pattern == other.measured.pattern and self.measured.traits == other.measured.traits
 
@@ -128,17 +128,17 @@ class Member:
         return peak_bytes is not None and peak_bytes > self.plan.budget_bytes
 
     @property
-    def decisions(self) -> Decisions:
+    def decisions(self) -> PortablePlan:
         """What the plan recomputes, for others to follow."""
-        return Decisions.of(self.measured.problem, self.plan.recompute, self.plan.solver)
+        return PortablePlan.of(self.measured.problem, self.plan.recompute, self.plan.solver)
 
-    def covers(self, other: Member) -> bool:
+    def covers(self, other: Specialization) -> bool:
         """Whether this plan, some of whose numbers are free, holds wherever the other does."""
         return covers(self.measured, other.measured)
 
 
 @dataclass(eq=False, slots=True)
-class Untrained:
+class InferenceCall:
     """Calls whose outputs no gradient reaches: the module itself runs them, and autograd saves nothing."""
 
     pattern: CallPattern
@@ -146,10 +146,10 @@ class Untrained:
     settings: BoundSettings
 
     @staticmethod
-    def of(model: torch.nn.Module, call: Sample) -> Untrained:
+    def of(model: torch.nn.Module, call: Sample) -> InferenceCall:
         """Such calls as `call`, on the module as it is."""
         settings = Settings.read_by(model, call).bound_to(model)
-        return Untrained(CallPattern.of(call), TraitsReader(model).read(), settings)
+        return InferenceCall(CallPattern.of(call), TraitsReader(model).read(), settings)
 
     def holds(self, call: Sample, traits: ModuleTraits) -> bool:
         """Whether `call` is one of them."""

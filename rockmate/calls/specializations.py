@@ -24,9 +24,9 @@ from rkgb.replay.first_call import FirstCall, is_lazy_module, left_as_it_was
 from rkgb.state.module_state import for_planning
 from rockmate.calls.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
 from rockmate.calls.fallbacks import FallbackCounts
-from rockmate.calls.lookup import Members
+from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
-from rockmate.calls.specialization import Member, Untrained
+from rockmate.calls.specialization import InferenceCall, Specialization
 from rockmate.errors import (
     BudgetTooSmall,
     CheckpointingWarning,
@@ -49,9 +49,9 @@ from rockmate.memory.optimizer_state import with_parameters
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_or_reuse
-from rockmate.planning.fixed_plan import Decisions
+from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import Planned
+from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.share import Share, asked_now
 from rockmate.progress import Progress, progress_display
@@ -87,7 +87,7 @@ def check_shapes(shapes: object) -> None:
         )
 
 
-class PlanFamily:
+class Specializations:
     """Runs a module's calls by their plans, and makes those that are missing."""
 
     def __init__(
@@ -103,17 +103,17 @@ class PlanFamily:
         self.shapes: Shapes = shapes
         self.progress = progress
         self.use_cache = use_cache
-        self.members = Members()
+        self.members = SpecializationIndex()
         self.fallbacks = FallbackCounts()
         self._model = model
         self._signature = inspect.signature(model.forward)
         self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
         self._known: dict[Any, MeasuredBlocks] = {}  # by flags and threads, under which blocks were measured
         self._told: OrderedDict[str, None] = OrderedDict()
-        self._expected: list[tuple[CallPattern, Decisions]] = []
+        self._expected: list[tuple[CallPattern, PortablePlan]] = []
         self._own_checkpointing = OwnCheckpointing(model)
         self._double_backward = DoubleBackward(model)
-        self._untrained: list[Untrained] = []
+        self._untrained: list[InferenceCall] = []
         self._turns = TurnsOf(model)
         self._made = 0  # plans so far
         self._told_of_numbers = False
@@ -126,7 +126,7 @@ class PlanFamily:
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
         self._share: Share | None = None  # what the budget is a fraction of, if it was given as one
 
-    def copy_for(self, model: torch.nn.Module) -> PlanFamily:
+    def copy_for(self, model: torch.nn.Module) -> Specializations:
         """The same plans for a copy of the module."""
         paths = {part: path for path, part in self._model.named_modules()}
         pins = tuple(model.get_submodule(paths[pin]) if pin in paths else pin for pin in self.request.pin)
@@ -135,7 +135,7 @@ class PlanFamily:
         if any(id(other) != held for held, other in others.items()):
             optimizer = with_parameters(optimizer, others)
         request = replace(self.request, pin=pins, optimizer=optimizer)
-        twin = PlanFamily(model, request, self.shapes, self.progress, self.use_cache)
+        twin = Specializations(model, request, self.shapes, self.progress, self.use_cache)
         twin._known = self._known  # what blocks take does not depend on which module has them
         twin._given = self._given
         twin._expected = self._expected
@@ -146,14 +146,14 @@ class PlanFamily:
             if member.measured.settings.have_tensors and model is not self._model:  # of these, a copy has others
                 twin._expected = [(member.measured.pattern, member.decisions), *twin._expected]
             else:
-                twin.adopt(Member(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead))
+                twin.adopt(Specialization(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead))
         return twin
 
-    def decisions(self) -> list[tuple[CallPattern, Decisions]]:
+    def decisions(self) -> list[tuple[CallPattern, PortablePlan]]:
         """Of all plans, for `expect`: what is left of them when they are saved."""
         return [*((one.measured.pattern, one.decisions) for one in self.members), *self._expected]
 
-    def expect(self, decisions: list[tuple[CallPattern, Decisions]]) -> None:
+    def expect(self, decisions: list[tuple[CallPattern, PortablePlan]]) -> None:
         """Follow these decisions when such calls come, if they fit, in place of a search."""
         self._expected = list(decisions)
         self._was_planned = self._was_planned or bool(decisions)
@@ -166,7 +166,7 @@ class PlanFamily:
         )
         self._given = plan_file
 
-    def adopt(self, member: Member) -> None:
+    def adopt(self, member: Specialization) -> None:
         """Take in a plan, as the one used last."""
         dropped = self.members.add(member, _MOST_PLANS)
         self._made += 1
@@ -267,7 +267,7 @@ class PlanFamily:
                 refusal = mismatch
         return False, None, refusal or self._mismatch(self.members[0], call, traits)
 
-    def member_for(self, call: Sample) -> Member:
+    def member_for(self, call: Sample) -> Specialization:
         """The plan that holds for `call` in training, made if there is none. Raises as planning does."""
         with torch.inference_mode(mode=False):
             if any(tensor.is_inference() for tensor in call.tensors):
@@ -280,7 +280,7 @@ class PlanFamily:
                         return member
             return self.plan_for(call)
 
-    def plan_for(self, call: Sample) -> Member:
+    def plan_for(self, call: Sample) -> Specialization:
         """Plan such calls, whether or not there is a plan for them. Raises as planning does."""
         member = self._plan(call, self.request, self._decisions_for(call))
         member.ahead = True
@@ -288,7 +288,7 @@ class PlanFamily:
         self._take_in(member)
         return member
 
-    def _plan(self, call: Sample, request: PlanRequest, follow: Decisions | None) -> Member:
+    def _plan(self, call: Sample, request: PlanRequest, follow: PortablePlan | None) -> Specialization:
         refuse_what_spans_ranks(self._model)  # before any part of it runs
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
@@ -302,7 +302,7 @@ class PlanFamily:
             )
         return member
 
-    def _take_in(self, member: Member) -> None:
+    def _take_in(self, member: Specialization) -> None:
         given = self.request.budget
         if not self.members and not isinstance(given, AboveResidents):
             self.request = replace(self.request, budget=member.plan.whole_budget_bytes)
@@ -310,23 +310,23 @@ class PlanFamily:
         self.members.remove([other for other in self.members if member.covers(other)])
         self.adopt(member)
 
-    def _after_first_call(self, call: Sample, request: PlanRequest, first: FirstCall) -> Member:
+    def _after_first_call(self, call: Sample, request: PlanRequest, first: FirstCall) -> Specialization:
         """Measure and plan, where need be on the state that the first call of the module makes."""
         if not first.is_structure:
             try:
-                return Member.of(self._model, *self._measured_and_planned(call, request))
+                return Specialization.of(self._model, *self._measured_and_planned(call, request))
             except (TraceError, PlanMismatch):
                 if not first.made:
                     raise
         with first.done():
             measured, planned = self._measured_and_planned(call, request)
             # Its code may read parts that are not there before that call; tensors in attributes are bound to those now.
-            make = Member.of if measured.settings.have_tensors else Member
+            make = Specialization.of if measured.settings.have_tensors else Specialization
             member = make(self._model, measured, planned)
         self._first_makes = first.words
         return member
 
-    def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, Planned]:
+    def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
         if self._given is None:
             flags, threads = flags_in_force(torch.cuda.is_available()), torch.get_num_threads()
             known = self._known.setdefault((flags, threads), {})
@@ -370,9 +370,9 @@ class PlanFamily:
                 found = self._by_itself_after(self._situation(call), guard)
         return self._by_itself(call, found) if isinstance(found, ByItself) else self._by_the_module(call)
 
-    def _ran(self, found: Member | ByItself | None, call: Sample) -> tuple[bool, Any, GuardError | None]:
+    def _ran(self, found: Specialization | ByItself | None, call: Sample) -> tuple[bool, Any, GuardError | None]:
         """Whether `call` ran by a plan just made, if it is one, and what came out; or what that plan's guard says."""
-        if not isinstance(found, Member) or (self._first_makes and self._is_first_call()):
+        if not isinstance(found, Specialization) or (self._first_makes and self._is_first_call()):
             return False, None, None
         try:
             output = found.runner.run(call, self._double_backward)
@@ -381,14 +381,14 @@ class PlanFamily:
         self._count_if_above(found)
         return True, output, None
 
-    def _alike(self, call: Sample) -> Member | None:
+    def _alike(self, call: Sample) -> Specialization | None:
         """A plan for such calls, whatever gradients are there before their steps."""
         traits = self._traits()
         if traits is None:
             return None
         return next((one for one in self.members.alike(call) if self._mismatch(one, call, traits) is None), None)
 
-    def _mismatch(self, member: Member, call: Sample, traits: ModuleTraits) -> Exception | None:
+    def _mismatch(self, member: Specialization, call: Sample, traits: ModuleTraits) -> Exception | None:
         """Why the plan of `member` does not hold for `call`, whatever gradients are there."""
         try:
             mismatch = member.mismatch(call, traits)
@@ -398,7 +398,9 @@ class PlanFamily:
             return without_frames(error)
         return mismatch
 
-    def _planned_above(self, alike: Member, call: Sample, refusal: Exception | None) -> Member | ByItself:
+    def _planned_above(
+        self, alike: Specialization, call: Sample, refusal: Exception | None
+    ) -> Specialization | ByItself:
         """A plan for such calls as `alike` is for, before whose steps other gradients are there.
 
         Without a `refusal` that plan holds, too, and stays where no other one can be made.
@@ -420,13 +422,13 @@ class PlanFamily:
                 cause = without_frames(error)
         if cause is not None:
             return self._by_itself_after(now, cause)
-        member = Member.of(self._model, *found)
+        member = Specialization.of(self._model, *found)
         if refusal is None:
             self.adopt(member)
             return member
         return self._taken_in_later(member, now, refusal, told=request.budget == self.request.budget)
 
-    def _planned_now(self, call: Sample, refusal: Exception | None) -> Member | ByItself | None:
+    def _planned_now(self, call: Sample, refusal: Exception | None) -> Specialization | ByItself | None:
         """A new plan for `call`, or why the module itself runs; None where there is nothing to train."""
         if not self._goes_on:
             try:
@@ -462,8 +464,8 @@ class PlanFamily:
         return self._by_itself_after(now, cause)
 
     def _taken_in_later(
-        self, member: Member, now: Situation, refusal: Exception | None, told: bool
-    ) -> Member | ByItself:
+        self, member: Specialization, now: Situation, refusal: Exception | None, told: bool
+    ) -> Specialization | ByItself:
         """Take in a plan that is not the first, unless it exceeds the budget and the module itself takes no more."""
         plan = member.plan
         if member.exceeds:
@@ -521,7 +523,7 @@ class PlanFamily:
 
     def _instead_of_one_more(
         self, now: Situation, refusal: Exception | None, too_many: str
-    ) -> Member | ByItself | None:
+    ) -> Specialization | ByItself | None:
         """What to do where enough plans were made: None to make one all the same, without a search."""
         if isinstance(refusal, GuardError):
             member = self._with_reader_opaque(now, refusal)
@@ -539,7 +541,7 @@ class PlanFamily:
         )
         return None
 
-    def _with_reader_opaque(self, now: Situation, refusal: GuardError) -> Member | None:
+    def _with_reader_opaque(self, now: Situation, refusal: GuardError) -> Specialization | None:
         """A plan in which the submodule that reads its data is one operation, so that it holds for other data, too."""
         path = refusal.path
         if not path or path in self.request.opaque or path in self._kept_open:
@@ -592,7 +594,7 @@ class PlanFamily:
         with self._turns.running():
             return self._model.forward(*call.args, **call.kwargs)
 
-    def _count_if_above(self, member: Member) -> None:
+    def _count_if_above(self, member: Specialization) -> None:
         if not member.exceeds:
             return
         plan = member.plan
@@ -605,7 +607,7 @@ class PlanFamily:
                 )
             )
 
-    def _trained_plan_for(self, call: Sample, request: PlanRequest, follow: Decisions | None) -> Member:
+    def _trained_plan_for(self, call: Sample, request: PlanRequest, follow: PortablePlan | None) -> Specialization:
         """Raises `NothingToTrain` for what trains nothing, and traces it but once."""
         if self._untrained:
             traits = TraitsReader(self._model).read()
@@ -614,10 +616,10 @@ class PlanFamily:
         try:
             return self._plan(make_sample(self._model, call), request, follow)
         except NothingToTrain:
-            self._untrained = [*self._untrained[1 - _MOST_PLANS :], Untrained.of(self._model, call)]
+            self._untrained = [*self._untrained[1 - _MOST_PLANS :], InferenceCall.of(self._model, call)]
             raise
 
-    def _decisions_for(self, call: Sample, any_near: bool = False) -> Decisions | None:
+    def _decisions_for(self, call: Sample, any_near: bool = False) -> PortablePlan | None:
         """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""
         pattern = CallPattern.of(call, Autocast.now())
         for expected, decisions in self._expected:
@@ -628,9 +630,9 @@ class PlanFamily:
         near = next(iter(self.members.alike(call) if any_near else ()), None) or self._next_larger(pattern)
         return near.decisions if near is not None else None
 
-    def _next_larger(self, pattern: CallPattern) -> Member | None:
+    def _next_larger(self, pattern: CallPattern) -> Specialization | None:
         """Of the plans for calls that are nowhere smaller than `pattern`, the nearest in size."""
-        found: list[tuple[float, int, Member]] = []
+        found: list[tuple[float, int, Specialization]] = []
         for index, member in enumerate(self.members):
             ratios = member.measured.pattern.size_ratios(pattern)
             if ratios is not None and all(ratio >= 1 for ratio in ratios):
@@ -639,7 +641,7 @@ class PlanFamily:
 
     # ---- messages ----------------------------------------------------------------------------------
 
-    def _tell_of_plan(self, member: Member, refusal: Exception | None) -> None:
+    def _tell_of_plan(self, member: Specialization, refusal: Exception | None) -> None:
         if member.planned.is_taken_over:
             self._tell_of_numbers(member, refusal)
             return
@@ -652,7 +654,7 @@ class PlanFamily:
             stacklevel=frames_to_the_user(),
         )
 
-    def _tell_of_numbers(self, member: Member, refusal: Exception | None) -> None:
+    def _tell_of_numbers(self, member: Specialization, refusal: Exception | None) -> None:
         """Once for all: later values are many, and none of them is measured."""
         if not self._told_of_numbers:
             self._told_of_numbers = True

@@ -24,14 +24,14 @@ from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.plan import Plan
 from rockmate.planning.simulator import simulate
-from rockmate.queries.measured_rockmate import PlannedStage, Staged
+from rockmate.queries.measured_rockmate import MeasuredRockmate, PlannedStage
 
 _MOST_UNITS = 5000  # of a budget: the table grows with it
 _BACKENDS = {"highs": "scipy", "scipy": "scipy", "gurobi": "gurobi"}
 _OWN = ("_chains", "_stage", "_sample")  # neither copied nor pickled
 
 
-class Rockmate(Staged):
+class Rockmate(MeasuredRockmate):
     """A module that is planned in stages, and for other budgets without tracing or measuring it again.
 
         module = Rockmate(model, sample, solve=False, get_sequence=False, get_compiled_fct=False)

@@ -2,13 +2,13 @@
 
 from rockmate.distributed.block_plans import BlockPlans, apply, plan_blocks
 from rockmate.errors import PlanExchangeError, PlanExchangeWarning
-from rockmate.plan_files.rank_agreement import PlanExchange, plan_alone
+from rockmate.plan_files.rank_agreement import RankAgreement, plan_alone
 
 __all__ = [
     "BlockPlans",
-    "PlanExchange",
     "PlanExchangeError",
     "PlanExchangeWarning",
+    "RankAgreement",
     "apply",
     "plan_alone",
     "plan_blocks",

@@ -17,7 +17,7 @@ from rk_solvers import Chain, KeepAll, KeepNone, Problem, Recompute, Solution, S
 from rockmate.distributed.blocks import BlockClass
 from rockmate.memory.split import above_gradients
 from rockmate.planning.costs import LOSS, assumed_loss_cost, build_problem
-from rockmate.planning.fixed_plan import Decisions
+from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.simulator import simulate
 
 _MOST_CHOICES = 20_000  # compared one by one
@@ -28,7 +28,7 @@ _LEVELS = 6  # of kept bytes, at which each class is solved at first
 class Candidate:
     """One plan of a block."""
 
-    decisions: Decisions
+    decisions: PortablePlan
     kept_bytes: int  # from its forward to its backward, its outputs included
     peak_bytes: int  # while its forward or its backward runs
     time_ms: float
@@ -60,7 +60,7 @@ class BlockProblem:
         turn = next(place for place, moment in enumerate(moments) if moment.op == f"backward {LOSS}")
         peak_bytes = max(moment.peak_bytes for place, moment in enumerate(moments) if place != turn)
         kept_bytes = moments[turn].alive_bytes
-        decisions = Decisions.of(self.problem, recompute, solver)
+        decisions = PortablePlan.of(self.problem, recompute, solver)
         return Candidate(decisions, kept_bytes, max(peak_bytes, kept_bytes), moments[-1].end_ms)
 
     def extremes(self) -> list[Candidate]:

@@ -20,7 +20,7 @@ from rkgb import RockmateError, Sample, make_sample
 from rkgb.devices.allocation_log import if_it_fits
 from rkgb.ir.placement import refuse_devices
 from rkgb.process.turns import TURNS
-from rkgb.state.module_state import borrowed, main_device, module_devices, training_mode
+from rkgb.state.module_state import main_device, module_devices, module_state_kept, training_mode
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
@@ -32,10 +32,10 @@ from rockmate.memory.split import Residents
 from rockmate.module import Rockmate
 from rockmate.plan_files.rank_agreement import default_exchange, key_of, plan_key, warn_alone
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.fixed_plan import Decisions, Follow
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import Planned, make_plan
+from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.real_step import StepFunction, real_peak_bytes, warm_step
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.units import format_bytes
@@ -169,20 +169,20 @@ class _WholeStep:
         with casting([self.model, *blocks], self.policy):
             return if_it_fits(partial(self._peak_bytes, self.model))
 
-    def planned_bytes(self, chosen: Sequence[Planned]) -> int:
+    def planned_bytes(self, chosen: Sequence[LoweredPlan]) -> int:
         """The same of a step whose blocks follow `chosen`, one for each class."""
         with self._installed(chosen) as wrapped, casting([self.model, *wrapped], self.policy):
             return self._peak_bytes(self.model)
 
     def _peak_bytes(self, step: StepFunction) -> int:
-        borrow = partial(borrowed, self.model, {self.device})
+        borrow = partial(module_state_kept, self.model, {self.device})
         warm_step(step, self.sample, self.loss, self.device, borrow)
         with borrow():
             peak = real_peak_bytes(step, self.sample, self.loss, self.device, self._residents)
         return peak.allocated_bytes
 
     @contextlib.contextmanager
-    def _installed(self, chosen: Sequence[Planned]) -> Iterator[list[nn.Module]]:
+    def _installed(self, chosen: Sequence[LoweredPlan]) -> Iterator[list[nn.Module]]:
         blocks = {id(block): block for each in self.classes for block in each.blocks.values()}
         wrapped = self.install(chosen)
         try:
@@ -190,7 +190,7 @@ class _WholeStep:
         finally:
             put_in_place(self.model, {id(new): blocks[old] for old, new in wrapped.items()})
 
-    def install(self, chosen: Sequence[Planned]) -> dict[int, nn.Module]:
+    def install(self, chosen: Sequence[LoweredPlan]) -> dict[int, nn.Module]:
         """Put planned modules in the places of the blocks; by the `id` of the block that each stands for."""
         wrapped: dict[int, nn.Module] = {}
         for each, planned in zip(self.classes, chosen, strict=True):
@@ -215,8 +215,8 @@ def put_in_place(model: nn.Module, instead: Mapping[int, nn.Module]) -> None:
 class _Found:
     """Plans for all classes, and the bytes of a real step under them."""
 
-    decisions: list[Decisions]
-    planned: list[Planned]
+    decisions: list[PortablePlan]
+    planned: list[LoweredPlan]
     peak_bytes: int
 
 
@@ -257,7 +257,7 @@ class _Search:
                 raise
             reason = str(error)
         else:
-            found = own[0] if mine else self._run([Decisions.from_json(decisions) for decisions in json.loads(text)])
+            found = own[0] if mine else self._run([PortablePlan.from_json(decisions) for decisions in json.loads(text)])
             if found.peak_bytes <= self.budget_bytes:
                 return found
             reason = f"the step takes {format_bytes(found.peak_bytes)} here, of {format_bytes(self.budget_bytes)}"
@@ -288,14 +288,14 @@ class _Search:
             raise self._too_small(lowest_bytes)
         return best
 
-    def _run(self, decisions: list[Decisions]) -> _Found:
+    def _run(self, decisions: list[PortablePlan]) -> _Found:
         """What one plan for each class comes to."""
         planned = [self._planned(*pair) for pair in zip(self._step.classes, decisions, strict=True)]
         return _Found(decisions, planned, self._step.planned_bytes(planned))
 
-    def _planned(self, blocks: BlockClass, decisions: Decisions) -> Planned:
+    def _planned(self, blocks: BlockClass, decisions: PortablePlan) -> LoweredPlan:
         """A program for the blocks of a class. What they may take is the whole model's to judge, not its own."""
-        follow = Follow(decisions, lower_bound_ms=0.0)  # a bound of one block's time would say nothing here
+        follow = FixedPlan(decisions, lower_bound_ms=0.0)  # a bound of one block's time would say nothing here
         measured = replace(blocks.measured, sample=blocks.sample)
         room_bytes = max(self.budget_bytes, 2 * blocks.measured.eager_peak_bytes) + blocks.gradient_bytes()
         block = next(iter(blocks.blocks.values()))

@@ -14,7 +14,7 @@ from torch import nn
 from rkgb import ModelError, ReplayMismatch, Sample, SampleError, make_sample
 from rkgb.process.autocast import Autocast
 from rkgb.replay.replay import replay_check
-from rkgb.state.module_state import borrowed, training_mode
+from rkgb.state.module_state import module_state_kept, training_mode
 from rockmate.distributed.precision import casting, removed
 from rockmate.guards.inputs import CallPattern
 from rockmate.module import Rockmate
@@ -151,7 +151,7 @@ def calls_of(forward: Forward, copied: str | None = None) -> dict[str, Calls]:
     """
     seen = {name: Calls() for name in forward.blocks}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(borrowed(forward.model))
+        stack.enter_context(module_state_kept(forward.model))
         stack.enter_context(casting([forward.model, *forward.blocks.values()], forward.policy))
         for name, block in forward.blocks.items():
             hook = _noting(block, seen[name], copied=name == copied)

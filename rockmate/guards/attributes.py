@@ -24,7 +24,7 @@ from rkgb.process.turns import warnings_collected
 from rkgb.recording.record import call_saving_nothing
 from rkgb.state.attributes import AttributeWrite, attributes_of
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import borrowed, training_mode
+from rkgb.state.module_state import module_state_kept, training_mode
 from rockmate.guards.checkpointing import CHECKPOINTING_FLAGS
 
 _MOST_ENTRIES = 64  # of a container that is compared: longer ones are data, not settings
@@ -100,7 +100,7 @@ class Settings:
         met = GeneratorsMet(module)
         with (
             training_mode(module),
-            borrowed(module),
+            module_state_kept(module),
             met.given_back(),
             MeetingGenerators(met),
             as_written(),

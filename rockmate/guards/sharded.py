@@ -11,7 +11,7 @@ from rkgb import Sample
 from rkgb.errors import TraceError
 from rkgb.passes.nondeterminism import COLLECTIVES
 from rkgb.recording.record import call_saving_nothing
-from rkgb.state.module_state import borrowed, for_planning
+from rkgb.state.module_state import for_planning, module_state_kept
 
 _INSTEAD = (
     "Plan the module that is sharded, and shard what is planned: fully_shard(Rockmate(block)) for each block, as "
@@ -51,7 +51,7 @@ def refuse_collectives(model: torch.nn.Module, sample: Sample) -> None:
     """
     if not has_other_ranks():
         return
-    with for_planning(model), borrowed(model), _NoCollectives(model):
+    with for_planning(model), module_state_kept(model), _NoCollectives(model):
         try:
             call_saving_nothing(model, sample.copy())
         except TraceError:

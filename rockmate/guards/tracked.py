@@ -17,7 +17,7 @@ from rkgb.ir.opaque import as_written
 from rkgb.recording.record import nothing_saved
 from rkgb.state.attributes import attributes_of
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import borrowed, training_mode
+from rkgb.state.module_state import module_state_kept, training_mode
 from rkgb.tree import leaves, map_leaves
 from rockmate.guards.numbers import Expression, Number, Question, Value, evaluated, setting_holder, with_values
 
@@ -117,7 +117,7 @@ def uses_of(module: torch.nn.Module, sample: Sample, known: dict[Number, Value])
     met = GeneratorsMet(module)
     with (
         training_mode(module),
-        borrowed(module),
+        module_state_kept(module),
         met.given_back(),
         MeetingGenerators(met),
         nothing_saved(),  # with gradients, as training runs it: forward may ask whether they are on

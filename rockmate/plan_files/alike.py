@@ -42,15 +42,15 @@ from rockmate.guards.numbers import (
 )
 from rockmate.guards.tracked import NotFollowed, Uses, uses_of
 from rockmate.planning.measured import Measured, Traced, problem_of
-from rockmate.planning.planner import Planned, planned_as
+from rockmate.planning.planner import LoweredPlan, planned_as
 
 Place = tuple[str, tuple[Any, ...]]  # the name of an operation, and which of its arguments
 _OPERANDS = ("number", "float", "Tensor")  # kinds of arguments that may be computed anew
 
 
 def taken_over(
-    model: torch.nn.Module, traced: Traced, earlier: Sequence[tuple[Measured, Planned]]
-) -> tuple[Measured, Planned] | None:
+    model: torch.nn.Module, traced: Traced, earlier: Sequence[tuple[Measured, LoweredPlan]]
+) -> tuple[Measured, LoweredPlan] | None:
     """The plan among the `earlier` ones whose graph is what was traced, made one for that; None where there is none."""
     same = [(*one, _other_numbers(traced, one[0])) for one in earlier if _holds_as_it_is(one[0], traced)]
     # First one that differs in numbers alone: of these, the code can compute the numbers.
@@ -105,8 +105,8 @@ def _is_same_operation(mine: Any, other: Any) -> bool:
 
 
 def _made(
-    model: torch.nn.Module, traced: Traced, measured: Measured, planned: Planned
-) -> tuple[Measured, Planned] | None:
+    model: torch.nn.Module, traced: Traced, measured: Measured, planned: LoweredPlan
+) -> tuple[Measured, LoweredPlan] | None:
     """What was measured and decided, for the graph that was traced; None where it saves other tensors."""
     started = time.perf_counter()
     try:
@@ -204,10 +204,10 @@ def _free(numbers: Iterable[Number]) -> tuple[frozenset[Any], frozenset[Any]]:
 def _opened(
     model: torch.nn.Module,
     traced: Traced,
-    made: tuple[Measured, Planned],
+    made: tuple[Measured, LoweredPlan],
     before: Measured,
     different: set[Number],
-) -> tuple[Measured, Planned] | None:
+) -> tuple[Measured, LoweredPlan] | None:
     """The plan with operands in the places of numbers; None where these come of anything else than numbers given."""
     then, now, earlier = _numbers_of(before), _numbers_of(traced), before.numbers
     free, settings = _free(different)

@@ -27,7 +27,7 @@ from rockmate import errors
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
 from rockmate.memory.budget import RESERVE, Budget, is_what_is_free, read_budget, resolve_budget
 from rockmate.planning.costs import LOSS
-from rockmate.planning.fixed_plan import Decisions, Follow
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
@@ -59,7 +59,7 @@ def plan_alone() -> Iterator[None]:
         _alone.reset(token)
 
 
-class PlanExchange:
+class RankAgreement:
     """What ranks agree upon through a key-value store of `torch.distributed`, without a collective.
 
     Args:
@@ -119,7 +119,7 @@ class PlanExchange:
         return str(self._store.get(f"{place}/text").decode())
 
 
-def default_exchange(search_s: float) -> PlanExchange | None:
+def default_exchange(search_s: float) -> RankAgreement | None:
     """That of the default process group; None where there is none, or nobody else in it, or `plan_alone`.
 
     It waits for a plan as long as all its searches, which take `search_s`, and what goes with them may take.
@@ -130,7 +130,7 @@ def default_exchange(search_s: float) -> PlanExchange | None:
     if distributed.get_world_size() < 2:
         return None
     store = distributed.distributed_c10d._get_default_store()
-    return PlanExchange(store, distributed.get_rank(), search_s + _MARGIN_S)
+    return RankAgreement(store, distributed.get_rank(), search_s + _MARGIN_S)
 
 
 def plan_with_others(
@@ -143,7 +143,7 @@ def plan_with_others(
     (`PlanExchangeWarning`). Raises what `make_plan` raises here or there.
     """
     exchange = default_exchange(_ATTEMPTS * request.longest_search_s)
-    if exchange is None or isinstance(request.solver, Follow):
+    if exchange is None or isinstance(request.solver, FixedPlan):
         return measured, make_plan(measured, request, module)
     made: list[P] = []
 
@@ -184,7 +184,7 @@ def _followed(
         same = dataclasses.replace(measured, problem=problem)
         same_request = dataclasses.replace(
             request,
-            solver=Follow(published.decisions, published.lower_bound_ms),
+            solver=FixedPlan(published.decisions, published.lower_bound_ms),
             budget=_budget(measured, request, published.budget_bytes),
             follow=None,  # by who planned, if at all
         )
@@ -257,7 +257,7 @@ class _CannotFollow(Exception):
 class _Published:
     """What other ranks are told of a plan."""
 
-    decisions: Decisions
+    decisions: PortablePlan
     forward_ms: tuple[tuple[float, float | None], ...]  # the first time, and again
     backward_ms: tuple[float, ...]
     lower_bound_ms: float | None
@@ -266,7 +266,7 @@ class _Published:
     @staticmethod
     def of(problem: Problem, plan: Plan) -> _Published:
         return _Published(
-            Decisions.of(problem, plan.recompute, plan.solver),
+            PortablePlan.of(problem, plan.recompute, plan.solver),
             tuple((op.time_ms, op.repeat_ms) for op in problem.forward),
             tuple(op.time_ms for op in problem.backward),
             plan.lower_bound_ms,
@@ -280,7 +280,7 @@ class _Published:
     def from_json(text: str) -> _Published:
         content = json.loads(text)
         return _Published(
-            Decisions.from_json(content["decisions"]),
+            PortablePlan.from_json(content["decisions"]),
             tuple((time_ms, repeat_ms) for time_ms, repeat_ms in content["forward_ms"]),
             tuple(content["backward_ms"]),
             content["lower_bound_ms"],

@@ -29,16 +29,18 @@ from rockmate.plan_files.content import Made, PlanFile
 from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
 from rockmate.planning.costs import LossCost, LossFunction
-from rockmate.planning.fixed_plan import Decisions, Follow
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured, Traced, joined, measure_traced, refuse_without_backward, trace_model
-from rockmate.planning.planner import Planned, make_plan, measured_peak, planned_as, planning
+from rockmate.planning.planner import LoweredPlan, make_plan, measured_peak, planned_as, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.units import format_apart
 
 _DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."
 
 
-def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file: PlanFile) -> tuple[Measured, Planned]:
+def restore(
+    model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file: PlanFile
+) -> tuple[Measured, LoweredPlan]:
     """`model` on `sample` under the plan of a file, which decides what is opaque, pinned and trained in place of
     `request`.
 
@@ -82,7 +84,7 @@ def restore(model: torch.nn.Module, sample: Any, request: PlanRequest, plan_file
     return measured, planned
 
 
-def restore_traced(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> tuple[Measured, Planned]:
+def restore_traced(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> tuple[Measured, LoweredPlan]:
     """The plan for what was traced of `model`, whose graph is the plan's.
 
     Raises `PlanFileError` where the file's numbers do not belong to that graph, and `RecordMismatch` where its blocks
@@ -178,7 +180,7 @@ def _made_elsewhere(told: Made, here: Made) -> str:
     return f"Of PyTorch's flags, {difference} where the plan was made." if difference else ""
 
 
-def _check_peak(model: torch.nn.Module, measured: Measured, planned: Planned, request: PlanRequest) -> None:
+def _check_peak(model: torch.nn.Module, measured: Measured, planned: LoweredPlan, request: PlanRequest) -> None:
     """One real step: with other threads, or on a processor that nobody tells, libraries take other scratch memory."""
     plan = planned.plan
     peak = measured_peak(model, planned.runner_for(model, measured), measured, request.loss)
@@ -197,14 +199,14 @@ def _tell_followed(why: str) -> None:
 
 def _followed(
     model: torch.nn.Module, traced: Traced, request: PlanRequest, plan_file: PlanFile
-) -> tuple[Measured, Planned]:
+) -> tuple[Measured, LoweredPlan]:
     """What the plan recomputes, with the costs of this place."""
-    decisions = Decisions.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
+    decisions = PortablePlan.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
     budget_bytes = plan_file.promise.whole_budget_bytes
     traced.loss, traced.gradients = _loss_of(plan_file), frozenset(plan_file.asked.gradients)
     measured = measure_traced(model, traced, request)
     try:
-        planned = make_plan(measured, replace(request, budget=budget_bytes, solver=Follow(decisions)), model)
+        planned = make_plan(measured, replace(request, budget=budget_bytes, solver=FixedPlan(decisions)), model)
     except BudgetTooSmall as error:
         _refuse_peak(budget_bytes, error.smallest_budget_bytes)
     return measured, planned

@@ -29,7 +29,7 @@ from rockmate.plan_files.rank_agreement import default_exchange, plan_with_other
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
-from rockmate.planning.planner import Planned, make_plan, planning, poor_plan_text
+from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
 
 
@@ -39,8 +39,8 @@ def plan_or_reuse(
     request: PlanRequest,
     known: MeasuredBlocks,
     use_cache: bool,
-    earlier: Sequence[tuple[Measured, Planned]] = (),
-) -> tuple[Measured, Planned]:
+    earlier: Sequence[tuple[Measured, LoweredPlan]] = (),
+) -> tuple[Measured, LoweredPlan]:
     """Trace `model`; take the plan of the same training from the cache, or measure, plan, and keep it there.
 
     Of plans that were made `earlier` under the same budget, one whose graph is the same but for numbers is taken over.
@@ -76,7 +76,7 @@ def plan_or_reuse(
 
 def plan_above(
     model: torch.nn.Module, measured: Measured, sample: Sample, request: PlanRequest, gradients: frozenset[str]
-) -> tuple[Measured, Planned]:
+) -> tuple[Measured, LoweredPlan]:
     """Plan what was `measured` of calls like `sample` once more, for steps before which other gradients are there.
 
     `gradients` are parameters by their names in the graph. Raises as `make_plan`.
@@ -89,13 +89,15 @@ def plan_above(
     return other, planned
 
 
-def _tell_poor_plan(planned: Planned, request: PlanRequest) -> None:
+def _tell_poor_plan(planned: LoweredPlan, request: PlanRequest) -> None:
     told = poor_plan_text(planned, request)
     if told is not None:
         warnings.warn(told, PoorPlanWarning, stacklevel=5)  # who calls Rockmate(...)
 
 
-def _reused(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: str) -> tuple[Measured, Planned] | None:
+def _reused(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, key: str
+) -> tuple[Measured, LoweredPlan] | None:
     plan_file = cache.get(key)
     if plan_file is None or not _is_budget_now(plan_file, traced, request):
         return None

@@ -15,7 +15,7 @@ JSON_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Decisions:
+class PortablePlan:
     """What a plan recomputes, by the names of operations: all that must be known to make the same plan again.
 
     Names hold for every problem of the same operations, whatever their sizes and times.
@@ -25,12 +25,12 @@ class Decisions:
     solver: str  # the name of the one that found them
 
     @staticmethod
-    def of(problem: Problem, recompute: Recompute, solver: str) -> Decisions:
+    def of(problem: Problem, recompute: Recompute, solver: str) -> PortablePlan:
         """Those of a plan for `problem`. Raises `ValueError` if `recompute` is none."""
         check_recompute(problem, recompute)
         groups = zip(problem.backward, recompute, strict=True)
         named = ((op.name, tuple(problem.forward[index].name for index in group)) for op, group in groups if group)
-        return Decisions(tuple(named), solver)
+        return PortablePlan(tuple(named), solver)
 
     def recompute_for(self, problem: Problem) -> Recompute:
         """The same decisions as a plan for `problem`. Raises `PlanMismatch` naming the first that it cannot follow."""
@@ -57,7 +57,7 @@ class Decisions:
         return json.dumps({"version": JSON_VERSION, "solver": self.solver, "stages": stages})
 
     @staticmethod
-    def from_json(text: str) -> Decisions:
+    def from_json(text: str) -> PortablePlan:
         """Read what `to_json` wrote. Raises `ValueError` on anything else."""
         try:
             content = json.loads(text)
@@ -71,17 +71,17 @@ class Decisions:
             raise ValueError(f"decisions have a version, a solver and stages, but these have {', '.join(content)}")
         if not isinstance(stages, list) or not all(map(_is_stage, stages)):
             raise ValueError("stages must be a list of pairs: a backward operation, and a list of forward operations")
-        return Decisions(tuple((stage, tuple(names)) for stage, names in stages), solver)
+        return PortablePlan(tuple((stage, tuple(names)) for stage, names in stages), solver)
 
 
 @dataclass(frozen=True, slots=True)
-class Follow(Solver):
+class FixedPlan(Solver):
     """Decides nothing: returns the decisions that it is given, with what they cost in the problem at hand.
 
     `lower_bound_ms`, if given, is what the problem's other plans are known to take at least.
     """
 
-    decisions: Decisions
+    decisions: PortablePlan
     lower_bound_ms: float | None = None
 
     @property

@@ -19,7 +19,7 @@ from rkgb.passes.d_to_s import run_once
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.process.autocast import Autocast
 from rkgb.profile.measure import MeasuredBlocks
-from rkgb.state.module_state import borrowed, for_planning, main_device, module_devices
+from rkgb.state.module_state import for_planning, main_device, module_devices, module_state_kept
 from rockmate.errors import NothingToTrain
 from rockmate.guards.attributes import Settings
 from rockmate.guards.checkpointing import as_it_was, is_switched_off
@@ -226,8 +226,8 @@ def _measure_eager(model: torch.nn.Module, measured: Measured, request: PlanRequ
 def borrowed_with_gradients(
     model: torch.nn.Module, devices: set[torch.device], graph: DGraph, gradients: frozenset[str]
 ) -> Iterator[None]:
-    """`borrowed`, where the parameters of `graph` that are named have gradients, as before the step that is planned."""
-    with borrowed(model, devices, graph.generators):
+    """`module_state_kept`, where the named parameters of `graph` have gradients, as before the step that is planned."""
+    with module_state_kept(model, devices, graph.generators):
         put_gradients(model, graph, gradients)
         yield
 

@@ -31,7 +31,7 @@ from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.costs import LOSS, LossFunction
-from rockmate.planning.fixed_plan import Follow
+from rockmate.planning.fixed_plan import FixedPlan
 from rockmate.planning.graph_solver import GraphSolver
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.plan import Plan
@@ -57,7 +57,7 @@ def _tell_news(progress: Progress, news: str) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class Planned:
+class LoweredPlan:
     """A plan and the program that follows it."""
 
     plan: Plan
@@ -79,7 +79,7 @@ class Planned:
         return Runner(module, graph, measured.pattern, measured.traits, bound, compiled, measured.numbers)
 
 
-def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> Planned:
+def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> LoweredPlan:
     """The fastest plan within the budget. Its peak is checked on one real step, and corrected if need be.
 
     Raises `BudgetTooSmall` naming the smallest budget that would do and the operation that binds it; where the request
@@ -117,7 +117,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     return planned
 
 
-def poor_plan_text(planned: Planned, request: PlanRequest) -> str | None:
+def poor_plan_text(planned: LoweredPlan, request: PlanRequest) -> str | None:
     """What to tell of a plan that a longer search may well better; None of any other."""
     plan = planned.plan
     if not planned.is_out_of_time or plan.gap is None or plan.gap <= _POOR_GAP:
@@ -134,7 +134,7 @@ def poor_plan_text(planned: Planned, request: PlanRequest) -> str | None:
 class _Tried(NamedTuple):
     """A plan, and what one real step of it took."""
 
-    planned: Planned
+    planned: LoweredPlan
     solution: Solution
     target_bytes: int  # for which it was made
     peak: StepPeak
@@ -260,7 +260,7 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
     followed = _followed(measured, request, budget_bytes)
     if followed is not None:
         return followed
-    if first and not isinstance(request.solver, Follow):
+    if first and not isinstance(request.solver, FixedPlan):
         # What is a hair above the budget on paper may fit: the step that follows tells.
         keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
         if keep_all.status.fits:
@@ -280,7 +280,7 @@ def _followed(measured: Measured, request: PlanRequest, budget_bytes: int) -> So
     if request.follow is None:
         return None
     try:
-        solution = Follow(request.follow).solve(measured.problem, budget_bytes)
+        solution = FixedPlan(request.follow).solve(measured.problem, budget_bytes)
     except PlanMismatch:
         return None
     return solution if solution.status.fits else None
@@ -288,7 +288,7 @@ def _followed(measured: Measured, request: PlanRequest, budget_bytes: int) -> So
 
 def _planned(
     measured: Measured, solution: Solution, budget_bytes: int, module: torch.nn.Module, split: MemorySplit | None
-) -> Planned:
+) -> LoweredPlan:
     problem = measured.problem
     if solution.status.fits:
         check(problem, solution.schedule, None)  # no schedule is believed unchecked
@@ -311,7 +311,7 @@ def _planned(
     return planned_as(plan, measured, module)
 
 
-def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> Planned:
+def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> LoweredPlan:
     """`plan`, made for what was `measured` of `module`, with the program that follows it."""
     first_stage = sum(op.name == LOSS for op in measured.problem.backward)
     program = make_program(measured.graphs.K_graph, plan.recompute, first_stage)
@@ -319,7 +319,7 @@ def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> Plann
         f"{type(module).__name__} under {format_bytes(plan.budget_bytes)}: generated code, to be read and stepped "
         f"through.\nPredicted peak {format_bytes(plan.peak_bytes)}, overhead {plan.overhead:+.1%}, by {plan.solver}."
     )
-    return Planned(plan, program, header)
+    return LoweredPlan(plan, program, header)
 
 
 def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> StepPeak:

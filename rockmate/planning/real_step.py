@@ -17,7 +17,7 @@ from rkgb.process.surroundings import surroundings_aside, unprofiled
 from rkgb.profile.block_run import FreshGradients
 from rkgb.state.attributes import FreshTensors, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import borrowed, for_planning
+from rkgb.state.module_state import for_planning, module_state_kept
 from rkgb.tree import leaves
 from rockmate.memory.allocators import StepPeak, end_peak, start_peak
 from rockmate.memory.split import Residents
@@ -162,9 +162,9 @@ def own_step_bytes(
     step.original = model  # type: ignore[attr-defined]  # whose attributes may be losses
     met = GeneratorsMet(model)
     with surroundings_aside(), for_planning(model), met.given_back():
-        with MeetingGenerators(met), borrowed(model, {device}), torch.no_grad():
+        with MeetingGenerators(met), module_state_kept(model, {device}), torch.no_grad():
             sample.copy().call(model)  # which generators of the user's own there are
-        borrow = partial(borrowed, model, {device}, met.found)
+        borrow = partial(module_state_kept, model, {device}, met.found)
 
         def run() -> int:
             warm_step(step, sample, loss, device, borrow)

@@ -12,7 +12,7 @@ from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope, check_scope
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.fixed_plan import Decisions
+from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.must_save import Pin
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +37,7 @@ class PlanRequest:
     optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
     may_branch: bool = False  # data that take another branch of the model are planned by themselves
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
-    follow: Decisions | None = None  # those of another plan: taken where they fit, in place of a search
+    follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
     @property

@@ -13,7 +13,7 @@ from rk_solvers import Problem
 from rkgb import Sample, make_sample
 from rkgb.ir.placement import refuse_devices, refuse_without_data
 from rkgb.process.turns import TURNS
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rkgb.tree import leaves, map_leaves
 from rockmate.errors import BatchError
 from rockmate.planning.costs import LossFunction
@@ -82,7 +82,7 @@ def _maker(model: torch.nn.Module, sample: Sample, loss: LossFunction | None, fo
 @contextlib.contextmanager
 def _evaluated(model: torch.nn.Module) -> Iterator[None]:
     """Context: `model` in eval mode, without gradients, left as it was."""
-    with TURNS.planning(model), torch.no_grad(), borrowed(model):
+    with TURNS.planning(model), torch.no_grad(), module_state_kept(model):
         modes = [(submodule, submodule.training) for submodule in model.modules()]
         try:
             model.eval()

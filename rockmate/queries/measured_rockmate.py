@@ -10,7 +10,7 @@ from typing import Any
 from rk_solvers import Solver
 from rkgb import Sample, TraceError, make_sample
 from rkgb.replay.first_call import FirstCall, left_as_it_was
-from rockmate.calls.specialization import Member
+from rockmate.calls.specialization import Specialization
 from rockmate.errors import NotPlanned, PlanMismatch
 from rockmate.memory.budget import AboveResidents, Budget
 from rockmate.module import Rockmate
@@ -19,7 +19,7 @@ from rockmate.plan_files.rank_agreement import plan_with_others
 from rockmate.plan_files.restore import restore
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import Planned, make_plan, planning
+from rockmate.planning.planner import LoweredPlan, make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.planning.share import Share
 from rockmate.progress import progress_display
@@ -33,7 +33,7 @@ class PlannedStage:
     """A plan, and what it was made of."""
 
     measured: Measured
-    planned: Planned
+    planned: LoweredPlan
     asked: Budget  # for which
 
     @property
@@ -42,7 +42,7 @@ class PlannedStage:
         return self.asked if isinstance(self.asked, AboveResidents) else self.planned.plan.whole_budget_bytes
 
 
-class Staged(Rockmate):
+class MeasuredRockmate(Rockmate):
     """`Rockmate` whose stages are called one by one: measuring takes most of the time, and serves many budgets.
 
     What was measured is kept, with the tensors of its sample, for `plan_within`; copies and pickles are without it.
@@ -103,10 +103,10 @@ class Staged(Rockmate):
         family._share = Share.of(stage.asked, stage.measured)
         family.members.remove(family.members)
         if self._first is None or stage.measured is not self._measured:
-            family.adopt(Member.of(self.original, stage.measured, stage.planned))
+            family.adopt(Specialization.of(self.original, stage.measured, stage.planned))
             return
         with self._first.done():  # its code may read parts that are not there before
-            make = Member.of if stage.measured.settings.have_tensors else Member
+            make = Specialization.of if stage.measured.settings.have_tensors else Specialization
             family.adopt(make(self.original, stage.measured, stage.planned))
         family._first_makes = self._first.words
 

@@ -15,7 +15,7 @@ from rk_solvers import Problem
 from rkgb import DGraph, Sample, make_sample
 from rkgb.devices.allocation_log import if_it_fits
 from rkgb.process.turns import TURNS
-from rkgb.state.module_state import borrowed, main_device, module_devices, training_mode
+from rkgb.state.module_state import main_device, module_devices, module_state_kept, training_mode
 from rockmate.errors import ArgumentError
 from rockmate.memory.split import put_gradients
 from rockmate.module import Rockmate
@@ -108,7 +108,7 @@ def profile(
     measured = planned._member.measured
     device = main_device(module_devices(model, arguments.tensors))
     run = _Runs(arguments, loss, device, measured.graphs.D_graph, measured.gradients)
-    with TURNS.planning(model), training_mode(planned), borrowed(model, {device}, run.graph.generators):
+    with TURNS.planning(model), training_mode(planned), module_state_kept(model, {device}, run.graph.generators):
         tell("peaks", 0, 2)
         plan_peak = run.peak_bytes(planned)
         tell("peaks", 1, 2)

@@ -20,9 +20,9 @@ from rkgb.replay.replay import StepRecord, backward_from, first_difference_place
 from rkgb.state.attributes import FreshTensors, Snapshot
 from rkgb.state.generators import OwnGenerator
 from rkgb.state.module_state import (
-    borrowed,
     for_planning,
     module_devices,
+    module_state_kept,
     random_states,
     shadow_parameters,
     training_mode,
@@ -172,7 +172,11 @@ class _Training:
         """What each step left behind; the parameters are in the last record. `module` is left as it was."""
         traced = module.original if isinstance(module, Rockmate) else module
         devices = module_devices(traced, self.sample.tensors)
-        with training_mode(traced), shadow_parameters(traced, copied=True), borrowed(traced, devices, self.generators):
+        with (
+            training_mode(traced),
+            shadow_parameters(traced, copied=True),
+            module_state_kept(traced, devices, self.generators),
+        ):
             return self._run(module, traced)
 
     def _run(self, module: torch.nn.Module, traced: torch.nn.Module) -> list[StepRecord]:

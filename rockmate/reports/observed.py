@@ -11,7 +11,7 @@ import torch
 
 from rkgb import Sample
 from rkgb.devices.allocation_log import if_it_fits, out_of_memory_told
-from rkgb.state.module_state import borrowed, for_planning
+from rkgb.state.module_state import for_planning, module_state_kept
 from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.memory.peak import MemoryUse, PeakMemory
 from rockmate.planning.costs import LossFunction
@@ -40,7 +40,7 @@ def observe(
     around each step if it is given. Without a loss, gradients of ones are handed to what the model returns. Raises what
     the allocator raises where a planned step does not fit the device; where the eager one does not, it is left out.
     """
-    borrow = borrow or partial(borrowed, model, {device})
+    borrow = borrow or partial(module_state_kept, model, {device})
     doing = f"when steps of {type(model).__name__} were observed for a report"
     with (
         out_of_memory_told(doing, "Free some memory first."),

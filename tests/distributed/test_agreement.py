@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rockmate.errors import BudgetError, BudgetTooSmall, PlanExchangeError
-from rockmate.plan_files.rank_agreement import PlanExchange
+from rockmate.plan_files.rank_agreement import RankAgreement
 from tests.distributed import agreement
 from tests.distributed.ranks import Ranks
 
@@ -75,16 +75,16 @@ def test_a_rank_with_less_memory_plans_for_it(two: Ranks):
 # ---- the exchange itself ---------------------------------------------------------------------------
 
 
-def exchanges(count: int, timeout_s: float = 20.0) -> list[PlanExchange]:
+def exchanges(count: int, timeout_s: float = 20.0) -> list[RankAgreement]:
     store = HashStore()
-    return [PlanExchange(store, rank, timeout_s) for rank in range(count)]
+    return [RankAgreement(store, rank, timeout_s) for rank in range(count)]
 
 
 def test_of_many_at_once_exactly_one_makes():
     made: list[int] = []
     found: list[tuple[str, bool]] = []
 
-    def rank(exchange: PlanExchange, number: int) -> None:
+    def rank(exchange: RankAgreement, number: int) -> None:
         def make() -> str:
             made.append(number)
             time.sleep(0.1)

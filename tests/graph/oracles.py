@@ -13,7 +13,7 @@ from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.ir.profiles import BlockProfile
 from rkgb.ir.sample import Sample
 from rkgb.replay.replay import bitwise_equal
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 
 Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset
 
@@ -29,7 +29,7 @@ def saved_in_one_graph(graphs: AllGraphs, module: nn.Module, sample: Sample) -> 
     found: dict[str, list[Saved]] = {}
     everything: list[Any] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda nothing: nothing)
-    with borrowed(module), torch.enable_grad(), hooks:
+    with module_state_kept(module), torch.enable_grad(), hooks:
         for op in graph:
             packed.clear()
             with torch.set_grad_enabled(op.grad_enabled):
@@ -74,7 +74,7 @@ def not_filled_again(graphs: AllGraphs, module: nn.Module, sample: Sample) -> li
     read = {name for op in graph.dgraph for name in op.call.inputs} | set(graph.dgraph.output_names)
     values = dict(leaf_tensors(graph.dgraph.leaves, module, sample.copy().tensors))
     streams = [torch.get_rng_state()]
-    with borrowed(module), torch.enable_grad():
+    with module_state_kept(module), torch.enable_grad():
         results = [value for op in graph.dgraph for value in op.output_names]
         run_nodes(graph.dgraph.nodes, values, results, lambda *_: streams.append(torch.get_rng_state()))
         stream_before = dict(zip(graph.dgraph, streams, strict=False))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rkgb.ir.sample import Sample
 from rkgb.replay.replay import backward_from
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rkgb.tree import leaves
 
 ROWS, WIDTH = 6, 8
@@ -176,7 +176,7 @@ def random_graph(seed: int, length: int = 9) -> tuple[RandomGraph, Tensor]:
 
 def trains(module: nn.Module, sample: Tensor) -> bool:
     """Whether forward and backward run, and a gradient reaches an output."""
-    with borrowed(module):
+    with module_state_kept(module):
         try:
             outputs = leaves(module(Sample((sample,), {}).copy().tensors[0]))
             backward_from(outputs)

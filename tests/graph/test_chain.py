@@ -11,7 +11,7 @@ from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.passes.cut import chain
 from rkgb.passes.expand import expand_composites
 from rkgb.replay.replay import bitwise_equal
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
@@ -182,14 +182,14 @@ def test_blocks_of_a_chain_of_a_random_graph_give_its_output(seed):
 def wrong_outputs(graph, module, sample):
     """Outputs that differ when each block runs from what its inputs and leaves name alone."""
     dgraph, streams = graph.dgraph, {}
-    with borrowed(module), torch.no_grad():
+    with module_state_kept(module), torch.no_grad():
         leaves = leaf_tensors(dgraph.leaves, module, sample.copy().tensors)
         expected = dict(leaves)
         for op in dgraph:
             streams[op] = torch.get_rng_state()
             run_nodes([op], expected, op.output_names)
         expected = {name: expected[name].clone() for name in dgraph.output_names}
-    with borrowed(module), torch.no_grad():
+    with module_state_kept(module), torch.no_grad():
         passed = {}
         leaves = leaf_tensors(dgraph.leaves, module, sample.copy().tensors)
         for block in chain(graph, max_nodes=4):

@@ -10,7 +10,7 @@ from torch import nn
 from rkgb import SGraph, chain, cut, make_sample
 from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.replay.replay import bitwise_equal
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
@@ -192,7 +192,7 @@ def test_blocks_run_one_after_another_give_the_output_of_the_graph(name):
         case = examined(name)
         module, sample, graphs = case.module, make_sample(case.module, case.sample), case.graphs
     graph = graphs.D_graph
-    with borrowed(module), torch.no_grad():
+    with module_state_kept(module), torch.no_grad():
         streams = {}
         leaves = leaf_tensors(graph.leaves, module, sample.tensors)
         expected = dict(leaves)
@@ -200,7 +200,7 @@ def test_blocks_run_one_after_another_give_the_output_of_the_graph(name):
             streams[op] = torch.get_rng_state()
             run_nodes([op], expected, op.output_names)
         expected = {output: expected[output].clone() for output in graph.output_names}
-    with borrowed(module), torch.no_grad():
+    with module_state_kept(module), torch.no_grad():
         passed = {}
         for block in graphs.blocks:
             values = {value: leaves[value] for value in block.leaves} | {value: passed[value] for value in block.inputs}

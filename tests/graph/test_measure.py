@@ -17,7 +17,7 @@ from rkgb.ir.sample import Sample
 from rkgb.profile import measure
 from rkgb.profile import recompute_cost as repetition
 from rkgb.profile.measure import measure_blocks
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
@@ -64,7 +64,7 @@ def test_saved_tensors_are_in_the_order_in_which_the_module_packs_them(name):
     module, sample, graphs = taken(f"zoo {name}")
     packed: list[Any] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(layout(tensor)), lambda kept: kept)
-    with borrowed(module), hooks:
+    with module_state_kept(module), hooks:
         sample.call(module)
     profiles = graphs.K_graph.op_profiles
     saved = [tensor for op in graphs.D_graph if op.name in profiles for tensor in profiles[op.name].saved]
@@ -138,7 +138,7 @@ def test_the_graphs_account_for_every_byte_that_a_forward_leaves(name):
     """
     module, sample, graphs = taken(f"zoo {name}")
     kgraph = graphs.K_graph
-    with borrowed(module), AllocationLog(CPU) as log:
+    with module_state_kept(module), AllocationLog(CPU) as log:
         output = sample.call(module)
     alive = sum(event.size_bytes for event in log.events)
     saved = {s.source for profile in kgraph.op_profiles.values() for s in profile.saved if s.kind is not SavedKind.LEAF}

@@ -13,7 +13,7 @@ from rkgb import DGraph, Sample
 from rkgb.errors import TraceWarning
 from rkgb.pipeline import exact_trace
 from rkgb.replay.fresh import fresh_sample
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rkgb.tree import leaves
 from tests.graph.programs import bytes_of, state_of, with_gradients
 from tests.models.tracing import exact_graph, output_differences, sample_of, step_difference, tried
@@ -137,7 +137,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 def draws(name: str) -> bool:
     module, args, kwargs = build(name)
-    with borrowed(module):
+    with module_state_kept(module):
         before = torch.get_rng_state()
         module(*args, **kwargs)
         return not torch.equal(before, torch.get_rng_state())

@@ -10,7 +10,7 @@ from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.passes.cut import BlockMaker
 from rkgb.passes.partition import MAX_NODES, partition
 from rkgb.replay.replay import bitwise_equal
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import program
 from tests.graph.programs import TINY, rows, simplified, zoo_graphs
@@ -132,12 +132,12 @@ def test_leaves_run_one_after_another_from_what_they_are_handed(name, max_nodes)
     dgraph, streams = graph.dgraph, {}
     sample = make_sample(entry.model, entry.sample)
     leaves = leaf_tensors(dgraph.leaves, entry.model, sample.tensors)
-    with borrowed(entry.model), torch.no_grad():
+    with module_state_kept(entry.model), torch.no_grad():
         expected = dict(leaves)
         for op in dgraph:
             streams[op] = torch.get_rng_state()
             run_nodes([op], expected, op.output_names)
-    with borrowed(entry.model), torch.no_grad():
+    with module_state_kept(entry.model), torch.no_grad():
         passed = {}
         for leaf in partition(graph, whole(graph), max_nodes).leaves:
             block = leaf.block

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.state.module_state import borrowed, training_mode
+from rkgb.state.module_state import module_state_kept, training_mode
 from tests.graph.programs import Program, linear, rows, state_of, with_gradients
 
 
@@ -59,7 +59,7 @@ CHANGES = [
 def test_changes_are_undone(change):
     module = normalised()
     before = state_of(module)
-    with borrowed(module):
+    with module_state_kept(module):
         change(module)
     assert state_of(module) == before
 
@@ -67,7 +67,7 @@ def test_changes_are_undone(change):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_are_undone_after_an_exception(change):
     def change_and_fail() -> None:
-        with borrowed(module):
+        with module_state_kept(module):
             change(module)
             raise Stop
 
@@ -80,21 +80,21 @@ def test_changes_are_undone_after_an_exception(change):
 
 def test_gradients_start_as_none_inside():
     module = normalised()
-    with borrowed(module):
+    with module_state_kept(module):
         assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_gradients_come_back_as_the_same_tensors():
     module = normalised()
     gradients = [parameter.grad for parameter in module.parameters()]
-    with borrowed(module):
+    with module_state_kept(module):
         train_a_step(module)
     assert all(parameter.grad is old for parameter, old in zip(module.parameters(), gradients, strict=True))
 
 
 def test_missing_gradients_stay_missing():
     module = linear()
-    with borrowed(module):
+    with module_state_kept(module):
         train_a_step(module)
     assert module.weight.grad is None
 
@@ -102,7 +102,7 @@ def test_missing_gradients_stay_missing():
 def test_buffers_that_share_their_bytes_are_restored():
     shared = torch.zeros(4)
     module = Program(len, one=shared, view=shared[1:])
-    with borrowed(module):
+    with module_state_kept(module):
         module.view.fill_(1.0)
     assert shared.tolist() == [0, 0, 0, 0]
     assert module.view.data_ptr() == shared[1:].data_ptr()
@@ -111,10 +111,10 @@ def test_buffers_that_share_their_bytes_are_restored():
 def test_borrowing_can_be_nested():
     module = normalised()
     before = state_of(module)
-    with borrowed(module):
+    with module_state_kept(module):
         train_a_step(module)
         inside = state_of(module)
-        with borrowed(module):
+        with module_state_kept(module):
             train_a_step(module)
         assert state_of(module) == inside
     assert state_of(module) == before

@@ -9,7 +9,7 @@ from torch import nn
 from rkgb import make_all_graphs, make_sample
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.pipeline import exact_trace
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.models.zoo import build
 
@@ -31,7 +31,7 @@ def case(name):
 
 
 def inferred(module: nn.Module, sample) -> None:
-    with borrowed(module), torch.no_grad():
+    with module_state_kept(module), torch.no_grad():
         sample.copy().call(module)
 
 

@@ -12,7 +12,7 @@ from rkgb import DGraph, RockmateError, Sample, make_sample
 from rkgb.pipeline import exact_trace
 from rkgb.replay.replay import bitwise_equal, run_graph
 from rkgb.state.generators import OwnGenerator
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rkgb.tree import leaves
 
 
@@ -41,7 +41,7 @@ def training_step(
     module: nn.Module, sample: Sample, run: Callable[[Sample], Any], seed: int, own: Sequence[OwnGenerator] = ()
 ) -> dict[str, Any]:
     """All that training sees of one step from fixed random gradients; the module is left as it was."""
-    with borrowed(module, own=own), torch.enable_grad():
+    with module_state_kept(module, own=own), torch.enable_grad():
         torch.manual_seed(seed)
         outputs = leaves(run(sample))
         values = [output.detach().clone() for output in outputs]
@@ -64,7 +64,7 @@ def output_differences(graph: DGraph, module: nn.Module, sample: Sample, seed: i
     """Where the output of the graph is not what the module returns: types, structure, tensors, objects with tensors."""
     outputs = []
     for run in (lambda data: data.call(module), lambda data: run_graph(graph, module, data)):
-        with borrowed(module):
+        with module_state_kept(module):
             torch.manual_seed(seed)
             outputs.append(run(sample.copy()))
     return list(differences(*outputs, "output", set()))

@@ -16,7 +16,7 @@ from rkgb.replay.replay import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
 from rockmate.planning.measured import Measured, measure
-from rockmate.planning.planner import Planned, make_plan
+from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.request import PlanRequest
 from rockmate.runtime.codegen import compile_program
 from rockmate.runtime.lowering import Program, make_program
@@ -41,7 +41,7 @@ def rockmate_from(measured: Measured, model: nn.Module, request: PlanRequest) ->
     return wrapped(measured, model, make_plan(measured, request, model))
 
 
-def wrapped(measured: Measured, model: nn.Module, planned: Planned) -> Rockmate:
+def wrapped(measured: Measured, model: nn.Module, planned: LoweredPlan) -> Rockmate:
     """A module that follows a plan that is there already."""
     return Rockmate._following(model, measured, planned)
 
@@ -63,7 +63,7 @@ def following(measured: Measured, model: nn.Module, recompute: Recompute) -> Roc
     plan = normalise(problem, recompute)
     peak_bytes, time_ms = peak_and_time(problem, plan)
     schedule = schedule_of(problem, plan)
-    planned = Planned(
+    planned = LoweredPlan(
         Plan(
             budget_bytes=peak_bytes,
             peak_bytes=peak_bytes,

@@ -18,7 +18,7 @@ import rkgb.profile.block_memory
 import rockmate.planning.planner
 import rockmate.planning.real_step
 from rkgb.ir.sample import make_sample
-from rkgb.state.module_state import borrowed
+from rkgb.state.module_state import module_state_kept
 from rockmate import AllocatorSettings, FragmentationWarning, Rockmate, reduce_fragmentation
 from rockmate.memory.allocators import (
     SMALLEST_SEGMENTS_BYTES,
@@ -127,7 +127,7 @@ def test_a_warm_up_leaves_no_gradients_and_no_statistics(allocator, monkeypatch)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     calls: list[bool] = []
     model.register_forward_hook(lambda *_: calls.append(model[0].weight.grad is None))
-    warm_step(model, sample, squares, CUDA, partial(borrowed, model, {CPU}))
+    warm_step(model, sample, squares, CUDA, partial(module_state_kept, model, {CPU}))
     assert calls == [True]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert sample.args[0].grad is None

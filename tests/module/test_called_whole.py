@@ -255,7 +255,7 @@ def test_what_routed_experts_save_is_never_forgotten():
 def test_a_layer_that_comes_to_run_other_code_is_refused():
     way = ["as planned"]
 
-    class Turns(Layer):
+    class PlanLock(Layer):
         def forward(self, x: Tensor) -> Tensor:
             if way[0] == "more":
                 x = x.exp()
@@ -263,7 +263,7 @@ def test_a_layer_that_comes_to_run_other_code_is_refused():
                 return x + self.down(F.gelu(self.up(x[: ROWS // 2])).repeat(2, 1) * self.dropout(x).mean())
             return super().forward(x)
 
-    model = whole(built(lambda: Stack(Turns)))
+    model = whole(built(lambda: Stack(PlanLock)))
     assert_trains_exactly(model, BATCHES)
     for other in ("more", "other"):
         way[0] = other

@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb import ModelError, RockmateError, TraceError, make_all_graphs
 from rockmate import ReplanWarning, Rockmate, max_batch, verify
-from rockmate.queries.measured_rockmate import Staged
+from rockmate.queries.measured_rockmate import MeasuredRockmate
 
 BUDGET = 0.95
 
@@ -256,7 +256,7 @@ def test_a_module_that_is_measured_by_itself_is_planned_as_it_is_after_its_first
     model, sample = kind(), torch.randn(64, 16)
     expected = copy.deepcopy(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    staged = Staged(model, budget=None)
+    staged = MeasuredRockmate(model, budget=None)
     staged.measure(sample)
     staged.plan_within(1 << 20)
     after = model.state_dict()

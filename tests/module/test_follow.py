@@ -7,7 +7,7 @@ import pytest
 
 from rk_solvers import Greedy, KeepAll, Problem, Status, check, normalise
 from rockmate import PlanMismatch
-from rockmate.planning.fixed_plan import Decisions, Follow
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.planner import make_plan
 from rockmate.planning.request import PlanRequest
 from tests.module.models import Layers, built, rows
@@ -22,7 +22,7 @@ def measured():
 @pytest.fixture(scope="module")
 def decisions(measured):
     problem = measured.problem
-    return Decisions.of(problem, normalise(problem, keep_nothing(measured)), "hand")
+    return PortablePlan.of(problem, normalise(problem, keep_nothing(measured)), "hand")
 
 
 def with_other_costs(problem: Problem) -> Problem:
@@ -36,7 +36,7 @@ def with_other_costs(problem: Problem) -> Problem:
 
 def test_decisions_survive_text(measured, decisions):
     assert any(names for _, names in decisions.stages)
-    again = Decisions.from_json(decisions.to_json())
+    again = PortablePlan.from_json(decisions.to_json())
     assert again == decisions
     assert again.recompute_for(measured.problem) == normalise(measured.problem, keep_nothing(measured))
 
@@ -46,7 +46,7 @@ def test_following_a_solver_gives_its_solution(measured, scale):
     problem = measured.problem
     budget_bytes = int(scale * KeepAll().solve(problem, 1 << 60).peak_bytes)
     found = Greedy().solve(problem, budget_bytes)
-    followed = Follow(Decisions.of(problem, found.recompute, found.solver)).solve(problem, budget_bytes)
+    followed = FixedPlan(PortablePlan.of(problem, found.recompute, found.solver)).solve(problem, budget_bytes)
     assert followed.solver == found.solver
     assert (followed.schedule, followed.peak_bytes) == (found.schedule, found.peak_bytes)
     assert followed.status.fits == found.status.fits
@@ -54,30 +54,30 @@ def test_following_a_solver_gives_its_solution(measured, scale):
 
 def test_costs_are_those_of_the_problem_at_hand(measured, decisions):
     other = with_other_costs(measured.problem)
-    solution = Follow(decisions).solve(other, 1 << 60)
+    solution = FixedPlan(decisions).solve(other, 1 << 60)
     checked = check(other, solution.schedule, None)
     assert (solution.peak_bytes, solution.time_ms) == (checked.peak_bytes, pytest.approx(checked.time_ms))
-    assert solution.peak_bytes > Follow(decisions).solve(measured.problem, 1 << 60).peak_bytes
+    assert solution.peak_bytes > FixedPlan(decisions).solve(measured.problem, 1 << 60).peak_bytes
 
 
 def test_what_exceeds_the_budget_says_so(measured, decisions):
-    peak_bytes = Follow(decisions).solve(measured.problem, 1 << 60).peak_bytes
-    assert Follow(decisions).solve(measured.problem, peak_bytes).status is not Status.INFEASIBLE
-    short = Follow(decisions, lower_bound_ms=1.0).solve(measured.problem, peak_bytes - 1)
+    peak_bytes = FixedPlan(decisions).solve(measured.problem, 1 << 60).peak_bytes
+    assert FixedPlan(decisions).solve(measured.problem, peak_bytes).status is not Status.INFEASIBLE
+    short = FixedPlan(decisions, lower_bound_ms=1.0).solve(measured.problem, peak_bytes - 1)
     assert short.status is Status.INFEASIBLE
     assert short.smallest_budget_bytes == peak_bytes
 
 
 def test_a_bound_from_elsewhere_is_at_most_the_time(measured, decisions):
     for bound_ms in (1e-6, 1e6):
-        solution = Follow(decisions, bound_ms).solve(measured.problem, 1 << 60)
+        solution = FixedPlan(decisions, bound_ms).solve(measured.problem, 1 << 60)
         assert solution.lower_bound_ms == min(bound_ms, solution.time_ms)
 
 
 def test_operations_of_another_graph_are_named(measured, decisions):
     other = measured_for(built(Layers, 2), rows())
     with pytest.raises(PlanMismatch, match=r"there is no (forward|backward) operation \w+"):
-        Follow(decisions).solve(other.problem, 1 << 60)
+        FixedPlan(decisions).solve(other.problem, 1 << 60)
 
 
 def test_what_must_run_once_is_not_repeated(measured, decisions):
@@ -87,7 +87,7 @@ def test_what_must_run_once_is_not_repeated(measured, decisions):
         dataclasses.replace(op, recomputable=False) if op.name == name else op for op in problem.forward
     )  # fmt: skip
     with pytest.raises(PlanMismatch, match=f"{name} must run once here"):
-        Follow(decisions).solve(dataclasses.replace(problem, forward=forward), 1 << 60)
+        FixedPlan(decisions).solve(dataclasses.replace(problem, forward=forward), 1 << 60)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_must_run_once_is_not_repeated(measured, decisions):
 )
 def test_text_that_is_no_decisions_is_refused(text):
     with pytest.raises(ValueError, match="decisions|stages"):
-        Decisions.from_json(text)
+        PortablePlan.from_json(text)
 
 
 def test_text_is_plain_json(decisions):
@@ -117,9 +117,9 @@ def test_text_is_plain_json(decisions):
 def test_a_module_trains_as_decided(measured, decisions):
     """Also where everything would fit: what was decided elsewhere is not decided again."""
     model = built(Layers)
-    planned = make_plan(measured_for(model, rows()), PlanRequest("1GiB", squares, Follow(decisions)), model)
+    planned = make_plan(measured_for(model, rows()), PlanRequest("1GiB", squares, FixedPlan(decisions)), model)
     assert planned.plan.solver == "hand"
-    assert Decisions.of(measured.problem, planned.plan.recompute, "hand") == decisions
+    assert PortablePlan.of(measured.problem, planned.plan.recompute, "hand") == decisions
     batches = [rows(seed) for seed in range(2)]
     module = wrapped(measured_for(model, rows()), model, planned)
     assert_same_training(train(module, batches), train(built(Layers), batches))

@@ -24,7 +24,7 @@ from rockmate import (
     Rockmate,
     TraceError,
 )
-from rockmate.calls.specialization import Member
+from rockmate.calls.specialization import Specialization
 from rockmate.plan_files.reuse import plan_or_reuse
 from tests.module.models import WIDTH, Layers, built, rows
 from tests.module.steps import assert_same, assert_same_training, peak_of_step, seen, squares, train
@@ -242,9 +242,11 @@ def test_more_lengths_than_plans_are_kept_go_on_and_few_of_them_are_compared_wit
         for length in range(99, 92, -1):
             model.plan_for(rows()[:length])
     assert len(model.plans) == 6
-    compared: list[Member] = []
-    mismatch = Member.mismatch
-    monkeypatch.setattr(Member, "mismatch", lambda member, *call: compared.append(member) or mismatch(member, *call))
+    compared: list[Specialization] = []
+    mismatch = Specialization.mismatch
+    monkeypatch.setattr(
+        Specialization, "mismatch", lambda member, *call: compared.append(member) or mismatch(member, *call)
+    )
     told = trained_beside_eager(model, [rows(1)[:length] for length in (96, 93, 98)])
     assert not told
     assert len(compared) == 3

@@ -63,7 +63,7 @@ def step(module, x, values, seed):
     return [*tensors, *(p.grad.clone() for p in module.parameters()), torch.get_rng_state()], plain
 
 
-class Planned:
+class LoweredPlan:
     """A planned module beside the same one trained eagerly, and how often it was planned and traced."""
 
     def __init__(self, monkeypatch, module, values):
@@ -149,7 +149,7 @@ def marked(names):
 @pytest.mark.parametrize("name", marked(ARGUMENTS))
 def test_an_argument_that_changes_is_exact_and_rarely_planned(name, monkeypatch):
     use, values, most_plans, most_traces = ARGUMENTS[name]
-    both = Planned(monkeypatch, Scheduled(use), values[:1])
+    both = LoweredPlan(monkeypatch, Scheduled(use), values[:1])
     for value in values:
         both.train(value)
     assert both.counts["make_plan"] <= most_plans
@@ -178,7 +178,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", marked(SETTINGS))
 def test_a_setting_that_changes_is_exact_and_rarely_planned(name, monkeypatch):
     change, use, values, most_traces = SETTINGS[name]
-    both = Planned(monkeypatch, Scheduled(use), (1.5,))
+    both = LoweredPlan(monkeypatch, Scheduled(use), (1.5,))
     for value in values:
         both.set(change, value)
         both.train(1.5)
@@ -186,7 +186,7 @@ def test_a_setting_that_changes_is_exact_and_rarely_planned(name, monkeypatch):
 
 
 def test_two_numbers_that_change_together_and_then_apart_are_not_confused(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: x * m.beta + x.tanh() / t, 1.5), (1.5,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x * m.beta + x.tanh() / t, 1.5), (1.5,))
     for beta, temperature in ((1.5, 1.5), (1.75, 1.75), (1.25, 1.25), (1.25, 3.5), (4.5, 3.5), (4.25, 2.5)):
         both.set(set_beta, beta)
         both.train(temperature)
@@ -203,7 +203,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_number_that_changes_in_every_call_beside_another_value_that_alternates(name, monkeypatch):
     use, others, most_plans, most_traces = OTHERS[name]
-    both = Planned(monkeypatch, Scheduled(use), ((1.5, others[0]),))
+    both = LoweredPlan(monkeypatch, Scheduled(use), ((1.5, others[0]),))
     for index in range(12):
         both.train((1.5 + index / 7, others[index % len(others)]))
     assert both.counts["make_plan"] <= most_plans
@@ -211,7 +211,7 @@ def test_a_number_that_changes_in_every_call_beside_another_value_that_alternate
 
 
 def test_a_number_that_changes_in_every_call_beside_a_setting_that_alternates(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: {"x": x / t} if m.beta else (x / t,), True), (1.5,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: {"x": x / t} if m.beta else (x / t,), True), (1.5,))
     for index in range(12):
         both.set(set_beta, index % 2 == 0)
         both.train(1.5 + index / 7)
@@ -219,7 +219,7 @@ def test_a_number_that_changes_in_every_call_beside_a_setting_that_alternates(mo
 
 
 def test_a_step_keeps_its_numbers_until_its_backward(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: (x / t).exp() * m.beta), (1.5,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: (x / t).exp() * m.beta), (1.5,))
     both.train(1.75)
     results = []
     for module in (both.planned, both.eager):
@@ -239,7 +239,7 @@ def test_a_step_keeps_its_numbers_until_its_backward(monkeypatch):
 
 @pytest.mark.slow
 def test_a_thousand_values_are_planned_once_and_told_once(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: x * (2.25 + t / 7) / m.beta), (3,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x * (2.25 + t / 7) / m.beta), (3,))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for epoch in range(3, 1003):
@@ -250,7 +250,7 @@ def test_a_thousand_values_are_planned_once_and_told_once(monkeypatch):
 
 @pytest.mark.slow
 def test_values_that_the_code_cannot_compute_with_are_kept_to_a_number(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: x * math.cos(t)), (3,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x * math.cos(t)), (3,))
     for epoch in range(3, 103):
         both.planned(both.x, epoch)
     assert both.counts["make_plan"] == 1
@@ -258,7 +258,7 @@ def test_values_that_the_code_cannot_compute_with_are_kept_to_a_number(monkeypat
 
 
 def test_a_copy_computes_with_numbers_of_its_own(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: x / t * m.beta), (1.5,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x / t * m.beta), (1.5,))
     both.set(set_beta, 0.4)
     both.train(1.75)
     twin = copy.deepcopy(both.planned)
@@ -271,6 +271,6 @@ def test_a_copy_computes_with_numbers_of_its_own(monkeypatch):
 
 
 def test_a_whole_float_is_not_the_integer_that_it_equals(monkeypatch):
-    both = Planned(monkeypatch, Scheduled(lambda m, x, t: x * (2 if isinstance(t, int) else 3)), (2,))
+    both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x * (2 if isinstance(t, int) else 3)), (2,))
     for value in (2, 2.0, True, 2):
         both.train(value)

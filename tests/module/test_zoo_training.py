@@ -8,7 +8,7 @@ import pytest
 from rk_solvers import Greedy, Schedule, check, peak_and_time
 from rockmate import BudgetTooSmall, Rockmate, zoo
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import Planned, make_plan
+from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.simulator import simulate
 from rockmate.zoo import ZooEntry
@@ -39,7 +39,7 @@ def eager_training(name: str) -> Trained:
 
 
 @cache
-def planned(name: str, budget: float) -> Planned:
+def planned(name: str, budget: float) -> LoweredPlan:
     """A plan for this budget, or for the smallest one where no plan fits this."""
     entry, costs = measured(name)
     try:

@@ -11,13 +11,13 @@ from rockmate.compat.rotor.sequence import Sequence, sequence_of
 from rockmate.errors import BudgetError
 from rockmate.memory.budget import AboveResidents, Budget
 from rockmate.planning.costs import LossFunction
-from rockmate.queries.measured_rockmate import Staged
+from rockmate.queries.measured_rockmate import MeasuredRockmate
 from rockmate.units import parse_bytes
 
 MemLimit = int | float | str | None
 
 
-class Checkpointable(Staged):
+class Checkpointable(MeasuredRockmate):
     """`model` as `rockmate.Rockmate` makes it, planned by rotor's dynamic program along the layers of a Sequential.
 
         model = Checkpointable(model, mem_limit=2 * 2**30)
