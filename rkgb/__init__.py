@@ -13,7 +13,8 @@ from rkgb.errors import (
     TraceError,
     TraceWarning,
 )
-from rkgb.export.json import GraphFormatError
+from rkgb.export import json_form
+from rkgb.export.json_form import GraphFormatError
 from rkgb.export.networkx_form import to_networkx
 from rkgb.export.render import RenderError
 from rkgb.ir.bgraph import BGraph, BNode, Leaf, LeafKind
@@ -72,6 +73,7 @@ __all__ = [
     "d_to_s",
     "describe",
     "equivalent_classes",
+    "json_form",
     "make_B",
     "make_all_graphs",
     "make_sample",

@@ -42,7 +42,7 @@ def B_to_D(graph: BGraph, model: torch.nn.Module, sample: Any, model_kwargs: dic
 
 
 def D_to_S(graph: DGraph) -> SGraph:
-    """One node per freshly filled storage. `rkgb.ir.sgraph.STEPS` are what it consists of."""
+    """One node per freshly filled storage. `rkgb.passes.d_to_s.STEPS` are what it consists of."""
     return d_to_s(graph)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rkgb import AllGraphs, DGraph, DNode, Leaf, SGraph
-from rkgb.export.json.functions import name_of
-from rkgb.export.json.names import operation_name
+from rkgb.export.json_form.functions import name_of
+from rkgb.export.json_form.names import operation_name
 from rkgb.ir.call import Ref, function_name
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.values import ValueInfo

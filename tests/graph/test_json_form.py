@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rkgb import AllGraphs, BGraph, BNode, DGraph, GuardError, Leaf, LeafKind, b_to_d, d_to_s, make_sample, trace
-from rkgb.export.json import (
+from rkgb.export.json_form import (
     FunctionNotGiven,
     GraphFormatError,
     NamedNamespace,
@@ -25,8 +25,8 @@ from rkgb.export.json import (
     save,
     to_json,
 )
-from rkgb.export.json.reader import Reader
-from rkgb.export.json.writer import Writer
+from rkgb.export.json_form.reader import Reader
+from rkgb.export.json_form.writer import Writer
 from rkgb.ir.call import Call, Ref
 from rkgb.process.autocast import Autocast
 from rkgb.recording.record import UnderAutocast

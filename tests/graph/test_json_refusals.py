@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rkgb import AllGraphs, DGraph, b_to_d, make_sample, trace
-from rkgb.export.json import GraphFormatError, dumps, from_json, loads, to_json
+from rkgb.export.json_form import GraphFormatError, dumps, from_json, loads, to_json
 from tests.graph.programs import Program, graphs_of, linear, rows
 from tests.graph.test_json_form import holding, numbers_read
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rkgb import make_all_graphs, make_sample
-from rkgb.export.json import GraphFormatError, dumps, from_json, loads, to_json
+from rkgb.export.json_form import GraphFormatError, dumps, from_json, loads, to_json
 from rkgb.restore.packed_mask import TwoValues
 from rkgb.restore.pool_indices import WindowIndices
 from tests.models.tracing import step_difference

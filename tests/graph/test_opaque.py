@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rkgb
-from rkgb.export.json import from_json, to_json
+from rkgb.export.json_form import from_json, to_json
 from rkgb.ir.sample import make_sample
 from rkgb.replay.replay import record_step, run_graph
 from tests.graph.called_whole import WIDTH, Around, Mix, calls, reasons, sample, traced

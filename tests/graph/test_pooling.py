@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from rkgb import chain, cut, make_all_graphs, make_sample
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.export.json import from_json, to_json
+from rkgb.export.json_form import from_json, to_json
 from rkgb.passes.d_to_s import d_to_s
 from rkgb.pipeline import exact_trace
 from rkgb.restore.packed_mask import compact_forms

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rkgb import TraceError, make_B, make_sample
-from rkgb.export.json import from_json, to_json
+from rkgb.export.json_form import from_json, to_json
 from rkgb.state.attributes import Snapshot, outline
 from rkgb.tree import leaves
 from rockmate import BudgetTooSmall, Rockmate

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rkgb
-from rkgb.export.json import from_json, to_json
+from rkgb.export.json_form import from_json, to_json
 from rockmate import Rockmate, max_batch, verify
 from rockmate.queries.profiling import profile
 

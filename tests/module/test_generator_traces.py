@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import TraceError, make_all_graphs, make_sample
-from rkgb.export.json import GraphFormatError, to_json
+from rkgb.export.json_form import GraphFormatError, to_json
 from rkgb.pipeline import exact_trace
 from tests.models.tracing import step_difference
 from tests.module.models import rows

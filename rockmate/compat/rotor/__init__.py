@@ -1,6 +1,6 @@
 """rotor's names: a Sequential that trains under a limit for its activations.
 
-from rockmate import rotor
+from rockmate.compat import rotor
 
 model = rotor.Checkpointable(rotor.models.resnet101(), mem_limit=2 * 2**30)
 """

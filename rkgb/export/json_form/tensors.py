@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from rkgb.export.json import names
-from rkgb.export.json.errors import Place, shortly
-from rkgb.export.json.trees import TreeReader
+from rkgb.export.json_form import names
+from rkgb.export.json_form.errors import Place, shortly
+from rkgb.export.json_form.trees import TreeReader
 
 _ALIGNMENT = 16  # bytes: no element is larger
 _KEYS = {"storage", "dtype", "shape", "stride", "offset", "device", "requires_grad"}

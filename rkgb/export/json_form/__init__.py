@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from rkgb.export.json.checks import check, check_constants
-from rkgb.export.json.classes import KINDS, Graph, connect
-from rkgb.export.json.containers import LeftOut, MissingFunction, NamedDict, NamedNamespace
-from rkgb.export.json.errors import FunctionNotGiven, GraphFormatError, shortly
-from rkgb.export.json.reader import Reader
-from rkgb.export.json.writer import Writer
+from rkgb.export.json_form.checks import check, check_constants
+from rkgb.export.json_form.classes import KINDS, Graph, connect
+from rkgb.export.json_form.containers import LeftOut, MissingFunction, NamedDict, NamedNamespace
+from rkgb.export.json_form.errors import FunctionNotGiven, GraphFormatError, shortly
+from rkgb.export.json_form.reader import Reader
+from rkgb.export.json_form.writer import Writer
 from rkgb.export.strict_json import parsed
 
 __all__ = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from rkgb.export.json import names
-from rkgb.export.json.containers import MissingFunction
-from rkgb.export.json.errors import Place, shortly
-from rkgb.export.json.trees import TreeReader, TreeWriter
+from rkgb.export.json_form import names
+from rkgb.export.json_form.containers import MissingFunction
+from rkgb.export.json_form.errors import Place, shortly
+from rkgb.export.json_form.trees import TreeReader, TreeWriter
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.process.autocast import KINDS, OFF, Autocast
 from rkgb.recording.guard import Guard

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rkgb.export.json import names
-from rkgb.export.json.containers import LeftOut, NamedDict, NamedNamespace
-from rkgb.export.json.errors import Place, refuse_generator, shortly
+from rkgb.export.json_form import names
+from rkgb.export.json_form.containers import LeftOut, NamedDict, NamedNamespace
+from rkgb.export.json_form.errors import Place, refuse_generator, shortly
 from rkgb.ir.call import Ref, is_ref
 from rkgb.state.generators import OwnGenerator
 from rkgb.tree import attributes_of, leaves

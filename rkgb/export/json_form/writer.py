@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from rkgb.export.json import names
-from rkgb.export.json.classes import Classes, Things, is_identity
-from rkgb.export.json.errors import Place, refuse_generator
-from rkgb.export.json.functions import write_function
-from rkgb.export.json.tensors import TensorWriter
-from rkgb.export.json.trees import TreeWriter
+from rkgb.export.json_form import names
+from rkgb.export.json_form.classes import Classes, Things, is_identity
+from rkgb.export.json_form.errors import Place, refuse_generator
+from rkgb.export.json_form.functions import write_function
+from rkgb.export.json_form.tensors import TensorWriter
+from rkgb.export.json_form.trees import TreeWriter
 from rkgb.state.generators import OwnGenerator
 
 OPTIONAL = (types.UnionType, typing.Union)

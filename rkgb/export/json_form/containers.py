@@ -6,7 +6,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from rkgb.export.json.errors import FunctionNotGiven
+from rkgb.export.json_form.errors import FunctionNotGiven
 from rkgb.process.autocast import OFF, Autocast
 
 

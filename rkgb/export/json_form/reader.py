@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from rkgb.export.json import names
-from rkgb.export.json.classes import Classes, Things, is_identity
-from rkgb.export.json.errors import Place, shortly
-from rkgb.export.json.functions import FunctionReader
-from rkgb.export.json.tensors import TensorReader
-from rkgb.export.json.trees import TreeReader
-from rkgb.export.json.writer import OPTIONAL, item_hints
+from rkgb.export.json_form import names
+from rkgb.export.json_form.classes import Classes, Things, is_identity
+from rkgb.export.json_form.errors import Place, shortly
+from rkgb.export.json_form.functions import FunctionReader
+from rkgb.export.json_form.tensors import TensorReader
+from rkgb.export.json_form.trees import TreeReader
+from rkgb.export.json_form.writer import OPTIONAL, item_hints
 
 
 class Reader:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from rkgb.errors import GraphError
-from rkgb.export.json.classes import KINDS, Things
-from rkgb.export.json.errors import GraphFormatError
+from rkgb.export.json_form.classes import KINDS, Things
+from rkgb.export.json_form.errors import GraphFormatError
 from rkgb.ir.bgraph import BGraph, Leaf, LeafKind
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import Ref
