@@ -127,11 +127,11 @@ def solver_sections(report: dict[str, Any]) -> Iterator[str]:
 
 
 def deep_sections(report: dict[str, Any]) -> Iterator[str]:
-    """Lines of the planning of long chains: a table, and what the process aside took at most."""
+    """Lines of the planning of long chains: a table, and what the second process took at most."""
     where, rows = report["circumstances"], report["rows"]
     yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores."
     yield ""
-    yield row(["", "budget", "planned in", "planning took", "process aside", "recomputation", "gap", "bar"])
+    yield row(["", "budget", "planned in", "planning took", "second process", "recomputation", "gap", "bar"])
     yield row(["---", *["--:"] * 6, "---"])
     for result in rows:
         texts = [f"{result['kind']}, {result['operations']:,} operations", f"{result['share']:.0%}"]

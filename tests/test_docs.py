@@ -231,3 +231,15 @@ def test_the_small_example_trains():
     assert "Plan(budget 600 KiB" in text
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
     assert losses[-1] < losses[0]
+
+
+def test_every_room_is_on_the_page_of_the_architecture():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rooms = [
+        f"{folder.name}/"
+        for package in ("rkgb", "rockmate", "solvers/rk_solvers")
+        for folder in sorted((ROOT / package).iterdir())
+        if folder.is_dir() and (folder / "__init__.py").exists()
+    ]
+    missing = [room for room in rooms if f"`{room}`" not in text]
+    assert not missing, f"give them a row in docs/architecture.md: {', '.join(missing)}"
