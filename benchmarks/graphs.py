@@ -126,7 +126,7 @@ def build(subject: Subject, timing: Timing) -> None:
     marks.append(time.perf_counter())
     graph = d_to_s(dataflow)
     marks.append(time.perf_counter())
-    blocks = cut(graph, chain(graph).pins)
+    blocks = cut(graph, chain(graph).skip_values)
     classes = equivalent_classes(dataflow, blocks)
     marks.append(time.perf_counter())
     for stage, start, end in zip(STAGES, marks[:-1], marks[1:], strict=True):

@@ -138,7 +138,7 @@ def measured_graphs(
     `model` is to be in the mode in which it was traced. `known` blocks are not measured again.
     """
     tell = on_stage or _say_nothing
-    blocks = cut(simplified, chain(simplified).pins)
+    blocks = cut(simplified, chain(simplified).skip_values)
     with out_of_memory_told(f"while the blocks of {type(model).__name__} were measured", _ADVICE):
         profiles = measure_blocks(simplified, blocks, model, sample, tell, known)
     whole = s_to_k(simplified, blocks, profiles)

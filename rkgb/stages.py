@@ -48,7 +48,7 @@ def D_to_S(graph: DGraph) -> SGraph:
 
 def S_to_K(graph: SGraph, model: torch.nn.Module, sample: Any, model_kwargs: dict[str, Any] | None = None) -> KGraph:
     """Forward and backward computations with times and bytes measured on `sample`."""
-    blocks = cut(graph, chain(graph).pins)
+    blocks = cut(graph, chain(graph).skip_values)
     with training_mode(model):
         profiles = measure_blocks(graph, blocks, model, make_sample(model, sample, model_kwargs))
     return s_to_k(graph, blocks, profiles)

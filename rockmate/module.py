@@ -32,7 +32,7 @@ from rockmate.plan_files.files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
-from rockmate.planning.must_save import Pins, as_pins, check_pins
+from rockmate.planning.pins import Pins, as_pins, check_pins
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest, check_request, no_progress

@@ -29,7 +29,7 @@ class Chain:
 
     prologue: Block | None  # what no gradient reaches and several blocks read: masks, rotary tables
     blocks: list[Block]
-    pins: list[SNode]  # differentiable values read from several blocks
+    skip_values: list[SNode]  # differentiable values read from several blocks
 
     def __iter__(self) -> Iterator[Block]:
         """Every block, the prologue first: each node once, after what it needs."""

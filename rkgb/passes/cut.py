@@ -1,7 +1,7 @@
 """S graph to a chain of blocks: ranges of nodes between which at most one differentiable value passes.
 
-Some values jump over many blocks: a U-Net's skips, an encoder's output, a position bias. Pinning
-them, so that they may be read from anywhere, lets the chain be cut beneath them.
+Some values jump over many blocks: a U-Net's skip connections, an encoder's output, a position bias. Where such a skip
+value may be read from anywhere, the chain can be cut beneath it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Collection, Iterable, Sequence
 from rkgb.ir.blocks import Block, Chain
 from rkgb.ir.dgraph import DNode, makers_of
 from rkgb.ir.sgraph import SGraph, SNode
-from rkgb.passes.skip_values import Line, choose_pins
+from rkgb.passes.skip_values import Line, choose_skip_values
 
-MAX_NODES = 30  # a block of more is worth pins
+MAX_NODES = 30  # a block of more is worth skip values
 
 
-def cut(graph: SGraph, pins: Collection[SNode] = ()) -> list[Block]:
+def cut(graph: SGraph, skips: Collection[SNode] = ()) -> list[Block]:
     """Split after every node where no more than one differentiable value is still to be read.
 
     Nodes that no gradient reaches (masks, position tables) may be read from anywhere: they do not
-    prevent a cut. Neither do `pins` (see `Chain`). The blocks are ranges of the graph's nodes, in order.
+    prevent a cut. Neither do `skips` (see `Chain`). The blocks are ranges of the graph's nodes, in order.
     """
     on_chain = _chain_nodes(graph)
-    parts = Line.of(graph.nodes, on_chain, _taken_over(graph)).split(set(pins))
+    parts = Line.of(graph.nodes, on_chain, _taken_over(graph)).split(set(skips))
     make = BlockMaker(graph)
     return [make.block(nodes) for nodes in _join_trivial([part.nodes for part in parts], on_chain)]
 
 
 def chain(graph: SGraph, max_nodes: int = MAX_NODES) -> Chain:
-    """Cut `graph` with pins where a block would have more than `max_nodes` nodes.
+    """Cut `graph` with skip values where a block would have more than `max_nodes` nodes.
 
     What no gradient reaches is off the chain: in the one block that reads it, else in the prologue.
     The nodes of a block are then not always neighbours in the graph's order.
@@ -37,15 +37,15 @@ def chain(graph: SGraph, max_nodes: int = MAX_NODES) -> Chain:
     on_chain = _chain_nodes(graph)
     movable = _movable(graph, on_chain)
     line = Line.of([node for node in graph if node not in movable], on_chain, _taken_over(graph))
-    pins = choose_pins(line, max_nodes)
-    groups = _join_trivial([part.nodes for part in line.split(set(pins))], on_chain)
+    skips = choose_skip_values(line, max_nodes)
+    groups = _join_trivial([part.nodes for part in line.split(set(skips))], on_chain)
     prologue = _bring_home(graph, groups, movable)
     place = {node: index for index, node in enumerate(graph)}
     make = BlockMaker(graph)
     result = Chain(
         make.block(prologue) if prologue else None,
         [make.block(sorted(nodes, key=place.__getitem__)) for nodes in groups],
-        pins,
+        skips,
     )
     result.verify(graph)
     return result

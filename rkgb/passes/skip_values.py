@@ -1,4 +1,4 @@
-"""Which values to pin, so that blocks beneath long jumps become smaller."""
+"""Which values may be read from anywhere, so that blocks beneath long jumps become smaller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rkgb.ir.sgraph import SNode
 
-# A pinned value stays in memory while all that it jumps over runs. It must take off the sum of
+# A skip value stays in memory while all that it jumps over runs. It must take off the sum of
 # the squares of the blocks' sizes at least this part of the square of the largest size wanted.
 _PRICE = 0.1
 # Values that jump over less than this part of a block are its own inner matter, such as the
@@ -45,11 +45,11 @@ class Line:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def sizes(self, pins: Collection[SNode]) -> list[int]:
-        """How many nodes the parts have when split wherever at most one value passes, pinned ones not counted."""
+    def sizes(self, skips: Collection[SNode]) -> list[int]:
+        """How many nodes the parts have when split wherever at most one value passes, `skips` not counted."""
         change = [0] * (len(self.nodes) + 1)
         for node, (start, end) in self.jumps.items():
-            if node not in pins:
+            if node not in skips:
                 change[start] += 1
                 change[end] -= 1
         sizes: list[int] = []
@@ -62,17 +62,17 @@ class Line:
                 begun = place + 1
         return sizes
 
-    def split(self, pins: Collection[SNode]) -> list[Line]:
+    def split(self, skips: Collection[SNode]) -> list[Line]:
         """The parts; each has the jumps over it that are left."""
         parts: list[Line] = []
         starts: list[int] = []
         begun = 0
-        for size in self.sizes(pins):
+        for size in self.sizes(skips):
             parts.append(Line(self.nodes[begun : begun + size], {}, self.unbroken))
             starts.append(begun)
             begun += size
         for node, (start, end) in self.jumps.items():
-            if node in pins:
+            if node in skips:
                 continue
             # From part to part passes at most one value: these walks are short, taken together.
             index = bisect_right(starts, start) - 1
@@ -83,31 +83,31 @@ class Line:
         return parts
 
 
-def choose_pins(line: Line, max_nodes: int) -> list[SNode]:
-    """Producers of values to pin, in order: those that make blocks of more than `max_nodes` nodes smaller.
+def choose_skip_values(line: Line, max_nodes: int) -> list[SNode]:
+    """Producers of values that may be read from anywhere: those that make blocks of over `max_nodes` nodes smaller.
 
     In each such block the values that jump farthest are tried together, the farthest one alone, the
     two farthest, and so on: two values that jump side by side give room only together.
     """
-    pins: dict[SNode, None] = {}
-    large = [part for part in line.split(pins) if len(part) > max_nodes]
+    skips: dict[SNode, None] = {}
+    large = [part for part in line.split(skips) if len(part) > max_nodes]
     while large:
         part = large.pop()
-        found = _best_pins(part, pins, max_nodes)
-        pins.update(dict.fromkeys(found))
+        found = _best_skips(part, skips, max_nodes)
+        skips.update(dict.fromkeys(found))
         if found:
-            large += [smaller for smaller in part.split(pins) if max_nodes < len(smaller) < len(part)]
-    return [node for node in line.nodes if node in pins]
+            large += [smaller for smaller in part.split(skips) if max_nodes < len(smaller) < len(part)]
+    return [node for node in line.nodes if node in skips]
 
 
-def _best_pins(part: Line, pins: Collection[SNode], max_nodes: int) -> list[SNode]:
-    """Pins that `part` is worth, on top of those there are."""
+def _best_skips(part: Line, skips: Collection[SNode], max_nodes: int) -> list[SNode]:
+    """Skip values that `part` is worth, on top of those there are."""
     price = _PRICE * max_nodes**2
 
     def cost(extra: Sequence[SNode]) -> float:
-        return sum(size**2 for size in part.sizes({*pins, *extra})) + price * len(extra)
+        return sum(size**2 for size in part.sizes({*skips, *extra})) + price * len(extra)
 
-    candidates = _longest_jumps(part, pins)
+    candidates = _longest_jumps(part, skips)
     best, least = list[SNode](), cost([])
     for count in _counts(len(candidates)):
         reached = cost(candidates[:count])
@@ -129,8 +129,8 @@ def _counts(most: int) -> list[int]:
     return counts
 
 
-def _longest_jumps(part: Line, pins: Collection[SNode]) -> list[SNode]:
+def _longest_jumps(part: Line, skips: Collection[SNode]) -> list[SNode]:
     """Values that jump over much of `part`, the farthest first."""
     shortest = max(2.0, _SHORTEST * len(part))
-    lengths = {node: end - start for node, (start, end) in part.jumps.items() if node not in pins}
+    lengths = {node: end - start for node, (start, end) in part.jumps.items() if node not in skips}
     return sorted((node for node in lengths if lengths[node] >= shortest), key=lambda node: -lengths[node])

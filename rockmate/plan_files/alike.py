@@ -132,7 +132,7 @@ def _made(
 
 def _graphs(model: torch.nn.Module, traced: Traced, before: AllGraphs) -> AllGraphs:
     dataflow = traced.graph.dgraph
-    blocks = cut(traced.graph, chain(traced.graph).pins)
+    blocks = cut(traced.graph, chain(traced.graph).skip_values)
     recorded: MeasuredBlocks = {}
     for block, profile in zip(blocks, before.profiles, strict=True):
         form = canonical_form(dataflow, block)

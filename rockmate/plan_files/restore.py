@@ -121,7 +121,7 @@ def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Me
     """What `measure_traced` would give, with the numbers of the file."""
     found = plan_file.measured
     recorded: MeasuredBlocks = {block.digest: (block.names, block.profile) for block in found.blocks}
-    blocks = cut(traced.graph, chain(traced.graph).pins)
+    blocks = cut(traced.graph, chain(traced.graph).skip_values)
     with for_planning(model):
         profiles = recorded_profiles(traced.graph, blocks, model, traced.sample, recorded)
     whole = s_to_k(traced.graph, blocks, profiles)

@@ -38,7 +38,7 @@ from rockmate.memory.split import (
     put_gradients,
 )
 from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
-from rockmate.planning.must_save import check_pins, pinned_operations, reading_what_is_written
+from rockmate.planning.pins import check_pins, pinned_operations, reading_what_is_written
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
 

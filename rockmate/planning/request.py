@@ -13,7 +13,7 @@ from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope, check_scope
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
-from rockmate.planning.must_save import Pin
+from rockmate.planning.pins import Pin
 
 Progress = Callable[[str, int, int], None]
 

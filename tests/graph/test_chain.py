@@ -1,4 +1,4 @@
-"""A chain with pins and a prologue has smaller blocks, and runs them to the same values."""
+"""A chain with skip values and a prologue has smaller blocks, and runs them to the same values."""
 
 import dataclasses
 
@@ -99,24 +99,24 @@ def test_a_module_without_operations_has_an_empty_chain():
     assert list(chain(simplified(nn.Identity(), rows()))) == []
 
 
-# ---- pins ----------------------------------------------------------------------------------------------------
+# ---- skips ----------------------------------------------------------------------------------------------------
 
 
-def test_small_blocks_need_no_pins():
+def test_small_blocks_need_no_skip_values():
     graph = skips(3)
-    assert chain(graph, max_nodes=len(graph.nodes)).pins == []
+    assert chain(graph, max_nodes=len(graph.nodes)).skip_values == []
     assert chain(graph, max_nodes=len(graph.nodes)).blocks[0].nodes == cut(graph)[0].nodes
 
 
 @pytest.mark.parametrize("depth", [2, 4, 6, 40])
-def test_skips_are_pinned_and_the_chain_is_cut_beneath_them(depth):
+def test_skip_values_are_found_and_the_chain_is_cut_beneath_them(depth):
     graph = skips(depth)
     result = chain(graph, max_nodes=6)
     assert max(sizes(result)) <= 6
-    assert 0 < len(result.pins) <= depth
+    assert 0 < len(result.skip_values) <= depth
 
 
-def test_values_that_jump_side_by_side_are_pinned_together():
+def test_values_that_jump_side_by_side_are_found_together():
     """Either alone would leave the block as it is."""
 
     def forward(m, x):
@@ -128,24 +128,24 @@ def test_values_that_jump_side_by_side_are_pinned_together():
 
     graph = simplified(program(forward), rows())
     result = chain(graph, max_nodes=8)
-    assert {"exp_0", "sin_0"} <= {pin.name for pin in result.pins}
+    assert {"exp_0", "sin_0"} <= {skip.name for skip in result.skip_values}
     assert max(sizes(result)) <= 4
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_no_pin_is_in_vain(name):
+def test_no_skip_value_is_in_vain(name):
     graph = s_graph(name)
-    pins = chain(graph, max_nodes=10).pins
-    for pin in pins:
-        fewer = cut(graph, [other for other in pins if other is not pin])
-        assert len(fewer) < len(cut(graph, pins))
+    skips = chain(graph, max_nodes=10).skip_values
+    for skip in skips:
+        fewer = cut(graph, [other for other in skips if other is not skip])
+        assert len(fewer) < len(cut(graph, skips))
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_more_pins_never_make_larger_blocks(name):
+def test_more_skip_values_never_make_larger_blocks(name):
     graph = s_graph(name)
-    pins = chain(graph, max_nodes=4).pins
-    largest = [max(sizes(cut(graph, pins[:count]))) for count in range(len(pins) + 1)]
+    skips = chain(graph, max_nodes=4).skip_values
+    largest = [max(sizes(cut(graph, skips[:count]))) for count in range(len(skips) + 1)]
     assert largest == sorted(largest, reverse=True)
 
 
@@ -230,27 +230,27 @@ def taken_apart(module, sample):
 
 
 def counts(graph):
-    """Blocks, distinct ones and pins."""
+    """Blocks, distinct ones and skips."""
     result = chain(graph)
-    return len(result.blocks), len(equivalent_classes(graph.dgraph, result.blocks)), len(result.pins)
+    return len(result.blocks), len(equivalent_classes(graph.dgraph, result.blocks)), len(result.skip_values)
 
 
 def test_gpt2_of_twelve_layers():
     config = dataclasses.replace(zoo.GPT2Config.tiny(), layers=12)
-    blocks, distinct, pins = counts(taken_apart(zoo.GPT2(config), torch.randint(config.vocabulary, (2, 8))))
-    assert (blocks >= 29, distinct <= 9, pins) == (True, True, 0)
+    blocks, distinct, skips = counts(taken_apart(zoo.GPT2(config), torch.randint(config.vocabulary, (2, 8))))
+    assert (blocks >= 29, distinct <= 9, skips) == (True, True, 0)
 
 
 def test_resnet101():
-    blocks, distinct, pins = counts(taken_apart(zoo.resnet101(classes=10, width=8), torch.randn(2, 3, 64, 64)))
-    assert (blocks >= 38, distinct <= 18, pins) == (True, True, 0)
+    blocks, distinct, skips = counts(taken_apart(zoo.resnet101(classes=10, width=8), torch.randn(2, 3, 64, 64)))
+    assert (blocks >= 38, distinct <= 18, skips) == (True, True, 0)
 
 
 def test_a_unet_of_four_levels():
     module = zoo.UNet(zoo.UNetConfig(classes=4, width=4, depth=4))
-    blocks, _, pins = counts(taken_apart(module, torch.randn(2, 3, 64, 64)))
+    blocks, _, skips = counts(taken_apart(module, torch.randn(2, 3, 64, 64)))
     assert blocks >= 32
-    assert 2 <= pins <= 4
+    assert 2 <= skips <= 4
 
 
 def hugging_face(model, config, **tensors):
@@ -263,18 +263,18 @@ def test_llama_of_eight_layers():
     ids = torch.randint(64, (2, 8))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"of": "LlamaConfig", **sizes, "num_hidden_layers": 8, "vocab_size": 64, "use_cache": False}
-    blocks, distinct, pins = counts(hugging_face("LlamaForCausalLM", config, input_ids=ids, labels=ids))
-    assert (blocks >= 22, distinct <= 8, pins) == (True, True, 0)
+    blocks, distinct, skips = counts(hugging_face("LlamaForCausalLM", config, input_ids=ids, labels=ids))
+    assert (blocks >= 22, distinct <= 8, skips) == (True, True, 0)
 
 
-def test_t5_of_six_layers_pins_the_encoder_s_output_and_the_position_biases():
+def test_t5_of_six_layers_has_the_encoder_s_output_and_the_position_biases():
     ids = torch.randint(64, (2, 8))
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 6, "num_decoder_layers": 6}
     config = {"of": "T5Config", **sizes, "vocab_size": 64, "use_cache": False, "decoder_start_token_id": 0}
     graph = hugging_face("T5ForConditionalGeneration", config, input_ids=ids, decoder_input_ids=ids)
-    blocks, distinct, pins = counts(graph)
+    blocks, distinct, skips = counts(graph)
     # The loss, with which the design counts 44, takes a block or more of its own.
-    assert (blocks >= 42, distinct <= 20, pins) == (True, True, 3)
+    assert (blocks >= 42, distinct <= 20, skips) == (True, True, 3)
 
 
 def test_a_decoder_that_reads_the_encoder_s_output_everywhere_is_cut():

@@ -126,7 +126,7 @@ def test_one_differentiable_value_at_most_passes_from_block_to_block(name):
 @pytest.mark.parametrize("name", TINY)
 def test_besides_pinned_values_one_at_most_passes_from_block_to_block(name):
     graphs = zoo_graphs(name)
-    pinned = {node.name for node in chain(graphs.S_graph).pins}
+    pinned = {node.name for node in chain(graphs.S_graph).skip_values}
     place = 0
     for block in graphs.blocks[:-1]:
         place += len(block.nodes)

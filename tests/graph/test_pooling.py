@@ -172,7 +172,7 @@ def test_a_block_holds_both_the_maxima_and_their_indices(model, cut_up):
     found = cut_up(simple)
     assert len(list(found)) > 2
     if model is Skipped:
-        assert found.pins
+        assert found.skip_values
     for block in found:
         for node in block.nodes:
             if node in forms:

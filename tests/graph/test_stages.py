@@ -24,7 +24,7 @@ def test_stages_one_by_one_give_what_all_at_once_gives(name, tracer):
     basic = rkgb.make_B(entry.model, entry.sample, tracer=tracer)
     dataflow = rkgb.B_to_D(basic, entry.model, entry.sample)
     simplified = rkgb.D_to_S(dataflow)
-    blocks = rkgb.cut(simplified, rkgb.chain(simplified).pins)
+    blocks = rkgb.cut(simplified, rkgb.chain(simplified).skip_values)
     k_graph = rkgb.S_to_K(simplified, entry.model, entry.sample)
     k_graphs, classes = rkgb.S_list_to_K_list_eco(blocks, simplified, entry.model, entry.sample)
     assert [node.name for node in basic] == [node.name for node in graphs.B_graph]

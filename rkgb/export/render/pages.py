@@ -51,7 +51,7 @@ def cut_of(graph: Graph) -> Cut:
                 simplified.verify()
             except GraphError:
                 return Cut()  # an S graph between two steps of its making has no chain yet
-            blocks = cut(simplified, chain(simplified).pins)
+            blocks = cut(simplified, chain(simplified).skip_values)
             return Cut(blocks, equivalent_classes(simplified.dgraph, blocks))
         case BGraph() | _:
             return Cut()

@@ -1,4 +1,4 @@
-"""Blocks that share an input, pinned or not, are measured as the whole is: gradients that wait are counted once."""
+"""Blocks that share an input, as a skip value or not, are measured as the whole is: waiting gradients count once."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from rockmate.planning.costs import build_problem, measure_loss
 from tests.graph.programs import Program, simplified, timed_once
 
 
-def measured(module, sample, pinned):
-    """The K graph, cut with as many pins as there can be, or with none."""
+def measured(module, sample, skipped):
+    """The K graph, cut with as many skip values as there can be, or with none."""
     graph = simplified(module, sample)
-    blocks = cut(graph, chain(graph, max_nodes=2).pins if pinned else ())
+    blocks = cut(graph, chain(graph, max_nodes=2).skip_values if skipped else ())
     with timed_once():
         profiles = measure_blocks(graph, blocks, module, make_sample(module, sample))
     return graph, blocks, s_to_k(graph, blocks, profiles)
@@ -43,15 +43,15 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("pinned", [False, True], ids=["as it is", "pinned"])
+@pytest.mark.parametrize("skipped", [False, True], ids=["as it is", "skipped"])
 @pytest.mark.parametrize("name", MODULES)
-def test_the_peak_of_eager_is_predicted(name, pinned):
+def test_the_peak_of_eager_is_predicted(name, skipped):
     module, sample = MODULES[name](), 0.1 * torch.randn(256, 64)
 
     def loss(output):
         return sum(output) if isinstance(output, list) else output.square().sum()
 
-    graph, blocks, kgraph = measured(module, sample, pinned)
+    graph, blocks, kgraph = measured(module, sample, skipped)
     graphs = AllGraphs(None, graph.dgraph, graph, blocks, [], kgraph, [])
     problem, _ = build_problem(graphs, measure_loss(loss, map_leaves(as_leaf, module(sample))))
     predicted, _ = peak_and_time(problem, problem.no_recompute)
