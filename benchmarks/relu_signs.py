@@ -34,7 +34,7 @@ from benchmarks.reporting import (
 from rk_solvers import Chain, Data, ForwardOp, Problem
 from rk_solvers.registry import Effort, solver_named
 from rkgb.profile.recompute_cost import CACHES_BYTES, ColdClock, time_of_form
-from rkgb.restore.packed_mask import TwoValues
+from rkgb.restore.packed_mask import PackedMask
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 
@@ -45,7 +45,7 @@ GAIN = 0.001  # of the step's time: less is no gain, as plans are proven within 
 
 def ms_per_byte(elements: int) -> float:
     """Time of packing a float32 tensor of so many elements into bits and of reading them, by its bytes."""
-    form = TwoValues((elements,), (1,), torch.float32, 0, int(torch.ones(()).view(torch.int32)))
+    form = PackedMask((elements,), (1,), torch.float32, 0, int(torch.ones(()).view(torch.int32)))
     tensor = (torch.rand(elements) < 0.5).float()
     return time_of_form("ReLU", form, tensor, ColdClock(CACHES_BYTES)) / tensor.nbytes
 

@@ -42,7 +42,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "pipeline": (
             "errors", "tree", "process", "devices", "state", "ir", "passes", "capture", "replay", "profile",
         ),
-        "export": ("errors", "tree", "process", "state", "ir", "passes", "recording", "pipeline"),
+        "export": ("errors", "tree", "process", "state", "ir", "restore", "passes", "recording", "pipeline"),
         "stages": ("state", "ir", "passes", "capture", "profile", "pipeline"),
         "show": ("errors", "export", "pipeline"),
         "check": ("devices", "state", "ir", "recording", "capture", "replay", "pipeline", "export"),

@@ -15,9 +15,8 @@ from rkgb.errors import GraphError
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DNode
 from rkgb.ir.profiles import OpProfile, SavedKind, SavedTensor
+from rkgb.ir.restoration import Restoration, Statistics
 from rkgb.ir.sgraph import SGraph, SNode
-from rkgb.restore.batch_norm import Statistics
-from rkgb.restore.packed_mask import SmallerForm
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +58,7 @@ class KGraph:
     data: dict[str, KData]
     op_profiles: Mapping[str, OpProfile]  # by operation name
     gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
-    forms: Mapping[SNode, SmallerForm] = field(default_factory=dict)  # of data that are had again from a smaller form
+    forms: Mapping[SNode, Restoration] = field(default_factory=dict)  # of data that are had again from a smaller form
     # By operation: the batch normalisations that are had again from their statistics.
     normalised: Mapping[str, Statistics] = field(default_factory=dict)
 

@@ -8,8 +8,9 @@ from rkgb.devices.allocation_log import allocated_bytes
 from rkgb.ir.blocks import Block
 from rkgb.ir.kgraph import KComp, KData, KGraph
 from rkgb.ir.profiles import BlockProfile
+from rkgb.ir.restoration import Statistics
 from rkgb.ir.sgraph import SGraph, SNode
-from rkgb.restore.batch_norm import Statistics, statistics_of_profile
+from rkgb.restore.batch_norm import statistics_of_profile
 from rkgb.restore.packed_mask import compact_forms
 
 

@@ -22,12 +22,13 @@ from rkgb.ir.blocks import Block
 from rkgb.ir.call import Ref, bind
 from rkgb.ir.dgraph import DGraph, DNode, makers_of
 from rkgb.ir.profiles import OpProfile
+from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SNode
 from rkgb.process.uncompiled import never_compiled
 from rkgb.profile.block_run import Observer, run_block, stand_ins
 from rkgb.restore.as_saved import writable
 from rkgb.restore.batch_norm import normalised, statistics_among, takes_statistics
-from rkgb.restore.packed_mask import SmallerForm, compact_forms
+from rkgb.restore.packed_mask import compact_forms
 from rkgb.state.module_state import never_unpacked
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
@@ -146,7 +147,7 @@ def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile]) -
     return not is_long or any(takes_statistics(graph, op) for op in node.ops)
 
 
-def time_of_form(name: str, form: SmallerForm, tensor: torch.Tensor, clock: ColdClock) -> float:
+def time_of_form(name: str, form: Restoration, tensor: torch.Tensor, clock: ColdClock) -> float:
     """Time in ms of making and of reading the form of `tensor`; `GraphError`, with `name`, if that gives another."""
     packed, pack_ms = clock.time(partial(form.pack, tensor))
     given_back, unpack_ms = clock.time(partial(form.unpack, packed))
@@ -164,7 +165,7 @@ class _Repeating(Observer):
         nodes: Iterable[SNode] = (),
         ops: Mapping[str, OpProfile] | None = None,
         clock: ColdClock | None = None,
-        forms: Mapping[SNode, SmallerForm] | None = None,
+        forms: Mapping[SNode, Restoration] | None = None,
     ) -> None:
         self._graph = graph
         self._ops = ops or {}

@@ -14,11 +14,9 @@ import torch
 from rkgb.ir.call import Ref
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import OpProfile
+from rkgb.ir.restoration import Statistics
 
 _DTYPES = (torch.float32, torch.float64)
-
-Statistics = tuple[tuple[int, str], tuple[int, str]]
-"""The mean and the inverse deviation among what a batch normalisation saves: the place of each, and its phantom."""
 
 
 def normalised(

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from rkgb.ir.call import Ref, is_ref
 from rkgb.ir.dgraph import DGraph, DNode
+from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SNode
-from rkgb.restore.pool_indices import LEAST_ELEMENTS, WindowIndices, window_indices
+from rkgb.restore.pool_indices import LEAST_ELEMENTS, window_indices
 from rkgb.tree import leaves
 
 # Elements packed at a time, a byte each, which numpy allocates and no budget counts. Not fewer: PyTorch's threads
@@ -36,7 +37,7 @@ _INTEGERS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch
 
 
 @dataclass(frozen=True, slots=True)
-class TwoValues:
+class PackedMask(Restoration):
     """A dense tensor on the CPU of zeros and one other value, as one bit an element."""
 
     shape: tuple[int, ...]
@@ -96,21 +97,18 @@ class TwoValues:
         return tensor
 
 
-SmallerForm = TwoValues | WindowIndices
-
-
-def compact_forms(graph: DGraph, nodes: Iterable[SNode]) -> dict[SNode, SmallerForm]:
+def compact_forms(graph: DGraph, nodes: Iterable[SNode]) -> dict[SNode, Restoration]:
     """Those of `nodes` whose data have a smaller form, with it."""
     forms = ((node, compact_form(graph, node)) for node in nodes)
     return {node: form for node, form in forms if form is not None}
 
 
-def compact_form(graph: DGraph, node: SNode) -> SmallerForm | None:
+def compact_form(graph: DGraph, node: SNode) -> Restoration | None:
     """The smaller form of what `node` leaves behind; None where it has none."""
-    return _two_values(graph, node) if len(node.ops) > 1 else window_indices(graph, node.ops[0])
+    return _mask_form(graph, node) if len(node.ops) > 1 else window_indices(graph, node.ops[0])
 
 
-def _two_values(graph: DGraph, node: SNode) -> TwoValues | None:
+def _mask_form(graph: DGraph, node: SNode) -> PackedMask | None:
     """The form of a dropout mask.
 
     A node makes one if all that it does is to allocate a tensor on the CPU, draw zeros and ones into it, and multiply
@@ -138,7 +136,7 @@ def _two_values(graph: DGraph, node: SNode) -> TwoValues | None:
         return None
     low, high = values.view(_INTEGERS[value.dtype.itemsize]).tolist()
     mask = (1 << 8 * value.dtype.itemsize) - 1
-    return TwoValues(tuple(value.shape), tuple(value.stride), value.dtype, low & mask, high & mask)
+    return PackedMask(tuple(value.shape), tuple(value.stride), value.dtype, low & mask, high & mask)
 
 
 def _writes_alone(graph: DGraph, op: DNode, owner: str) -> bool:

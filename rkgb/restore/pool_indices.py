@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rkgb.ir.call import Call, Ref, ref_names
 from rkgb.ir.dgraph import DGraph, DNode
+from rkgb.ir.restoration import Restoration
 from rkgb.ir.values import ValueInfo
 
 LEAST_ELEMENTS = 16384  # of a tensor worth a smaller form: fewer are made again in less than 0.1 ms
@@ -34,7 +35,7 @@ _DISTANCES = (torch.uint8, torch.int16)
 
 
 @dataclass(frozen=True, slots=True)
-class WindowIndices:
+class WindowIndices(Restoration):
     """Indices of a max pooling on the CPU, as distances from where their windows begin."""
 
     shape: tuple[int, ...]  # [..., *windows]

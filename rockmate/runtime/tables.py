@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.restore.packed_mask import SmallerForm
+from rkgb.ir.restoration import Restoration
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StepTables:
     segments: list[SegmentCode]
     generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
-    forms: dict[str, SmallerForm] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
+    forms: dict[str, Restoration] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
     makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
     takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
     repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it

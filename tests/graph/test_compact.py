@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from rkgb import TraceWarning, make_all_graphs
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.restore.packed_mask import TwoValues, compact_form, compact_forms
+from rkgb.restore.packed_mask import PackedMask, compact_form, compact_forms
 from rkgb.restore.pool_indices import LEAST_ELEMENTS
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,7 +21,7 @@ def as_integers(tensor):
 def form_of(shape, stride, dtype, low, high):
     mask = (1 << 8 * dtype.itemsize) - 1
     low, high = (as_integers(torch.tensor(value, dtype=dtype)).item() & mask for value in (low, high))
-    return TwoValues(shape, stride, dtype, low, high)
+    return PackedMask(shape, stride, dtype, low, high)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

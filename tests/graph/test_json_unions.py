@@ -8,7 +8,7 @@ from torch import nn
 
 from rkgb import make_all_graphs, make_sample
 from rkgb.export.json_form import GraphFormatError, dumps, from_json, loads, to_json
-from rkgb.restore.packed_mask import TwoValues
+from rkgb.restore.packed_mask import PackedMask
 from rkgb.restore.pool_indices import WindowIndices
 from tests.models.tracing import step_difference
 
@@ -24,7 +24,7 @@ def test_smaller_forms_and_sets_of_names_are_written():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.MaxPool2d(2), nn.Dropout(0.1), nn.Conv2d(8, 2, 1))
     sample = torch.randn(4, 3, 80, 80)
     graphs = make_all_graphs(model, sample)
-    assert {type(form) for form in graphs.K_graph.forms.values()} == {TwoValues, WindowIndices}
+    assert {type(form) for form in graphs.K_graph.forms.values()} == {PackedMask, WindowIndices}
     found = again(graphs)
     assert {node.name: form for node, form in found.K_graph.forms.items()} == {
         node.name: form for node, form in graphs.K_graph.forms.items()
@@ -36,12 +36,12 @@ def test_smaller_forms_and_sets_of_names_are_written():
     assert (again(marked).varying, again(marked).trained) == (marked.varying, marked.trained)
 
 
-@pytest.mark.parametrize("form", [None, {}, ["TwoValues"], ["Threes", {}], [["TwoValues"], {}], ["TwoValues", None]])
+@pytest.mark.parametrize("form", [None, {}, ["PackedMask"], ["Threes", {}], [["PackedMask"], {}], ["PackedMask", None]])
 def test_a_smaller_form_that_is_none_is_refused(form):
     model = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1))
     written = to_json(make_all_graphs(model, torch.randn(64, 512)).K_graph)
     ((_, told),) = written["graph"]["forms"]
-    assert told[0] == "TwoValues"
+    assert told[0] == "PackedMask"
     written["graph"]["forms"][0][1] = form
     with pytest.raises(GraphFormatError, match=r"graph\.forms"):
         from_json(written)

@@ -20,6 +20,8 @@ from rkgb.export.json_form.functions import FunctionReader
 from rkgb.export.json_form.tensors import TensorReader
 from rkgb.export.json_form.trees import TreeReader
 from rkgb.export.json_form.writer import OPTIONAL, item_hints
+from rkgb.ir.restoration import Restoration
+from rkgb.restore import KINDS
 
 
 class Reader:
@@ -48,6 +50,8 @@ class Reader:
         if hint in self._leaf_readers:
             return self._leaf_readers[hint](form)
         origin = typing.get_origin(hint) or hint
+        if origin is Restoration:
+            return self._one_of(form, KINDS)
         if origin in OPTIONAL:
             return self._one_of(form, typing.get_args(hint))
         if origin in (list, tuple, frozenset):

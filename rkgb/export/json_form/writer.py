@@ -18,6 +18,8 @@ from rkgb.export.json_form.errors import Place, refuse_generator
 from rkgb.export.json_form.functions import write_function
 from rkgb.export.json_form.tensors import TensorWriter
 from rkgb.export.json_form.trees import TreeWriter
+from rkgb.ir.restoration import Restoration
+from rkgb.restore import KINDS
 from rkgb.state.generators import OwnGenerator
 
 OPTIONAL = (types.UnionType, typing.Union)
@@ -48,6 +50,8 @@ class Writer:
         if hint in (int, float, str, bool, types.NoneType):
             return self._plain(value, hint)
         origin = typing.get_origin(hint) or hint
+        if origin is Restoration:
+            return self._one_of(value, KINDS)
         if origin in OPTIONAL:
             return self._one_of(value, typing.get_args(hint))
         if origin in (list, tuple):
