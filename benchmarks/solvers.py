@@ -42,9 +42,9 @@ from rk_solvers import (
     solve_sweep,
     solver_named,
 )
-from rk_solvers.bounds.peak_bound import least_bytes
 from rk_solvers.chain.blocks import Block, Option, parts_of
 from rk_solvers.chain.rotor_tables import ChainNumbers, fill
+from rk_solvers.liveness import least_bytes
 from rockmate.units import format_bytes, format_ms
 
 AUTO, GREEDY = "auto", "greedy"

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from rk_solvers import Problem, Recompute, check, normalise, peak_and_time, schedule_of
+from rk_solvers import Problem, check, normalise, peak_and_time, schedule_of, simulate
 from rk_solvers.exact.oracle import least_peak
+from rk_solvers.problem import Recompute
 from rockmate import Rockmate, plan_files, zoo
 from rockmate.plan_files import PlanFile
 from rockmate.plan_files.content import (
@@ -19,7 +20,6 @@ from rockmate.plan_files.content import (
     OperationRecord,
     Promise,
 )
-from rockmate.planning.simulator import simulate
 from rockmate.reports.explain import explain
 from tests.solver.instances import random_plan, random_problem
 
@@ -238,7 +238,7 @@ def test_a_real_plan_is_explained_with_the_source_lines_of_its_user(planned):
         if entry.flip is not None:
             assert entry.source.startswith("gpt2.py:")
             assert math.isfinite(entry.cost_ms_per_mib)
-    recomputed = {op for group in planned.recompute for op in (planned.problem.forward[index].name for index in group)}
+    recomputed = {name for names in planned.parsed_schedule.recomputed.values() for name in names}
     assert {entry.producer for entry in found.entries if entry.recomputed} <= recomputed
     weights = [entry.weight for entry in found.heaviest(10)]
     assert weights == sorted(weights, reverse=True)

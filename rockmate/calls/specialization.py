@@ -130,7 +130,7 @@ class Specialization:
     @property
     def decisions(self) -> PortablePlan:
         """What the plan recomputes, for others to follow."""
-        return PortablePlan.of(self.measured.problem, self.plan.recompute, self.plan.solver)
+        return PortablePlan.of(self.plan.schedule, self.plan.solver)
 
     def covers(self, other: Specialization) -> bool:
         """Whether this plan, some of whose numbers are free, holds wherever the other does."""

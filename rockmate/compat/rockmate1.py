@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Problem, RotorTable, Solution, Solver, peak_and_time
+from rk_solvers import Problem, RotorTable, Solution, Solver, peak_and_time, schedule_of, simulate
 from rk_solvers.chain.rotor import prepare_table, solved
 from rk_solvers.chain.two_level import Blocks, RockmateSolver
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
@@ -23,7 +23,6 @@ from rockmate.plan_files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.plan import Plan
-from rockmate.planning.simulator import simulate
 from rockmate.queries.measured_rockmate import MeasuredRockmate, PlannedStage
 
 _MOST_UNITS = 5000  # of a budget: the table grows with it
@@ -241,11 +240,11 @@ class SolvedChains(Solver):
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """The fastest plan that fits, else that of lowest peak. Raises `SolverError` for too small a unit of memory."""
-        most_bytes = peak_and_time(problem, problem.no_recompute)[0]
-        plans = [(self.name, problem.no_recompute)]
+        plans = [(self.name, schedule_of(problem, {}))]
+        most_bytes = peak_and_time(problem, plans[0][1])[0]
         for blocks in self._chains:
             found = solved(partial(self._table, problem, blocks), budget_bytes, most_bytes)
-            plans.append((self.name, found.recompute))
+            plans.append((self.name, found.schedule))
         return best_solution(problem, budget_bytes, plans)
 
     def _table(self, problem: Problem, blocks: Blocks, budget_bytes: int) -> RotorTable:

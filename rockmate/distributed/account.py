@@ -13,12 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rk_solvers import Chain, KeepAll, KeepNone, Problem, Recompute, Solution, Solver, schedule_of
+from rk_solvers import Backward, Chain, KeepAll, KeepNone, Problem, Solution, Solver, simulate
 from rockmate.distributed.blocks import BlockClass
 from rockmate.memory.split import above_gradients
 from rockmate.planning.costs import LOSS, assumed_loss_cost, build_problem
 from rockmate.planning.fixed_plan import PortablePlan
-from rockmate.planning.simulator import simulate
 
 _MOST_CHOICES = 20_000  # compared one by one
 _LEVELS = 6  # of kept bytes, at which each class is solved at first
@@ -54,22 +53,18 @@ class BlockProblem:
         problem, chain = build_problem(measured.graphs, measured.loss or assumed_loss_cost(measured.graphs.K_graph))
         return BlockProblem(above_gradients(problem, measured.graphs), chain, blocks.calls)
 
-    def candidate(self, recompute: Recompute, solver: str) -> Candidate:
+    def candidate(self, solution: Solution) -> Candidate:
         """What a plan keeps and takes."""
-        moments = simulate(self.problem, schedule_of(self.problem, recompute)).moments
-        turn = next(place for place, moment in enumerate(moments) if moment.op == f"backward {LOSS}")
+        moments = simulate(self.problem, solution.schedule).moments
+        turn = next(place for place, moment in enumerate(moments) if moment.op == Backward(LOSS))
         peak_bytes = max(moment.peak_bytes for place, moment in enumerate(moments) if place != turn)
         kept_bytes = moments[turn].alive_bytes
-        decisions = PortablePlan.of(self.problem, recompute, solver)
+        decisions = PortablePlan.of(solution.schedule, solution.solver)
         return Candidate(decisions, kept_bytes, max(peak_bytes, kept_bytes), moments[-1].end_ms)
 
     def extremes(self) -> list[Candidate]:
         """The plan that keeps the least, and the one that keeps everything."""
-        found = []
-        for solver in (KeepNone(), KeepAll()):
-            solution = solver.solve(self.problem, sys.maxsize)
-            found.append(self.candidate(solution.recompute, solution.solver))
-        return found
+        return [self.candidate(solver.solve(self.problem, sys.maxsize)) for solver in (KeepNone(), KeepAll())]
 
     def solve(self, solver: Solver, kept_bytes: int, peak_bytes: int) -> Candidate | None:
         """The fastest plan found that keeps at most `kept_bytes` and takes at most `peak_bytes`; None without one.
@@ -80,7 +75,7 @@ class BlockProblem:
         filled = replace(turn, peak_bytes=max(turn.resident_bytes, peak_bytes - kept_bytes))
         problem = replace(self.problem, backward=(filled, *others))
         solution: Solution = solver.solve(problem, peak_bytes)
-        return self.candidate(solution.recompute, solution.solver) if solution.status.fits else None
+        return self.candidate(solution) if solution.status.fits else None
 
 
 Choice = list[Candidate]

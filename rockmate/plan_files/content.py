@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from rk_solvers import Chain, Problem, Recompute, Schedule
+from rk_solvers import Chain, Problem, Schedule
 from rkgb.ir.profiles import BlockProfile
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.plan import Plan
@@ -166,17 +166,12 @@ class PlanFile(Record, frozen=True):
     def plan(self) -> Plan:
         """The plan, as a planned module has it."""
         numbers = {name: getattr(self.promise, name) for name in Promise.__struct_fields__ if name != "gap"}
-        return Plan(schedule=self.parsed_schedule, recompute=self.recompute, calls=self.graph.calls, **numbers)
+        return Plan(schedule=self.parsed_schedule, calls=self.graph.calls, **numbers)
 
     @property
     def parsed_schedule(self) -> Schedule:
         """The steps, in order. Raises `ScheduleError` for lines that are none."""
         return Schedule.parse("\n".join(self.schedule))
-
-    @property
-    def recompute(self) -> Recompute:
-        """What is recomputed before each backward operation. Raises `ScheduleError` as above."""
-        return self.parsed_schedule.recompute(self.problem)
 
     @property
     def solver_chain(self) -> Chain:

@@ -14,12 +14,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rk_solvers import check
+from rk_solvers import check, simulate
 from rk_solvers.problem import MOST
 from rkgb.export.strict_json import parsed
 from rockmate.errors import PlanFileError
 from rockmate.plan_files.content import FORMAT, VERSION, PlanFile
-from rockmate.planning.simulator import simulate
 
 MOST_BYTES = 256 << 20  # of a file, unpacked: many times what the largest models take
 _DEEPEST = 40

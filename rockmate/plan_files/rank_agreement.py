@@ -266,7 +266,7 @@ class _Published:
     @staticmethod
     def of(problem: Problem, plan: Plan) -> _Published:
         return _Published(
-            PortablePlan.of(problem, plan.recompute, plan.solver),
+            PortablePlan.of(plan.schedule, plan.solver),
             tuple((op.time_ms, op.repeat_ms) for op in problem.forward),
             tuple(op.time_ms for op in problem.backward),
             plan.lower_bound_ms,

@@ -201,7 +201,7 @@ def _followed(
     model: torch.nn.Module, traced: Traced, request: PlanRequest, plan_file: PlanFile
 ) -> tuple[Measured, LoweredPlan]:
     """What the plan recomputes, with the costs of this place."""
-    decisions = PortablePlan.of(plan_file.problem, plan_file.recompute, plan_file.promise.solver)
+    decisions = PortablePlan.of(plan_file.parsed_schedule, plan_file.promise.solver)
     budget_bytes = plan_file.promise.whole_budget_bytes
     traced.loss, traced.gradients = _loss_of(plan_file), frozenset(plan_file.asked.gradients)
     measured = measure_traced(model, traced, request)

@@ -119,7 +119,7 @@ def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) ->
     present_bytes = 0 if split is None else split.residents.present_bytes
     now_bytes = resolve_budget(None, plan_file.measured.eager_peak_bytes, traced.device, present_bytes)
     then_bytes = plan_file.promise.whole_budget_bytes
-    without = not any(plan_file.recompute)  # more memory makes no better plan
+    without = not plan_file.parsed_schedule.recomputations  # more memory makes no better plan
     return then_bytes <= now_bytes and (without or then_bytes >= now_bytes * (1 - RESERVE))
 
 

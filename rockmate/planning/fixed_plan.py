@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rk_solvers import Problem, Recompute, Solution, Solver
-from rk_solvers.problem import check_recompute
+from rk_solvers import Problem, Schedule, Solution, Solver, schedule_of
 from rk_solvers.solver import solution_of
 from rockmate.errors import PlanMismatch
 
@@ -25,20 +24,16 @@ class PortablePlan:
     solver: str  # the name of the one that found them
 
     @staticmethod
-    def of(problem: Problem, recompute: Recompute, solver: str) -> PortablePlan:
-        """Those of a plan for `problem`. Raises `ValueError` if `recompute` is none."""
-        check_recompute(problem, recompute)
-        groups = zip(problem.backward, recompute, strict=True)
-        named = ((op.name, tuple(problem.forward[index].name for index in group)) for op, group in groups if group)
-        return PortablePlan(tuple(named), solver)
+    def of(schedule: Schedule, solver: str) -> PortablePlan:
+        """Those of a schedule."""
+        return PortablePlan(tuple(schedule.recomputed.items()), solver)
 
-    def recompute_for(self, problem: Problem) -> Recompute:
-        """The same decisions as a plan for `problem`. Raises `PlanMismatch` naming the first that it cannot follow."""
+    def schedule_for(self, problem: Problem) -> Schedule:
+        """The same decisions for `problem`. Raises `PlanMismatch` naming the first that it cannot follow."""
         index_of = {op.name: index for index, op in enumerate(problem.forward)}
-        stage_of = {op.name: stage for stage, op in enumerate(problem.backward)}
-        groups: list[tuple[int, ...]] = [()] * len(problem.backward)
+        backward = {op.name for op in problem.backward}
         for stage, names in self.stages:
-            if stage not in stage_of:
+            if stage not in backward:
                 raise _unknown("backward operation", stage, f"recomputes {', '.join(names)} just before it")
             for name in names:
                 if name not in index_of:
@@ -48,8 +43,7 @@ class PortablePlan:
                         f"the plan recomputes {name} just before {stage}, but {name} must run once here (it is pinned, "
                         "or must never be repeated). Plan this module by itself."
                     )
-            groups[stage_of[stage]] = tuple(sorted({index_of[name] for name in names}))
-        return tuple(groups)
+        return schedule_of(problem, dict(self.stages))
 
     def to_json(self) -> str:
         """The decisions as versioned JSON text; `from_json` reads it back."""
@@ -94,7 +88,7 @@ class FixedPlan(Solver):
 
         Raises `PlanMismatch` where the problem has not the operations that are decided upon.
         """
-        solution = solution_of(problem, budget_bytes, self.decisions.recompute_for(problem), self.name)
+        solution = solution_of(problem, budget_bytes, self.decisions.schedule_for(problem), self.name)
         if self.lower_bound_ms is None or not solution.status.fits:
             return solution
         return replace(solution, lower_bound_ms=min(self.lower_bound_ms, solution.time_ms))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rk_solvers import Recompute, Schedule
+from rk_solvers import Schedule
 from rockmate.memory.split import MemorySplit
 from rockmate.units import format_bytes, format_ms
 
@@ -25,7 +25,6 @@ class Plan:
     solver: str
     planning_s: float
     schedule: Schedule
-    recompute: Recompute
     measured_peak_bytes: int | None = None  # of one real step on the sample
     lower_bound_ms: float | None = None  # no plan for this budget is predicted to take less; None where unknown
     memory_split: MemorySplit | None = None  # of a budget for all of training; None of one for the step
@@ -59,7 +58,7 @@ class Plan:
     @property
     def recomputations(self) -> int:
         """How many operations are computed again, in all."""
-        return sum(len(group) for group in self.recompute)
+        return self.schedule.recomputations
 
     def __str__(self) -> str:
         return (

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from rk_solvers import Effort, KeepAll, Solution, check, solver_named
+from rk_solvers import Effort, KeepAll, Solution, check, simulate, solver_named
 from rk_solvers.bounds.time_bound import lower_bound_ms
 from rkgb.devices.allocation_log import out_of_memory_told
 from rkgb.devices.available import available_bytes
@@ -30,7 +30,7 @@ from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
-from rockmate.planning.costs import LOSS, LossFunction
+from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan
 from rockmate.planning.graph_solver import GraphSolver
 from rockmate.planning.measured import Measured, borrowed_with_gradients
@@ -38,7 +38,6 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.real_step import real_peak_bytes, warm_step
 from rockmate.planning.refusal import too_small
 from rockmate.planning.request import PlanRequest, Progress
-from rockmate.planning.simulator import simulate
 from rockmate.runtime.codegen import CompiledProgram, compile_program
 from rockmate.runtime.lowering import Program, make_program
 from rockmate.runtime.runner import Runner
@@ -244,14 +243,14 @@ def _lower_bound_ms(
     None where nobody asked: who follows another plan has no time for it.
     """
     allowed_bytes = max(budget_bytes, solution.peak_bytes)  # a plan is believed by its measured peak
-    if not any(solution.recompute):
+    if not solution.schedule.recomputations:
         return solution.time_ms
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
     if request.follow is not None:
         return None
     limit_s = min(_BOUND_S, request.longest_search_s)
-    plan = solution.recompute
+    plan = solution.schedule
     bound_ms = lower_bound_ms(measured.problem, allowed_bytes, measured.chain, limit_s, plan=plan)
     return min(bound_ms, solution.time_ms)
 
@@ -302,7 +301,6 @@ def _planned(
         solver=solution.solver,
         planning_s=0.0,
         schedule=solution.schedule,
-        recompute=solution.recompute,
         memory_split=split,
         calls=str(measured.pattern),
         gradient_bytes=measured.gradient_bytes,
@@ -313,8 +311,7 @@ def _planned(
 
 def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> LoweredPlan:
     """`plan`, made for what was `measured` of `module`, with the program that follows it."""
-    first_stage = sum(op.name == LOSS for op in measured.problem.backward)
-    program = make_program(measured.graphs.K_graph, plan.recompute, first_stage)
+    program = make_program(measured.graphs.K_graph, plan.schedule)
     header = (
         f"{type(module).__name__} under {format_bytes(plan.budget_bytes)}: generated code, to be read and stepped "
         f"through.\nPredicted peak {format_bytes(plan.peak_bytes)}, overhead {plan.overhead:+.1%}, by {plan.solver}."

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rk_solvers import Compute, Effort, Forget, Problem, Solution, solver_named
+from rk_solvers import Effort, Problem, Simulation, Solution, simulate, solver_named
 from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rockmate.errors import BudgetTooSmall
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
 from rockmate.planning.measured import Measured, problem_of
-from rockmate.planning.simulator import simulate
 from rockmate.units import format_apart, format_bytes
 
 _PROOF_S = 3.0  # most seconds for the proof of how much less might do
@@ -32,11 +31,13 @@ def too_small(
     `lowest_bytes` was measured: a step of that plan really takes that much.
     """
     problem = measured.problem
-    op = simulate(problem, solution.schedule).peak_op
+    simulation = simulate(problem, solution.schedule)
+    binding = simulation.peak.op
+    op = str(binding)
     smallest = max(lowest_bytes, budget_bytes + 1)
     proven = solution.proven_bytes or least_peak_bytes(problem, max(solution.peak_bytes, 1), _PROOF_S)
     proven = min(smallest, proven)
-    advice = " ".join(_advice(measured, _moment(problem, solution, op), smallest, budget_bytes))
+    advice = " ".join(_advice(measured, _moment(problem, simulation), smallest, budget_bytes))
     divided = ""
     if split is not None:
         _, needed = format_apart(split.step_bytes, smallest)
@@ -45,7 +46,7 @@ def too_small(
         budget_bytes, smallest, proven = split.total_bytes, smallest + resident_bytes, proven + resident_bytes
     return BudgetTooSmall(
         f"budget {' < '.join(format_apart(budget_bytes, smallest))}, the smallest for which a schedule was found "
-        f"({_proof(proven, smallest)}; bound at {op}{_where(measured, op)}){divided}. "
+        f"({_proof(proven, smallest)}; bound at {op}{_where(measured, binding.name)}){divided}. "
         f"{_of_what(measured, written)}Raise the budget to at least "
         f"{smallest} bytes, or: {advice}",
         smallest,
@@ -74,9 +75,9 @@ def _of_what(measured: Measured, written: Budget) -> str:
     return f"{written!r} is of the {now} that {what.replace('a step', 'the eager step')}. "
 
 
-def _where(measured: Measured, binding_op: str) -> str:
+def _where(measured: Measured, op_name: str) -> str:
     """The user's own words for an operation: submodule and source line."""
-    name = binding_op.split()[-1].split(".backward")[0]
+    name = op_name.split(".backward")[0]
     return next((f", {op.source}" for op in measured.graphs.D_graph if op.name == name), "")
 
 
@@ -87,31 +88,21 @@ def _where(measured: Measured, binding_op: str) -> str:
 class _Moment:
     """What is alive at the peak, in bytes."""
 
-    op: str
+    op: str  # its name
     held_bytes: int  # the outputs of the model
     once: dict[str, int]  # values that nothing can recompute, by name
 
 
-def _moment(problem: Problem, solution: Solution, peak_op: str) -> _Moment:
+def _moment(problem: Problem, simulation: Simulation) -> _Moment:
     """The moment of the schedule's peak."""
-    made_by = {op.name: [problem.data[item].name for item in op.outputs] for op in problem.forward}
-    alive: set[str] = set()
-    for op in solution.schedule.ops:
-        if isinstance(op, Compute):
-            alive.update(made_by[op.name])
-        elif isinstance(op, Forget):
-            alive.discard(op.name)
-        if str(op) == peak_op:
-            break
     held_bytes, once = 0, dict[str, int]()
-    for index, data in enumerate(problem.data):
-        if data.name not in alive:
-            continue
+    for index in simulation.alive_at(simulation.moments.index(simulation.peak)):
+        data = problem.data[index]
         if index in problem.held:
             held_bytes += data.size_bytes
         elif not problem.forward[data.producer].recomputable:
             once[data.name] = data.size_bytes
-    return _Moment(peak_op, held_bytes, once)
+    return _Moment(simulation.peak.op.name, held_bytes, once)
 
 
 def _least_above_gradients(measured: Measured, budget_bytes: int) -> int:
@@ -147,10 +138,10 @@ def _advice(measured: Measured, moment: _Moment, smallest_bytes: int, budget_byt
                 "once, and keep them by zero_grad(set_to_none=False) "
                 f"({does}, above {format_bytes(sum(made.values()))} of gradients);"
             )
-    if moment.op.split()[-1] == LOSS:
+    if moment.op == LOSS:
         yield "compute the loss in parts, as the peak is there."
     else:
-        yield f"split {moment.op.split()[-1]} into parts, as the peak is there."
+        yield f"split {moment.op} into parts, as the peak is there."
 
 
 def _smaller_inputs(batch: int | None, fixed_bytes: int, smallest_bytes: int) -> str:

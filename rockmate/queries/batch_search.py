@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rk_solvers import Chain, Problem, Recompute, normalise, peak_and_time
+from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time, schedule_of
 from rk_solvers.local.min_peak_search import lowest_peak_plan
 from rkgb import make_sample
 from rkgb.devices.allocation_log import is_out_of_memory
@@ -64,7 +64,7 @@ class _Known:
     chain: Chain
     step_budget_bytes: int  # what the budget leaves to the step
     eager_bytes: int
-    recompute: Recompute | None = None  # of its plan, if it has one
+    schedule: Schedule | None = None  # of its plan, if it has one
     excess_bytes: int = 0  # what a real step took beyond its prediction
 
 
@@ -159,7 +159,7 @@ class BatchSearch:
         assert plan.measured_peak_bytes is not None
         self._known[-1] = replace(
             self._known[-1],
-            recompute=plan.recompute,
+            schedule=plan.schedule,
             excess_bytes=max(0, plan.measured_peak_bytes - plan.peak_bytes),
         )
         self._best = plan_file_of(model, measured, plan, request)
@@ -189,7 +189,7 @@ class BatchSearch:
 
     def _least_bytes(self, known: _Known) -> int:
         """The lowest peak that is predicted for a batch that was measured, after a short search."""
-        plans = [one.recompute for one in self._known if one.recompute is not None and _are_alike(one, known)]
+        plans = [one.schedule for one in self._known if one.schedule is not None and _are_alike(one, known)]
         deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
         plan = lowest_peak_plan(known.problem, plans, known.chain, deadline)
         return peak_and_time(known.problem, normalise(known.problem, plan))[0]
@@ -218,8 +218,8 @@ class BatchSearch:
         one = pair[0]
         if self._between(one.batch, pair) is None:
             return max(self._largest, self._last(partial(self._eager_fits, pair)))
-        plans = [known.recompute for known in self._known if known.recompute is not None and _are_alike(known, one)]
-        plans.append(one.problem.no_recompute)
+        plans = [known.schedule for known in self._known if known.schedule is not None and _are_alike(known, one)]
+        plans.append(schedule_of(one.problem, {}))
         low = max(self._last(partial(self._fits, pair, plan)) for plan in plans)
         for _ in range(_GUESSES):
             if low + 1 >= self._smallest:
@@ -243,11 +243,11 @@ class BatchSearch:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _fits(self, pair: tuple[_Known, _Known], plan: Recompute, batch: int) -> bool:
+    def _fits(self, pair: tuple[_Known, _Known], plan: Schedule, batch: int) -> bool:
         problem = self._between(batch, pair)
         return problem is not None and peak_and_time(problem, plan)[0] <= self._allowed_bytes(batch, pair)
 
-    def _searched(self, batch: int, pair: tuple[_Known, _Known], plans: list[Recompute]) -> Recompute | None:
+    def _searched(self, batch: int, pair: tuple[_Known, _Known], plans: list[Schedule]) -> Schedule | None:
         """A plan that is expected to fit a batch; None where a short search finds none."""
         problem = self._between(batch, pair)
         allowed_bytes = self._allowed_bytes(batch, pair)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Effort, Problem, Recompute, Solution, Solver, peak_and_time, solver_named
+from rk_solvers import Effort, Problem, Schedule, Solution, Solver, peak_and_time, schedule_of, solver_named
 from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rk_solvers.solver import solution_of
@@ -165,11 +165,11 @@ def smallest_budget(
     )
 
 
-def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> tuple[Recompute, list[Attempt]]:
+def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> tuple[Schedule, list[Attempt]]:
     """The plan of lowest peak, among those found, that takes at most so much longer; and what was tried."""
     problem = measured.problem
     limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
-    best = problem.no_recompute
+    best = schedule_of(problem, {})
     high = peak_and_time(problem, best)[0]
     low = least_peak_bytes(problem, high, _PROOF_S) - 1  # proven to be too small
     attempts: list[Attempt] = []
@@ -178,12 +178,12 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
         request.progress("budgets", min(len(attempts), rounds - 1), rounds)
         middle = (low + high) // 2
         solution = _solved(measured, request, middle)
-        peak_bytes, time_ms = peak_and_time(problem, solution.recompute)
+        peak_bytes, time_ms = peak_and_time(problem, solution.schedule)
         is_fast_enough = time_ms <= limit_ms
         taken = time_ms / problem.keep_all_time_ms
         attempts.append(Attempt(middle, peak_bytes, taken, peak_bytes <= middle, is_fast_enough))
         if is_fast_enough and peak_bytes < high:
-            best, high = solution.recompute, peak_bytes  # a plan that does not fit this budget may be the best yet
+            best, high = solution.schedule, peak_bytes  # a plan that does not fit this budget may be the best yet
         if high > middle:
             low = middle
     request.progress("budgets", rounds, rounds)
@@ -204,7 +204,7 @@ def _solved(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solu
 class _Given(Solver):
     """Returns one plan, whatever the budget."""
 
-    recompute: Recompute
+    schedule: Schedule
     found_by: str
 
     @property
@@ -214,14 +214,14 @@ class _Given(Solver):
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """That plan."""
-        return solution_of(problem, budget_bytes, self.recompute, self.name)
+        return solution_of(problem, budget_bytes, self.schedule, self.name)
 
 
-def _within_its_peak(measured: Measured, request: PlanRequest, model: torch.nn.Module, recompute: Recompute) -> Plan:
+def _within_its_peak(measured: Measured, request: PlanRequest, model: torch.nn.Module, schedule: Schedule) -> Plan:
     """The plan under a budget of what its real step takes."""
     name = request.solver if isinstance(request.solver, str) else request.solver.name
-    given = replace(request, solver=_Given(recompute, name))
-    budget_bytes = peak_and_time(measured.problem, recompute)[0]
+    given = replace(request, solver=_Given(schedule, name))
+    budget_bytes = peak_and_time(measured.problem, schedule)[0]
     try:
         plan = make_plan(measured, replace(given, budget=budget_bytes), model).plan
     except BudgetTooSmall as error:  # more than was predicted: by so much it was measured

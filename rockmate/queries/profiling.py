@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from rk_solvers import Problem
+from rk_solvers import Compute, Problem
 from rkgb import DGraph, Sample, make_sample
 from rkgb.devices.allocation_log import if_it_fits
 from rkgb.process.turns import TURNS
@@ -182,12 +182,12 @@ def _operations(
 
 def compared(plan_file: PlanFile, now: Problem) -> tuple[OperationProfile, ...]:
     """The operations of a plan with the costs that it was made with, beside those of `now`."""
-    runs = Counter(index for group in plan_file.recompute for index in group)
+    runs = Counter(op.name for op in plan_file.parsed_schedule.ops if isinstance(op, Compute))
     place = {op.node or op.name: op for op in reversed(plan_file.graph.operations)}
     place |= {op.name: op for op in plan_file.graph.operations}
     costs_now = _costs(now)
     found = []
-    for index, (name, (phase, time_ms, size_bytes)) in enumerate(_costs(plan_file.problem).items()):
+    for name, (phase, time_ms, size_bytes) in _costs(plan_file.problem).items():
         op = place.get(name.split(".backward")[0])
         _, measured_ms, measured_bytes = costs_now.get(name, (phase, None, None))
         found.append(
@@ -196,7 +196,7 @@ def compared(plan_file: PlanFile, now: Problem) -> tuple[OperationProfile, ...]:
                 phase=phase,
                 module=op.module if op else "",
                 source=op.source if op else "",
-                runs=1 + (runs[index] if phase == "forward" else 0),
+                runs=runs[name] if phase == "forward" else 1,
                 planned_ms=time_ms,
                 measured_ms=measured_ms,
                 planned_bytes=size_bytes,

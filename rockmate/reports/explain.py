@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 
-from rk_solvers import Compute, Forget, Problem, Recompute, evaluate, normalise
+from rk_solvers import Recomputed, Simulation, binding, evaluate, normalise, simulate
 from rockmate.plan_files.content import OperationRecord, PlanFile
-from rockmate.planning.simulator import Simulation, simulate
 from rockmate.reports.explanation import MIB, Alive, Decision, Entry, Explanation, Flip, Lifetime, PeakFacts
 from rockmate.units import format_bytes, format_ms
 
@@ -34,34 +33,18 @@ class _Walk:
         self.problem = problem = plan_file.problem
         self.budget_bytes = plan_file.promise.budget_bytes
         schedule = plan_file.parsed_schedule
-        self.recompute = schedule.recompute(problem)
+        self.recomputed = schedule.recomputed
         self.simulation: Simulation = simulate(problem, schedule)
-        self.lifetimes = self._lifetimes(schedule.ops)
+        self.lifetimes: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (first, last) step of each stay, by data
+        for instance in self.simulation.instances:
+            self.lifetimes[instance.data].append((instance.first, instance.last))
+        self.inputs = {op.name: frozenset(op.inputs) for op in problem.forward}
         self.forward_users = problem.forward_users()
         self.backward_users = problem.backward_users()
         self.main, self.reasons = _main_operations(plan_file)
         self.texts = {value.name: value.text for op in plan_file.graph.operations for value in op.makes}
         costs = [self._mib_cost(index) for index in range(len(problem.data))]
         self.ranked = sorted(cost for cost in costs if cost is not None)
-
-    def _lifetimes(self, ops: tuple[object, ...]) -> dict[int, list[tuple[int, int]]]:
-        """(first, last) step of each stay, by data; what is never forgotten stays to the end."""
-        index_of = {data.name: index for index, data in enumerate(self.problem.data)}
-        forward = {op.name: op for op in self.problem.forward}
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        since: dict[int, int] = {}
-        step = -1
-        for op in ops:
-            if isinstance(op, Forget):
-                item = index_of[op.name]
-                found[item].append((since.pop(item), step))
-                continue
-            step += 1
-            for item in forward[op.name].outputs if isinstance(op, Compute) else ():
-                since.setdefault(item, step)
-        for item, first in since.items():
-            found[item].append((first, step))
-        return found
 
     def _mib_cost(self, item: int) -> float | None:
         """Of what may be recomputed, what a MiB of it costs; None for what may not be, or need not."""
@@ -73,14 +56,14 @@ class _Walk:
 
     def explanation(self) -> Explanation:
         entries = tuple(self._entry(item) for item in range(len(self.problem.data)))
-        binding_op, binding_bytes = _binding(self.problem)
+        binding_op, binding_bytes = binding(self.problem)
         decisions = {entry.name: entry.decision for entry in entries}
         return Explanation(
             entries=entries,
             peak=self._peak(decisions),
             budget_bytes=self.budget_bytes,
             time_ms=self.simulation.time_ms,
-            binding_op=binding_op,
+            binding_op=str(binding_op or ""),
             binding_bytes=binding_bytes,
         )
 
@@ -130,8 +113,8 @@ class _Walk:
 
     def _first_use(self, item: int) -> int | None:
         """The first stage of the backward that uses it, or in which something that uses it is recomputed."""
-        for stage, (op, group) in enumerate(zip(self.problem.backward, self.recompute, strict=True)):
-            if item in op.needs or any(item in self.problem.forward[index].inputs for index in group):
+        for stage, op in enumerate(self.problem.backward):
+            if item in op.needs or any(item in self.inputs[name] for name in self.recomputed.get(op.name, ())):
                 return stage
         return None
 
@@ -147,8 +130,8 @@ class _Walk:
 
     def _flip_to_kept(self, item: int) -> Flip:
         """The plan without any recomputation of its producer, and of what served that alone."""
-        producer = self.problem.data[item].producer
-        plan = tuple(tuple(index for index in group if index != producer) for group in self.recompute)
+        producer = self.problem.forward[self.problem.data[item].producer].name
+        plan = {stage: [name for name in names if name != producer] for stage, names in self.recomputed.items()}
         return self._flip(plan, ())
 
     def _flip_to_recomputed(self, item: int) -> Flip:
@@ -156,21 +139,17 @@ class _Walk:
         problem, producer = self.problem, self.problem.data[item].producer
         stage = self._first_use(item)
         assert stage is not None  # else it would not be called kept
-        plan = list(self.recompute)
-        plan[stage] = tuple(sorted({*plan[stage], producer}))
-        step = self._step_of(stage)
+        backward = problem.backward[stage].name
+        plan = {**self.recomputed, backward: (*self.recomputed.get(backward, ()), problem.forward[producer].name)}
+        step = next(place for place, moment in enumerate(self.simulation.moments) if moment.step.stage == stage)
         missing = [
             problem.data[source].name
             for source in problem.forward[producer].inputs
             if not any(first <= step <= last for first, last in self.lifetimes[source])
         ]
-        return self._flip(tuple(plan), tuple(missing))
+        return self._flip(plan, tuple(missing))
 
-    def _step_of(self, stage: int) -> int:
-        """The step of the first computation of a stage of the backward."""
-        return len(self.problem.forward) + stage + sum(len(group) for group in self.recompute[:stage])
-
-    def _flip(self, plan: Recompute, also_kept: tuple[str, ...]) -> Flip:
+    def _flip(self, plan: Recomputed, also_kept: tuple[str, ...]) -> Flip:
         found = evaluate(self.problem, normalise(self.problem, plan))
         extra_ms = found.time_ms - self.simulation.time_ms
         fits = found.peak_bytes <= self.budget_bytes
@@ -186,7 +165,7 @@ class _Walk:
             return "Nothing needs it after the forward: it is forgotten after its last use there."
         if decision == "never recomputed":
             reason = self.reasons.get(self.problem.forward[data.producer].name)
-            if data.producer in {index for group in self.recompute for index in group}:
+            if len(self.lifetimes[item]) > 1:
                 return "Its producer is recomputed for another tensor, and this one is not used then."
             return f"Its producer runs once: {reason or 'what it saves cannot be put back by computing it again'}."
         if flip is None:
@@ -208,7 +187,7 @@ class _Walk:
         )
 
     def _why_kept(self, item: int, flip: Flip) -> str:
-        if not any(self.recompute):
+        if not self.recomputed:
             return "The plan fits the budget with everything kept."
         kept = f" (with {_listed(flip.also_kept)} kept for it)" if flip.also_kept else ""
         cost = f"Recomputing it{kept} would take {format_ms(flip.extra_ms)} more"
@@ -233,27 +212,22 @@ class _Walk:
     # ---- the peak ------------------------------------------------------------------------------------
 
     def _peak(self, decisions: dict[str, Decision]) -> PeakFacts:
-        problem, moments = self.problem, self.simulation.moments
-        step = max(range(len(moments)), key=lambda index: moments[index].peak_bytes)
-        moment = moments[step]
-        alive = [
-            Alive(data.name, data.size_bytes, decisions[data.name])
-            for item, data in enumerate(problem.data)
-            if any(first <= step <= last for first, last in self.lifetimes[item])
-        ]
+        problem, moment = self.problem, self.simulation.peak
+        step = self.simulation.moments.index(moment)
+        there = (problem.data[item] for item in self.simulation.alive_at(step))
+        alive = [Alive(data.name, data.size_bytes, decisions[data.name]) for data in there]
         alive.sort(key=lambda one: -one.size_bytes)
-        kind, name = moment.op.split()
-        stage = max((stage for stage in range(len(problem.backward)) if self._step_of(stage) <= step), default=-1)
+        stage, index, name = moment.step.stage, moment.step.forward, moment.op.name
         gradient_bytes = problem.backward[stage].resident_bytes if stage >= 0 else 0
-        if kind == "backward":
+        if index < 0:
             working_bytes = problem.backward[stage].peak_bytes - gradient_bytes
         else:
-            working_bytes = next(op.workspace_bytes for op in problem.forward if op.name == name)
+            working_bytes = problem.forward[index].workspace_bytes
         counted = sum(one.size_bytes for one in alive) + gradient_bytes + working_bytes
         op = self.main.get(name) or self.main.get(name.split(".backward")[0])
         return PeakFacts(
             step=step,
-            op=moment.op,
+            op=str(moment.op),
             source=op.source if op else "",
             at_ms=moment.start_ms,
             peak_bytes=moment.peak_bytes,
@@ -274,25 +248,6 @@ def _main_operations(plan_file: PlanFile) -> tuple[dict[str, OperationRecord], d
         if op.keep_reason:
             reasons[op.node] = op.keep_reason
     return main, reasons
-
-
-def _binding(problem: Problem) -> tuple[str, int]:
-    """The operation that holds most at once, whatever is recomputed, and its bytes."""
-    size = [data.size_bytes for data in problem.data]
-    best = ("", problem.base_bytes)
-    for index, forward in enumerate(problem.forward):
-        made = {item for item in problem.held if problem.data[item].producer <= index}
-        needed = sum(size[item] for item in {*forward.inputs, *forward.outputs} | made)
-        best = max(
-            best,
-            (f"compute {forward.name}", problem.base_bytes + forward.workspace_bytes + needed),
-            key=lambda one: one[1],
-        )
-    for backward in problem.backward:
-        needed = sum(size[item] for item in {*backward.needs} | problem.held)
-        bound = problem.base_bytes + backward.peak_bytes + needed
-        best = max(best, (f"backward {backward.name}", bound), key=lambda one: one[1])
-    return best
 
 
 def _listed(names: tuple[str, ...]) -> str:

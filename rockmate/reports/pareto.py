@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rk_solvers import Chain, Greedy, KeepAll, KeepNone, Knapsack, Problem, Recompute, Rotor, evaluate
+from rk_solvers import Chain, Greedy, KeepAll, KeepNone, Knapsack, Problem, Rotor, Schedule, evaluate, schedule_of
 from rk_solvers.baselines.chen import chen_plans
 from rockmate.plan_files.content import PlanFile
 
@@ -38,11 +38,11 @@ def pareto_points(plan_file: PlanFile, budgets: int = 8) -> tuple[ParetoPoint, .
         raise ValueError(f"a curve needs at least two budgets, not {budgets}")
     problem, chain = plan_file.problem, plan_file.solver_chain
     size = len(problem.forward) * len(problem.backward)
-    points = [_point(problem, "keep-all", KeepAll().solve(problem, 0).recompute)]
+    points = [_point(problem, "keep-all", KeepAll().solve(problem, 0).schedule)]
     if size <= LARGE:
-        points.append(_point(problem, "keep-none", KeepNone().solve(problem, 0).recompute))
+        points.append(_point(problem, "keep-none", KeepNone().solve(problem, 0).schedule))
     tries = min(_TRIES, max(4, 8_000_000 // max(1, size)))
-    chen = [_point(problem, "chen", plan) for plan in chen_plans(problem, chain, tries)]
+    chen = [_point(problem, "chen", schedule_of(problem, plan)) for plan in chen_plans(problem, chain, tries)]
     points += best_of(chen)
     if size <= SMALL:
         low_bytes = min(min(point.peak_bytes for point in chen), plan_file.promise.budget_bytes)
@@ -72,10 +72,10 @@ def _searched(problem: Problem, chain: Chain, budgets: list[int]) -> list[Pareto
         [greedy.solve(problem, budget) for budget in budgets],
     ):
         fitting = [solution for solution in solutions if solution.status.fits]
-        found += best_of(_point(problem, solution.solver, solution.recompute) for solution in fitting)
+        found += best_of(_point(problem, solution.solver, solution.schedule) for solution in fitting)
     return found
 
 
-def _point(problem: Problem, solver: str, recompute: Recompute) -> ParetoPoint:
-    result = evaluate(problem, recompute)
+def _point(problem: Problem, solver: str, schedule: Schedule) -> ParetoPoint:
+    result = evaluate(problem, schedule)
     return ParetoPoint(solver, result.peak_bytes, result.time_ms)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from rk_solvers import Backward, Compute, Problem, schedule_of
+from rk_solvers import Problem, Simulation, schedule_of, simulate
 from rockmate.plan_files.content import OperationRecord, PlanFile
-from rockmate.planning.simulator import Simulation, simulate
 from rockmate.reports.explanation import Explanation
 
 Lane = Literal["forward", "recompute", "backward"]
@@ -37,34 +36,24 @@ class Computation:
 
 def computations(plan_file: PlanFile, explanation: Explanation) -> tuple[Computation, ...]:
     """Every computation of the plan, in order; `explanation` is that of the same file."""
-    problem, schedule = plan_file.problem, plan_file.parsed_schedule
-    moments = simulate(problem, schedule).moments
-    recomputed = _recomputed_bytes(explanation, len(moments))
-    index_of = {op.name: index for index, op in enumerate(problem.forward)}
-    computed: set[int] = set()
-    stage = 0
+    problem = plan_file.problem
+    moments = simulate(problem, plan_file.parsed_schedule).moments
     found: list[Computation] = []
-    for op in schedule.ops:
-        if not isinstance(op, Compute | Backward):
-            continue
-        moment, again_bytes = moments[len(found)], recomputed[len(found)]
-        lane: Lane = "backward"
-        if isinstance(op, Compute):
-            index = index_of[op.name]
-            lane = "recompute" if index in computed else "forward"
-            computed.add(index)
-            workspace_bytes = problem.forward[index].workspace_bytes
-            gradient_bytes = problem.backward[stage].resident_bytes if lane == "recompute" else 0
-        else:
-            index = stage
-            gradient_bytes = problem.backward[stage].resident_bytes
+    stage = 0
+    for moment, again_bytes in zip(moments, _recomputed_bytes(explanation, len(moments)), strict=True):
+        step = moment.step
+        lane: Lane = "backward" if step.forward < 0 else "forward" if step.stage < 0 else "recompute"
+        stage = max(stage, step.stage)
+        gradient_bytes = problem.backward[stage].resident_bytes if lane != "forward" else 0
+        if lane == "backward":
             workspace_bytes = problem.backward[stage].peak_bytes - gradient_bytes
+        else:
+            workspace_bytes = problem.forward[step.forward].workspace_bytes
         kept_bytes = moment.peak_bytes - again_bytes - gradient_bytes - workspace_bytes
+        index = stage if lane == "backward" else step.forward
         times = (moment.start_ms, moment.end_ms)
         parts = (kept_bytes, again_bytes, gradient_bytes, workspace_bytes)
-        found.append(Computation(lane, op.name, index, stage, *times, *parts))
-        if isinstance(op, Backward):
-            stage = min(stage + 1, len(problem.backward) - 1)
+        found.append(Computation(lane, moment.op.name, index, stage, *times, *parts))
     return tuple(found)
 
 
@@ -80,7 +69,7 @@ def _recomputed_bytes(explanation: Explanation, steps: int) -> list[int]:
 
 def keep_all_simulation(problem: Problem) -> Simulation:
     """The step that keeps everything, as predicted: what stands for eager training where none was measured."""
-    return simulate(problem, schedule_of(problem, problem.no_recompute))
+    return simulate(problem, schedule_of(problem, {}))
 
 
 def main_operations(plan_file: PlanFile) -> dict[str, OperationRecord]:

@@ -77,7 +77,7 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
         bound = f"no plan takes less than {format_ms(promise.lower_bound_ms)}"
         found.append(Fact("Gap", "none" if promise.gap == 0 else f"≤ {percent(promise.gap, 2)}", bound))
     total = len(plan_file.problem.forward)
-    again = sum(1 for count in _times_recomputed(plan_file) if count)
+    again = len({name for names in plan_file.parsed_schedule.recomputed.values() for name in names})
     of_which = f"of {total} operations" if again == plan.recomputations else f"of {again} of {total} operations"
     found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
     taken_bytes = promise.planning_peak_bytes
@@ -89,14 +89,6 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
 def _of_budget(size_bytes: int, plan_file: PlanFile) -> str:
     free_bytes = plan_file.promise.budget_bytes - size_bytes
     return f"{format_bytes(free_bytes)} below the budget" if free_bytes > 0 else "all of the budget"
-
-
-def _times_recomputed(plan_file: PlanFile) -> list[int]:
-    counts = [0] * len(plan_file.problem.forward)
-    for group in plan_file.recompute:
-        for index in group:
-            counts[index] += 1
-    return counts
 
 
 def origin(plan_file: PlanFile) -> tuple[Fact, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rk_solvers import Recompute
+from rk_solvers import Schedule
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.ir.call import Call, Ref
 from rkgb.ir.dgraph import last_uses, makers_of
@@ -117,13 +117,11 @@ class Program:
     packs: dict[str, SNode] = field(default_factory=dict)  # by its last operation, what is kept in a smaller form
 
 
-def make_program(graph: KGraph, recompute: Recompute, first_stage: int) -> Program:
-    """Assign instances. `recompute` lists forward indices per backward stage of the problem, of which the
-    first `first_stage` are not the graph's (the loss)."""
-    groups: dict[int, list[SNode]] = {}
-    for position, indices in enumerate(recompute):
-        if indices:
-            groups[position - first_stage] = [graph.forward[index].node for index in indices]
+def make_program(graph: KGraph, schedule: Schedule) -> Program:
+    """Assign instances. `schedule` names operations of the graph; nothing is computed again for the loss."""
+    node_of = {comp.name: comp.node for comp in graph.forward}
+    stage_of = {comp.name: stage for stage, comp in enumerate(graph.backward)}
+    groups = {stage_of[stage]: [node_of[name] for name in names] for stage, names in schedule.recomputed.items()}
     return _Assigner(graph, groups).program()
 
 

@@ -12,10 +12,22 @@ from rk_solvers.chain.hiremate import Hiremate
 from rk_solvers.chain.rotor import Rotor, RotorTable
 from rk_solvers.chain.two_level import RockmateSolver
 from rk_solvers.checker import CheckedSchedule, check
-from rk_solvers.evaluate import Evaluation, evaluate, memory_curve, normalise, peak_and_time
 from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.exact.oracle import Oracle
 from rk_solvers.intervals.solver import Bounded, Intervals
+from rk_solvers.liveness import (
+    Evaluation,
+    Moment,
+    Recomputed,
+    Simulation,
+    binding,
+    evaluate,
+    memory_curve,
+    normalise,
+    peak_and_time,
+    schedule_of,
+    simulate,
+)
 from rk_solvers.local.greedy import Greedy, improve_plan
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.problem import (
@@ -23,13 +35,13 @@ from rk_solvers.problem import (
     Chain,
     Data,
     ForwardOp,
+    Option,
     Problem,
-    Recompute,
     problem_from_json,
     problem_to_json,
 )
 from rk_solvers.registry import SOLVERS, Effort, solver_named
-from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError, schedule_of
+from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
 from rk_solvers.solver import Solution, Solver, Status
 
 __all__ = [
@@ -55,19 +67,23 @@ __all__ = [
     "KeepAll",
     "KeepNone",
     "Knapsack",
+    "Moment",
     "Op",
+    "Option",
     "Oracle",
     "Problem",
-    "Recompute",
+    "Recomputed",
     "RockmateSolver",
     "Rotor",
     "RotorTable",
     "Schedule",
     "ScheduleError",
+    "Simulation",
     "SmallestBudget",
     "Solution",
     "Solver",
     "Status",
+    "binding",
     "check",
     "evaluate",
     "improve_plan",
@@ -78,6 +94,7 @@ __all__ = [
     "problem_from_json",
     "problem_to_json",
     "schedule_of",
+    "simulate",
     "smallest_budget",
     "solve_sweep",
     "solver_named",

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rk_solvers.checker import CheckedSchedule, check
-from rk_solvers.evaluate import peak_and_time
+from rk_solvers.liveness import peak_and_time
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.problem import Chain, Problem, problem_from_json
 from rk_solvers.registry import DEFAULT_GAP, SOLVERS, Effort, solver_named

@@ -2,20 +2,19 @@
 
 A training step computes every forward operation once in order, then every backward operation once in order.
 Between, just before a backward operation, forward operations may be computed again. What is computed again,
-and when, is the only freedom; it is written as a `Recompute` (see `evaluate` for the memory and time of one).
+and when, is the only freedom; `Problem.options` has what each way costs, and `liveness` what is alive when.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 
 Recompute = tuple[tuple[int, ...], ...]
-"""One sorted tuple of forward indices per backward operation: what is recomputed just before it."""
+"""One sorted tuple of forward indices per backward operation: what is recomputed just before it (see `groups`)."""
 
 JSON_VERSION = 1
 MOST = 2**53  # numbers of a file are at most this
@@ -48,6 +47,15 @@ class ForwardOp:
     def recompute_ms(self) -> float:
         """Time of computing it again, in milliseconds: what it makes may be had more cheaply than the first time."""
         return self.time_ms if self.repeat_ms is None else self.repeat_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to have a data where it is used after its first computation."""
+
+    name: str  # "kept", or "recomputed": with all else that its producer makes, for one cost
+    kept_bytes: int  # resident for it from its first computation to the last time that it is had
+    costs: Mapping[str, float]  # of having it once more, by resource: milliseconds of "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,22 @@ class Problem:
     def no_recompute(self) -> Recompute:
         """The plan that recomputes nothing (keep-all)."""
         return ((),) * len(self.backward)
+
+    @property
+    def options(self) -> tuple[tuple[Option, ...], ...]:
+        """For each data the ways to have it where it is used later, keeping it the first of them."""
+        again = [self.recomputed(index) for index in range(len(self.forward))]
+        found: list[tuple[Option, ...]] = []
+        for number, item in enumerate(self.data):
+            kept = Option("kept", item.size_bytes, {})
+            may = number not in self.held and self.forward[item.producer].recomputable
+            found.append((kept, again[item.producer]) if may else (kept,))
+        return tuple(found)
+
+    def recomputed(self, index: int) -> Option:
+        """What computing forward operation `index` again takes, where that is allowed."""
+        op = self.forward[index]
+        return Option("recomputed", op.replay_bytes, {"compute": op.recompute_ms})
 
     def forward_users(self) -> list[list[int]]:
         """For each data, the forward operations that read it, in order."""
@@ -229,20 +253,6 @@ def problem_from_json(text: str) -> tuple[Problem, Chain | None]:
     chain = Chain(tuple(range(*block) for block in blocks), _read_indices("backward_block", content["backward_block"]))
     chain.check(problem)
     return problem, chain
-
-
-def check_recompute(problem: Problem, recompute: Recompute) -> None:
-    """Raise `ValueError` unless `recompute` is a plan for `problem` (sizes, order, recomputable)."""
-    if len(recompute) != len(problem.backward):
-        raise ValueError(f"plan has {len(recompute)} stages for {len(problem.backward)} backward operations")
-    for stage, group in enumerate(recompute):
-        if any(first >= second for first, second in itertools.pairwise(group)):
-            raise ValueError(f"plan stage {stage} is {group}; indices must strictly increase")
-        for index in group:
-            if not 0 <= index < len(problem.forward):
-                raise ValueError(f"plan stage {stage}: there is no forward operation {index}")
-            if not problem.forward[index].recomputable:
-                raise ValueError(f"plan stage {stage}: {problem.forward[index].name} is not recomputable")
 
 
 def _check_names(what: str, names: Sequence[str]) -> None:

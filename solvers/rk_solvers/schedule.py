@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rk_solvers.evaluate import instances_of, steps_of
-from rk_solvers.problem import Problem, Recompute, check_recompute
-
 
 class ScheduleError(ValueError):
     """A schedule that cannot be read, or that breaks a rule of the problem."""
@@ -81,49 +78,23 @@ class Schedule:
                     raise ScheduleError(f"line {number}: unknown operation {other!r}; use compute, backward or forget")
         return Schedule(tuple(ops))
 
-    def recompute(self, problem: Problem) -> Recompute:
-        """The recomputation plan that this schedule follows.
-
-        Raises `ScheduleError` on an unknown name or on a recomputation after the last backward operation;
-        `check` verifies all the other rules.
-        """
-        index_of = {op.name: index for index, op in enumerate(problem.forward)}
-        seen: set[int] = set()
-        groups: list[tuple[int, ...]] = []
-        group: list[int] = []
-        for number, op in enumerate(self.ops, start=1):
+    @property
+    def recomputed(self) -> dict[str, tuple[str, ...]]:
+        """By backward operation, the forward operations computed again just before it; of those that have some."""
+        found: dict[str, tuple[str, ...]] = {}
+        seen: set[str] = set()
+        group: list[str] = []
+        for op in self.ops:
             if isinstance(op, Compute):
-                if op.name not in index_of:
-                    raise ScheduleError(f"line {number}: {op}: the problem has no such forward operation")
-                index = index_of[op.name]
-                if index in seen:
-                    group.append(index)
-                seen.add(index)
-            elif isinstance(op, Backward):
-                groups.append(tuple(sorted(group)))
+                if op.name in seen:
+                    group.append(op.name)
+                seen.add(op.name)
+            elif isinstance(op, Backward) and group:
+                found[op.name] = tuple(group)
                 group = []
-        if group:
-            name = problem.forward[group[0]].name
-            raise ScheduleError(f"{name} is recomputed after the last backward operation")
-        return tuple(groups)
+        return found
 
-
-def schedule_of(problem: Problem, recompute: Recompute) -> Schedule:
-    """The schedule of a plan: each instance of data is forgotten right after its last use (held data never).
-
-    Raises `ValueError` if `recompute` is not a plan for `problem`.
-    """
-    check_recompute(problem, recompute)
-    steps = steps_of(problem, recompute)
-    forgotten: list[list[int]] = [[] for _ in steps]
-    for instance in instances_of(problem, recompute):
-        if instance.data not in problem.held:
-            forgotten[instance.last].append(instance.data)
-    ops: list[Op] = []
-    for step, items in zip(steps, forgotten, strict=True):
-        if step.forward < 0:
-            ops.append(Backward(problem.backward[step.stage].name))
-        else:
-            ops.append(Compute(problem.forward[step.forward].name))
-        ops += [Forget(problem.data[item].name) for item in sorted(items)]
-    return Schedule(tuple(ops))
+    @property
+    def recomputations(self) -> int:
+        """How many operations are computed again, in all."""
+        return sum(map(len, self.recomputed.values()))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rk_solvers.evaluate import evaluate, normalise
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import Plan, evaluate, recompute_of, schedule_of
 from rk_solvers.problem import Problem, Recompute
-from rk_solvers.schedule import Schedule, schedule_of
+from rk_solvers.schedule import Schedule
 
 SAME = 1e-5  # times that differ by no more than this share are one: the tolerances of back ends and of sums
 
@@ -37,7 +39,6 @@ class Solution:
     """A schedule with its cost. If infeasible, it is the lowest-peak schedule that the solver knows."""
 
     status: Status
-    recompute: Recompute
     schedule: Schedule
     time_ms: float
     peak_bytes: int
@@ -57,7 +58,7 @@ class Solution:
         return max(0.0, 1 - self.lower_bound_ms / self.time_ms) if self.time_ms > 0 else 0.0
 
     def __str__(self) -> str:
-        count = sum(len(group) for group in self.recompute)
+        count = self.schedule.recomputations
         word = "fits" if self.status.fits else "does not fit"
         return (
             f"Solution({self.solver}: {word}, peak {self.peak_bytes / 2**20:.1f} MiB, "
@@ -78,17 +79,14 @@ class Solver(abc.ABC):
         """Solve `problem` under `budget_bytes`; a budget that is too small is a `Status`, not an error."""
 
 
-def solution_of(
-    problem: Problem, budget_bytes: int, recompute: Recompute, solver: str, *, optimal: bool = False
-) -> Solution:
+def solution_of(problem: Problem, budget_bytes: int, plan: Plan, solver: str, *, optimal: bool = False) -> Solution:
     """Evaluate a plan, in its normal form, against a budget."""
-    plan = normalise(problem, recompute)
+    plan = normalise(problem, recompute_of(problem, plan))
     result = evaluate(problem, plan)
     schedule = schedule_of(problem, plan)
     if result.peak_bytes > budget_bytes:
         return Solution(
             Status.INFEASIBLE,
-            plan,
             schedule,
             result.time_ms,
             result.peak_bytes,
@@ -98,18 +96,25 @@ def solution_of(
         )
     status = Status.OPTIMAL if optimal or not any(plan) else Status.FEASIBLE
     bound_ms = result.time_ms if status is Status.OPTIMAL else None
-    return Solution(status, plan, schedule, result.time_ms, result.peak_bytes, solver, lower_bound_ms=bound_ms)
+    return Solution(status, schedule, result.time_ms, result.peak_bytes, solver, lower_bound_ms=bound_ms)
 
 
-def best_solution(problem: Problem, budget_bytes: int, plans: list[tuple[str, Recompute]]) -> Solution:
+def best_solution(problem: Problem, budget_bytes: int, plans: Sequence[tuple[str, Plan]]) -> Solution:
     """The fastest of named plans that fits the budget, else that of lowest peak. Raises if there is none."""
+    name, plan = best_plan(problem, budget_bytes, plans)
+    return solution_of(problem, budget_bytes, plan, name)
+
+
+def best_plan(problem: Problem, budget_bytes: int, plans: Sequence[tuple[str, Plan]]) -> tuple[str, Recompute]:
+    """The plan of `best_solution`, in its normal form, and its name."""
     if not plans:
-        raise ValueError("best_solution needs at least one plan")
+        raise ValueError("there must be at least one plan to choose from")
     ranked: list[tuple[bool, float, float, int]] = []
-    for order, (_, plan) in enumerate(plans):
-        result = evaluate(problem, normalise(problem, plan))
+    normal = [normalise(problem, recompute_of(problem, plan)) for _, plan in plans]
+    for order, plan in enumerate(normal):
+        result = evaluate(problem, plan)
         over = result.peak_bytes > budget_bytes
         costs = (result.peak_bytes, result.time_ms) if over else (result.time_ms, result.peak_bytes)
         ranked.append((over, *costs, order))
-    name, plan = plans[min(ranked)[-1]]
-    return solution_of(problem, budget_bytes, plan, name)
+    best = min(ranked)[-1]
+    return plans[best][0], normal[best]

@@ -208,7 +208,7 @@ def test_a_short_last_batch_follows_the_same_decisions():
         found = train(model, batches)
     assert_same_training(found, train(eager, batches))
     plans = model.blocks[0].plans
-    assert [plan.recompute for plan in plans] == [plans[0].recompute] * 2
+    assert [plan.schedule for plan in plans] == [plans[0].schedule] * 2
 
 
 def test_a_budget_that_is_too_small_says_so_and_leaves_the_model_as_it_was():

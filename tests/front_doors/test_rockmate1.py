@@ -145,7 +145,7 @@ def test_copies_and_pickles_train_by_the_same_sequence(chained, most_bytes):
     chained.get_compiled_fct()
     twin = pickle.loads(pickle.dumps(chained))
     assert_same_training(train(twin, [rows()]), train(network(), [rows()]))
-    assert twin.plan.recompute == chained.plan.recompute
+    assert twin.plan.schedule == chained.plan.schedule
     with pytest.raises(NotPlanned, match="make it anew"):
         twin.get_chain()
 

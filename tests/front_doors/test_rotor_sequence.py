@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rk_solvers.chain.sequence
-from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Greedy, Problem, Rotor, normalise
+from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Greedy, KeepAll, Problem, Rotor, normalise
 from rk_solvers.chain.blocks import Block
 from rk_solvers.chain.sequence import expand
 from rockmate.compat.rotor.layers import LayerChain, chain_of_layers, going_back, layers_of
@@ -68,7 +68,7 @@ def test_the_sequence_of_a_table_s_plan_is_that_of_the_table(seed):
 
 def test_a_plan_that_recomputes_nothing_runs_every_layer_once():
     problem, layers = chain_problem(0, count=3)
-    assert str(sequence_of(problem, problem.no_recompute, layers)) == "Fe 0; Fe 1; Fe 2; B 2; B 1; B 0"
+    assert str(sequence_of(problem, KeepAll().solve(problem, 0).schedule, layers)) == "Fe 0; Fe 1; Fe 2; B 2; B 1; B 0"
 
 
 def nested() -> nn.Sequential:
@@ -189,13 +189,13 @@ def test_sequences_obey_the_rules_of_their_operations(measured, share):
     layers = chain_of_layers(measured, layers_of(nested()))
     for solver in (Rotor(layers.chain), Greedy(tries=2, rounds=3)):
         solution = solver.solve(problem, int(share * measured.eager_peak_bytes))
-        sequence = sequence_of(problem, solution.recompute, layers)
+        sequence = sequence_of(problem, solution.schedule, layers)
         assert_rules(sequence)
         backward = [operation.layers for operation in sequence if operation.kind == "B"]
         assert list(dict.fromkeys(backward)) == list(reversed(layers.numbers))
         forward = [operation for operation in sequence if operation.kind != "B"]
         assert [operation.layers for operation in forward[: len(layers.numbers)]] == list(layers.numbers)
-        again = sum(len(group) for group in solution.recompute)
+        again = solution.schedule.recomputations
         assert (len(forward) > len(layers.numbers)) == (again > 0)
 
 

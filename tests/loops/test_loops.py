@@ -29,7 +29,7 @@ def test_a_planned_module_trains_as_the_module_itself_in(loop: Loop) -> None:
     planned = run_both(loop)
     plans = [plan for model in planned.models for plan in model.plans]
     assert plans
-    assert not loop.recomputes or any(any(stage) for plan in plans for stage in plan.recompute), "nothing is recomputed"
+    assert not loop.recomputes or any(plan.recomputations for plan in plans), "nothing is recomputed"
     assert not loop.judged or planned.judged, "no step was measured"
     fallbacks = [str(one) for model in planned.models for one in model.fallbacks]
     assert loop.falls_back or not fallbacks, fallbacks

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rk_solvers import Problem, Recompute, normalise, peak_and_time, schedule_of
+from rk_solvers import Problem, normalise, peak_and_time, schedule_of
+from rk_solvers.problem import Recompute
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.replay.replay import bitwise_equal
 from rkgb.tree import leaves
@@ -73,7 +74,6 @@ def following(measured: Measured, model: nn.Module, recompute: Recompute) -> Roc
             solver="hand",
             planning_s=0.0,
             schedule=schedule,
-            recompute=plan,
         ),
         program_of(measured, plan),
         "a plan written by a test",
@@ -83,8 +83,7 @@ def following(measured: Measured, model: nn.Module, recompute: Recompute) -> Roc
 
 def program_of(measured: Measured, recompute: Recompute) -> Program:
     """What a plan in normal form becomes; the first stages of the problem are the loss's."""
-    graph = measured.graphs.K_graph
-    return make_program(graph, recompute, len(measured.problem.backward) - len(graph.backward))
+    return make_program(measured.graphs.K_graph, schedule_of(measured.problem, recompute))
 
 
 def keep_nothing(measured: Measured) -> Recompute:

@@ -136,7 +136,7 @@ def alone() -> Rockmate:
     """Planned with nothing around."""
     module = planned()
     step(module, batch())
-    assert any(module.plan.recompute), "a plan that keeps all shows nothing"
+    assert module.plan.recomputations, "a plan that keeps all shows nothing"
     return module
 
 

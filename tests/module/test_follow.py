@@ -22,7 +22,7 @@ def measured():
 @pytest.fixture(scope="module")
 def decisions(measured):
     problem = measured.problem
-    return PortablePlan.of(problem, normalise(problem, keep_nothing(measured)), "hand")
+    return PortablePlan.of(normalise(problem, keep_nothing(measured)), "hand")
 
 
 def with_other_costs(problem: Problem) -> Problem:
@@ -38,7 +38,7 @@ def test_decisions_survive_text(measured, decisions):
     assert any(names for _, names in decisions.stages)
     again = PortablePlan.from_json(decisions.to_json())
     assert again == decisions
-    assert again.recompute_for(measured.problem) == normalise(measured.problem, keep_nothing(measured))
+    assert again.schedule_for(measured.problem) == normalise(measured.problem, keep_nothing(measured))
 
 
 @pytest.mark.parametrize("scale", [0.5, 0.7, 1.0])
@@ -46,7 +46,7 @@ def test_following_a_solver_gives_its_solution(measured, scale):
     problem = measured.problem
     budget_bytes = int(scale * KeepAll().solve(problem, 1 << 60).peak_bytes)
     found = Greedy().solve(problem, budget_bytes)
-    followed = FixedPlan(PortablePlan.of(problem, found.recompute, found.solver)).solve(problem, budget_bytes)
+    followed = FixedPlan(PortablePlan.of(found.schedule, found.solver)).solve(problem, budget_bytes)
     assert followed.solver == found.solver
     assert (followed.schedule, followed.peak_bytes) == (found.schedule, found.peak_bytes)
     assert followed.status.fits == found.status.fits
@@ -119,7 +119,7 @@ def test_a_module_trains_as_decided(measured, decisions):
     model = built(Layers)
     planned = make_plan(measured_for(model, rows()), PlanRequest("1GiB", squares, FixedPlan(decisions)), model)
     assert planned.plan.solver == "hand"
-    assert PortablePlan.of(measured.problem, planned.plan.recompute, "hand") == decisions
+    assert PortablePlan.of(planned.plan.schedule, "hand") == decisions
     batches = [rows(seed) for seed in range(2)]
     module = wrapped(measured_for(model, rows()), model, planned)
     assert_same_training(train(module, batches), train(built(Layers), batches))

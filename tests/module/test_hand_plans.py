@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from rk_solvers import Recompute, Schedule, check, normalise, peak_and_time, schedule_of
+from rk_solvers import Schedule, check, normalise, peak_and_time, schedule_of, simulate
+from rk_solvers.liveness import recompute_of
+from rk_solvers.problem import Recompute
 from rockmate.planning.measured import Measured
-from rockmate.planning.simulator import simulate
 from tests.module.models import Layers, Normalised, SharedMask, Smooth, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.random_modules import RandomModule, random_plan
 from tests.module.steps import (
@@ -94,7 +95,7 @@ def test_each_single_recomputation_is_exact(make, sample):
 def test_batch_statistics_are_counted_once_however_often_they_are_recomputed():
     model = built(Normalised)
     planned = recomputing(model, images())
-    counts = Counter(index for group in planned.plan.recompute for index in group)
+    counts = Counter(name for names in planned.plan.schedule.recomputed.values() for name in names)
     assert max(counts.values()) >= 3
     train(planned, [images()] * 5)
     assert [int(norm.num_batches_tracked) for norm in model.norms] == [5, 5, 5]
@@ -116,7 +117,7 @@ def test_simulator_checker_and_solvers_agree_on_any_plan(make, sample):
         assert simulated.time_ms == pytest.approx(time_ms)
         assert checked.peak_at == simulated.peak_op
         assert Schedule.parse(str(schedule)) == schedule
-        assert schedule.recompute(problem) == plan
+        assert recompute_of(problem, schedule) == recompute_of(problem, plan)
 
 
 def assert_random_plan_is_exact(seed: int) -> None:

@@ -259,7 +259,7 @@ def test_a_shallow_copy_shares_the_parameters_and_the_plans(planned: Rockmate) -
     twin = copy.copy(model)
     assert twin.original is not model.original
     assert twin[0] is model[0]
-    assert [plan.recompute for plan in twin.plans] == [plan.recompute for plan in model.plans]
+    assert [plan.schedule for plan in twin.plans] == [plan.schedule for plan in model.plans]
     twin.extra = 1
     assert not hasattr(model, "extra")
 

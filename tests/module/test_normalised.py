@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import normalise, peak_and_time, schedule_of
+from rk_solvers import normalise, peak_and_time, schedule_of, simulate
 from rkgb import make_all_graphs
 from rkgb.restore.batch_norm import normalised
 from rockmate.planning.request import PlanRequest
-from rockmate.planning.simulator import simulate
 from tests.module.steps import (
     assert_fits_and_trains_exactly,
     assert_same_walk,

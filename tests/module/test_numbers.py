@@ -76,7 +76,7 @@ class LoweredPlan:
         self.planned = Rockmate(module, (self.x, *values), 0.8, loss=loss_of, solver="greedy", cache=False)
         self.module = module
         self.seed = 0
-        assert any(self.planned.plan.recompute)
+        assert self.planned.plan.recomputations
 
     def count(self, monkeypatch, name):
         function = getattr(rockmate.plan_files.reuse, name)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import normalise, schedule_of
+from rk_solvers import normalise, schedule_of, simulate
 from rockmate import Rockmate
-from rockmate.planning.simulator import simulate
 from tests.module.packed_models import ROWS, WIDTH, Dropped, Pools, images, rows, volumes
 from tests.module.steps import (
     assert_fits_and_trains_exactly,

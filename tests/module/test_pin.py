@@ -97,8 +97,7 @@ def repeating_all_it_may(model: nn.Module, x: Any, *pin: Any) -> Rockmate:
 
 def repeated(module: Rockmate) -> set[str]:
     """Names of the operations that the plan computes again."""
-    measured: Measured = module._member.measured
-    return {measured.problem.forward[index].name for group in module.plan.recompute for index in group}
+    return {name for names in module.plan.schedule.recomputed.values() for name in names}
 
 
 def of_modules(module: Rockmate, *prefixes: str) -> set[str]:

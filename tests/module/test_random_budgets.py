@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import Greedy, Solver, check
+from rk_solvers import Greedy, Solver, check, simulate
 from rkgb.profile.in_context import windows_of_the_step
 from rockmate import BudgetTooSmall, Plan, Rockmate
 from rockmate.memory.split import Residents
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.request import PlanRequest
-from rockmate.planning.simulator import simulate
 from tests.module.random_networks import Case, random_case
 from tests.module.steps import assert_same_training, peak_of_step, rockmate_from, train
 

@@ -205,7 +205,7 @@ def test_what_is_loaded_follows_the_decisions_that_were_saved(model):
     assert twin.plans == ()
     twin._family.progress = lambda *told: searched.append(told[0])
     squares(twin(rows(1))).backward()
-    assert twin.plan.recompute == model.plan.recompute
+    assert twin.plan.schedule == model.plan.schedule
     assert not [stage for stage in searched if stage.startswith("solve (")]
 
 

@@ -231,7 +231,7 @@ real, made = reuse.make_plan, []
 reuse.make_plan = lambda *given: made.append(1) or real(*given)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)))
 planned = Rockmate(model, torch.randn(64, 16), 0.7, solver="greedy")
-print(len(made), planned.plan.recompute)
+print(len(made), planned.plan.schedule.recomputed)
 """
 
 

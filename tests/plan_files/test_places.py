@@ -73,7 +73,7 @@ def threads(count: int) -> Iterator[None]:
 def plan_file() -> PlanFile:
     module = planned(cache=False)
     step(module)
-    assert any(module.plan.recompute)
+    assert module.plan.recomputations
     return plan_files.loads(plan_files.dumps(module.plan_file()))
 
 
@@ -98,7 +98,7 @@ def test_a_plan_tells_its_processor_and_the_flags(plan_file: PlanFile):
 def test_elsewhere_its_decisions_are_followed_and_what_differs_is_told(plan_file: PlanFile, other: Any, told: str):
     with pytest.warns(PlanFileWarning, match=told):
         module = Rockmate(model(), batch(), plan=made_by(plan_file, **other))
-    assert module.plan.recompute == plan_file.recompute
+    assert module.plan.schedule == plan_file.parsed_schedule
     assert module.plan_file().made == made_here(torch.device("cpu"))
     assert same(step(module), step(model()))
 

@@ -175,7 +175,7 @@ def test_of_a_plan_that_other_code_measured_the_decisions_are_followed(plan_file
     with pytest.warns(PlanFileWarning, match=f"{name} .*saves .* here, but .* decisions are followed") as told:
         planned = Rockmate(Network(), sample(), plan=plan_files.loads(plan_files.dumps(forged)))
     assert told[0].filename == __file__
-    assert planned.plan.recompute == plan_file.recompute
+    assert planned.plan.schedule == plan_file.parsed_schedule
     assert_trains_exactly(planned, [sample()] * 2, only_logits)
 
 
@@ -185,7 +185,7 @@ def test_of_a_plan_that_knows_blocks_otherwise_the_decisions_are_followed(plan_f
     older = msgspec.structs.replace(plan_file, measured=msgspec.structs.replace(plan_file.measured, blocks=blocks))
     with pytest.warns(PlanFileWarning, match="nothing was recorded of the block that begins with .* followed"):
         planned = Rockmate(Network(), sample(), plan=older)
-    assert planned.plan.recompute == plan_file.recompute
+    assert planned.plan.schedule == plan_file.parsed_schedule
     assert_trains_exactly(planned, [sample()], only_logits)
 
 
@@ -205,7 +205,7 @@ def test_of_a_plan_made_elsewhere_the_decisions_are_followed(plan_file: PlanFile
     monkeypatch.setattr(Greedy, "solve", None)
     with pytest.warns(PlanFileWarning, match="measured anew"):
         planned = Rockmate(Network(), sample(), plan=made_by(plan_file, **other))
-    assert planned.plan.recompute == plan_file.recompute
+    assert planned.plan.schedule == plan_file.parsed_schedule
     assert planned.plan.measured_peak_bytes is not None
     assert_trains_exactly(planned, [sample()] * 2, only_logits)
 

@@ -1,6 +1,6 @@
 """A plan file of any size, of a network that nobody has: a chain of layers, planned by a quick solver."""
 
-from rk_solvers import BackwardOp, Chain, Chen, Data, ForwardOp, Problem
+from rk_solvers import BackwardOp, Chain, Chen, Data, ForwardOp, Problem, simulate
 from rockmate.plan_files import PlanFile
 from rockmate.plan_files.content import (
     FORMAT,
@@ -14,7 +14,6 @@ from rockmate.plan_files.content import (
     Promise,
     ValueRecord,
 )
-from rockmate.planning.simulator import simulate
 
 KIB = 1024
 

@@ -6,9 +6,8 @@ import re
 import msgspec
 import pytest
 
-from rk_solvers import Compute
+from rk_solvers import Compute, simulate
 from rockmate import Rockmate, zoo
-from rockmate.planning.simulator import simulate
 from rockmate.reports import MeasuredStep, MeasuredSteps, pareto_points, text_report, write_figure, write_html
 from rockmate.units import format_bytes, format_ms
 from tests.reports.conftest import HOSTILE
@@ -121,7 +120,7 @@ def test_tables_are_sorted_searched_and_turned(page_of, path, plan_file):
     assert "Nothing is found" in operations.inner_text()
     operations.get_by_role("searchbox").fill("")
     operations.get_by_role("combobox").select_option("recomputed")
-    again = {index for group in plan_file.recompute for index in group}
+    again = {name for names in plan_file.parsed_schedule.recomputed.values() for name in names}
     assert operations.locator(".pager").inner_text().startswith(f"1–{min(15, len(again))} of {len(again)} of")
 
 

@@ -6,11 +6,10 @@ import re
 import pytest
 import torch
 
-from rk_solvers import schedule_of
+from rk_solvers import schedule_of, simulate
 from rkgb import make_sample
 from rockmate import Rockmate, zoo
 from rockmate.plan_files import dumps, loads
-from rockmate.planning.simulator import simulate
 from rockmate.reports import observe, pareto_points, text_report, write_figure, write_html, write_report
 from rockmate.reports.explain import explain
 from rockmate.reports.measured import thinned
@@ -43,11 +42,11 @@ def test_parts_of_the_memory_add_up_to_what_the_simulator_counts(files):
 
 
 def test_what_is_recomputed_is_told_with_what_it_is_for(plan_file):
-    found = [[] for _ in plan_file.problem.backward]
+    found = {}
     for step in computations(plan_file, explain(plan_file)):
         if step.lane == "recompute":
-            found[step.stage].append(step.index)
-    assert tuple(tuple(sorted(group)) for group in found) == plan_file.recompute
+            found.setdefault(plan_file.problem.backward[step.stage].name, []).append(step.name)
+    assert {stage: tuple(names) for stage, names in found.items()} == plan_file.parsed_schedule.recomputed
 
 
 def test_points_of_memory_against_time_are_plans_of_the_problem(plan_file):

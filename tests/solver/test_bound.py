@@ -9,10 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import Chain, Greedy, Oracle, Problem, evaluate, lower_bound_ms, normalise, peak_and_time
+from rk_solvers import Chain, Greedy, Oracle, Problem, evaluate, lower_bound_ms, peak_and_time
 from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.exact.oracle import least_peak
+from rk_solvers.groups import normalise
 from rk_solvers.milp import Limits, Outcome, relaxation_bound, solve
 from tests.solver.instances import chain_of, gpt2, random_plan, random_problem, resnet50
 

@@ -20,10 +20,10 @@ from rk_solvers import (  # fmt: skip
     check,
     evaluate,
     memory_curve,
-    normalise,
     schedule_of,
 )
-from rk_solvers.local.plan_state import PlanState, Tables
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import PlanState, Tables
 from tests.solver.instances import chain_of, random_plan, random_problem
 
 seeds = st.integers(0, 10**6)

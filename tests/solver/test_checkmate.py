@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import Greedy, Oracle, Problem, Recompute, Status, check, evaluate, peak_and_time, smallest_budget
+from rk_solvers import Greedy, Oracle, Problem, Status, check, evaluate, peak_and_time, smallest_budget
 from rk_solvers.exact import checkmate
 from rk_solvers.exact.checkmate import Checkmate, build, saved_bytes_of
 from rk_solvers.exact.oracle import _groups, least_peak
+from rk_solvers.liveness import recompute_of
 from rk_solvers.milp import BackendUnavailable, solve
+from rk_solvers.problem import Recompute
 from tests.solver.instances import chain_of, gpt2, random_problem, random_step, resnet50
 
 PROGRAM = Checkmate(most_states=0)
@@ -105,7 +107,7 @@ def test_saved_bytes_against_all_plans():
             if times:
                 limited += saved < most
                 assert found.status is Status.OPTIMAL
-                assert saved_bytes_of(problem, found.recompute) <= saved
+                assert saved_bytes_of(problem, recompute_of(problem, found.schedule)) <= saved
                 assert found.time_ms == pytest.approx(min(times))
                 continue
             assert found.status is Status.INFEASIBLE

@@ -14,6 +14,7 @@ import pytest
 
 from rk_solvers import SOLVERS, Problem, Schedule, check, peak_and_time
 from rk_solvers.__main__ import main, parse_budget
+from rk_solvers.liveness import recompute_of
 from rk_solvers.problem import problem_from_json, problem_to_json
 from tests.solver.instances import chain_of, gpt2, random_step
 
@@ -206,7 +207,7 @@ def test_budgets_are_parts_bytes_or_sizes():
 def test_a_problem_may_come_from_the_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(chain_of(3).to_json()))
     assert main(["-", "--budget", "1", "--solver", "keep-all"]) == 0
-    assert len(Schedule.parse(capsys.readouterr().out).recompute(chain_of(3))) == 3
+    assert len(recompute_of(chain_of(3), Schedule.parse(capsys.readouterr().out))) == 3
 
 
 @pytest.mark.parametrize(

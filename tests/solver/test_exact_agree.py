@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rk_solvers import Auto, BackwardOp, Intervals, Oracle, Problem, Solution, Status, check, peak_and_time
 from rk_solvers.exact.checkmate import Checkmate, build, saved_bytes_of
 from rk_solvers.exact.oracle import least_peak
+from rk_solvers.liveness import recompute_of
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.solver import SAME
 from tests.solver.instances import gpt2, random_problem, random_step
@@ -100,7 +101,7 @@ def assert_the_pair(name: str, problem: Problem, limited: Problem, budget: int, 
     assert found.status is best.status
     if found.status.fits:
         assert found.time_ms == pytest.approx(best.time_ms, rel=SAME)
-        assert saved_bytes_of(problem, found.recompute) <= saved
+        assert saved_bytes_of(problem, recompute_of(problem, found.schedule)) <= saved
 
 
 def require(name: str) -> None:

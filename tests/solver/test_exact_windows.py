@@ -7,10 +7,12 @@ import random
 
 import pytest
 
-from rk_solvers import Greedy, Oracle, Problem, Recompute, normalise, peak_and_time
+from rk_solvers import Greedy, Oracle, Problem, peak_and_time
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.exact.windows import LONGEST, ExactWindows
+from rk_solvers.groups import normalise
 from rk_solvers.milp import Limits, solve
+from rk_solvers.problem import Recompute
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
 
@@ -52,7 +54,7 @@ def test_each_plan_is_faster_and_fits_and_none_is_better_than_the_best():
 def test_other_stages_leave_out_alone(share):
     problem, _ = resnet50(layers=(2, 2, 2, 2))
     budget = int(share * peak_and_time(problem, problem.no_recompute)[0])
-    plan = Greedy(tries=1, rounds=0).solve(problem, budget).recompute
+    plan = Greedy(tries=1, rounds=0).plan(problem, budget)
     plans = through(problem, budget, plan, most=12)
     assert len(plans) > 1
     for before, after in itertools.pairwise(plans):
@@ -64,7 +66,7 @@ def test_other_stages_leave_out_alone(share):
 def test_a_window_is_looked_at_once_until_the_plan_near_it_is_another():
     problem, _ = resnet50(layers=(2, 2, 2, 2))
     budget = int(0.4 * peak_and_time(problem, problem.no_recompute)[0])
-    plan = Greedy(tries=1, rounds=0).solve(problem, budget).recompute
+    plan = Greedy(tries=1, rounds=0).plan(problem, budget)
     windows = ExactWindows(problem, budget)
     count = 0
     while windows.next(plan) is not None:
@@ -77,7 +79,7 @@ def test_a_window_is_looked_at_once_until_the_plan_near_it_is_another():
 def test_a_plan_of_too_many_recomputations_has_no_window(monkeypatch):
     problem, _ = gpt2(layers=2)
     budget = int(0.4 * peak_and_time(problem, problem.no_recompute)[0])
-    plan = Greedy(tries=1, rounds=0).solve(problem, budget).recompute
+    plan = Greedy(tries=1, rounds=0).plan(problem, budget)
     monkeypatch.setattr("rk_solvers.exact.windows.MOST_BINARIES", sum(map(len, plan)) - 1)
     assert ExactWindows(problem, budget).next(plan) is None
     assert ExactWindows(problem, budget).next(problem.no_recompute) is None

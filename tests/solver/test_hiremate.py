@@ -131,7 +131,7 @@ def test_too_small_a_budget_names_one_that_works():
     solver = Hiremate(leaf=4, branch=2, time_limit_s=5)
     small = solver.solve(problem, 1)
     assert not small.status.fits
-    assert small.smallest_budget_bytes == evaluate(problem, small.recompute).peak_bytes
+    assert small.smallest_budget_bytes == evaluate(problem, small.schedule).peak_bytes
     assert solver.solve(problem, small.peak_bytes).status.fits
 
 

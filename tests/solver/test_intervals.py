@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import BackwardOp, Data, ForwardOp, Greedy, Oracle, Problem, Status, check, normalise, peak_and_time
+from rk_solvers import BackwardOp, Data, ForwardOp, Greedy, Oracle, Problem, Status, check, peak_and_time
 from rk_solvers.exact.oracle import least_peak
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import recompute_of
 from rk_solvers.side_process import SideProcess
 from tests.solver.instances import chain_of, gpt2, random_plan, random_problem, resnet50
 
@@ -98,7 +100,7 @@ def test_no_operation_is_computed_more_often_than_allowed():
     for most in (3, 8):
         found = Intervals(hints=(problem.no_recompute,), computations=most).bounded(problem, budget)
         assert found.proven
-        count = [sum(group.count(op) for group in found.solution.recompute) for op in range(8)]
+        count = [sum(group.count(op) for group in recompute_of(problem, found.solution.schedule)) for op in range(8)]
         assert not found.solution.status.fits or max(count) < most
         times.append(found.solution.time_ms if found.solution.status.fits else float("inf"))
     assert times[1] <= times[0]
@@ -110,8 +112,8 @@ def test_odd_bytes_count_to_the_last_one():
     data = (Data("x", 8, 0), Data("y", 8, 1), Data("z", 16, 2))
     forward = (ForwardOp("dear", 5.5, (), (0,)), ForwardOp("cheap", 1.25, (), (1,)), ForwardOp("pass", 1, (), (2,)))
     problem = Problem(data, forward, (BackwardOp("b", 1, (0, 1), 0, 3),), base_bytes=1)
-    assert Intervals().solve(problem, 25).recompute == ((1,),)
-    assert Intervals().solve(problem, 24).recompute == ((0, 1),)
+    assert recompute_of(problem, Intervals().solve(problem, 25).schedule) == ((1,),)
+    assert recompute_of(problem, Intervals().solve(problem, 24).schedule) == ((0, 1),)
     assert Intervals().solve(problem, 20).status is Status.OPTIMAL
     assert Intervals().solve(problem, 19).smallest_budget_bytes == 20
 
@@ -119,7 +121,7 @@ def test_odd_bytes_count_to_the_last_one():
 def test_a_search_that_ends_early_claims_no_optimum_and_a_valid_bound():
     problem = chain_of(24)
     best = Greedy().solve(problem, 40)
-    found = Intervals(hints=(best.recompute,), effort=0.01).bounded(problem, 40)
+    found = Intervals(hints=(best.schedule,), effort=0.01).bounded(problem, 40)
     assert not found.proven
     assert found.solution.status is Status.FEASIBLE
     assert problem.keep_all_time_ms <= found.lower_bound_ms <= found.solution.time_ms <= best.time_ms
@@ -139,9 +141,9 @@ def test_a_gap_ends_the_search_and_bounds_the_distance():
 def test_the_same_seed_and_effort_give_the_same_plan(windows):
     problem, chain = gpt2(2, vocabulary=2000)
     budget = peak_and_time(problem, problem.no_recompute)[0] * 6 // 10
-    hints = (Greedy(rounds=0, tries=2).solve(problem, budget).recompute,)
+    hints = (Greedy(rounds=0, tries=2).solve(problem, budget).schedule,)
     solver = Intervals(time_limit_s=60, hints=hints, windows=windows, effort=0.3, chain=chain, seed=3)
-    assert solver.solve(problem, budget).recompute == solver.solve(problem, budget).recompute
+    assert solver.solve(problem, budget).schedule == solver.solve(problem, budget).schedule
 
 
 def interrupted(time_s, problem, budget, **options):
@@ -164,7 +166,7 @@ def test_the_users_interrupt_keeps_the_best_plan(windows):
     budget = peak_and_time(problem, problem.no_recompute)[0] // 2
     best = Greedy(rounds=0, tries=2).solve(problem, budget)
     handler = signal.getsignal(signal.SIGINT)
-    found, taken_s = interrupted(1.5, problem, budget, hints=(best.recompute,), windows=windows, chain=chain)
+    found, taken_s = interrupted(1.5, problem, budget, hints=(best.schedule,), windows=windows, chain=chain)
     assert taken_s < 30
     assert found.status is Status.FEASIBLE
     assert found.time_ms <= best.time_ms
@@ -176,7 +178,7 @@ def test_what_was_found_until_the_interrupt_is_kept():
     high = peak_and_time(problem, problem.no_recompute)[0]
     slow = Greedy().solve(problem, 0)  # the plan of lowest peak
     budget = (high + slow.peak_bytes) // 2
-    found, taken_s = interrupted(7.0, problem, budget, hints=(slow.recompute,), windows=False)
+    found, taken_s = interrupted(7.0, problem, budget, hints=(slow.schedule,), windows=False)
     assert taken_s < 7.0 + 2 * intervals.STOP_S
     assert found.time_ms < slow.time_ms
     assert found.interrupted or found.status is Status.OPTIMAL  # a fast machine is done before
@@ -187,7 +189,7 @@ def test_a_process_that_is_killed_leaves_the_best_plan_known():
     best = Greedy().solve(problem, 40)
     # it takes no argument: the call raises, and ends the process
     with own_process(), mock.patch.object(intervals, "answer_to", os.abort):
-        found = Intervals(hints=(best.recompute,), time_limit_s=20).bounded(problem, 40)
+        found = Intervals(hints=(best.schedule,), time_limit_s=20).bounded(problem, 40)
     assert not found.proven
     assert found.solution.time_ms == best.time_ms
     assert found.lower_bound_ms == problem.keep_all_time_ms
@@ -208,7 +210,7 @@ def test_progress_tells_of_each_better_plan():
     high = peak_and_time(problem, problem.no_recompute)[0]
     slow = Greedy().solve(problem, 0)  # the plan of lowest peak
     lines: list[str] = []
-    found = Intervals(hints=(slow.recompute,), progress=lines.append).solve(problem, (high + slow.peak_bytes) // 2)
+    found = Intervals(hints=(slow.schedule,), progress=lines.append).solve(problem, (high + slow.peak_bytes) // 2)
     assert len(lines) >= 2
     assert lines[-1] == str(found)
     assert found.time_ms < slow.time_ms

@@ -79,7 +79,7 @@ def test_what_fits_entirely_is_kept_entirely():
     problem = chain_of(5)
     solution = Knapsack().solve(problem, KeepAll().solve(problem, 0).peak_bytes)
     assert solution.status is Status.OPTIMAL
-    assert not any(solution.recompute)
+    assert not solution.schedule.recomputations
 
 
 @pytest.mark.parametrize(

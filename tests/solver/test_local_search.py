@@ -1,8 +1,9 @@
 """Parts of the local search."""
 
-from rk_solvers import normalise, peak_and_time
+from rk_solvers import peak_and_time
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import PlanState, Tables
 from rk_solvers.local.local_search import take_out
-from rk_solvers.local.plan_state import PlanState, Tables
 from tests.solver.instances import chain_of
 
 

@@ -7,13 +7,13 @@ import time
 import pytest
 
 from rk_solvers import Auto, BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, RockmateSolver, Rotor, check
-from rk_solvers.bounds.peak_bound import is_infeasible, least_bytes
+from rk_solvers.bounds.peak_bound import is_infeasible
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.chain.blocks import blocks_of
 from rk_solvers.chain.merging import LEAST_SLOTS, Limits, fitted, joined
 from rk_solvers.chain.rotor import prepare_table
 from rk_solvers.chain.rotor_tables import table_shape
-from rk_solvers.evaluate import peak_and_time
+from rk_solvers.liveness import least_bytes, peak_and_time
 from rk_solvers.milp import relaxation_bound
 from tests.solver.instances import random_problem
 

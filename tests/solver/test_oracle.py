@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import BackwardOp, Data, ForwardOp, Oracle, Problem, Status, check, normalise, peak_and_time
+from rk_solvers import BackwardOp, Data, ForwardOp, Oracle, Problem, Status, check, peak_and_time
 from rk_solvers.exact.oracle import least_peak, least_time
+from rk_solvers.groups import normalise
 from tests.solver.instances import chain_of, random_plan, random_problem
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Oracle, Problem, Rotor, check, evaluate, peak_and_time
 from rk_solvers.chain import rotor_tables as tables
 from rk_solvers.chain.blocks import blocks_of
-from rk_solvers.evaluate import serving
+from rk_solvers.groups import serving
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 
 
@@ -69,7 +69,7 @@ def test_too_small_a_budget_names_one_that_works():
     solver = Rotor(chain, rounds=0)
     small = solver.solve(problem, 1 << 20)
     assert not small.status.fits
-    assert small.smallest_budget_bytes == peak_and_time(problem, small.recompute)[0]
+    assert small.smallest_budget_bytes == peak_and_time(problem, small.schedule)[0]
     assert solver.solve(problem, small.smallest_budget_bytes).status.fits
 
 

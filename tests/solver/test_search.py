@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, normalise, peak_and_time
+from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, peak_and_time
 from rk_solvers.anytime.search import FAR, Search, SearchOptions
 from rk_solvers.exact.combine import combination
 from rk_solvers.exact.oracle import least_peak
+from rk_solvers.groups import normalise
 from rk_solvers.milp import Limits, solve
 from rk_solvers.side_process import SideProcess, SideProcessWarning
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50

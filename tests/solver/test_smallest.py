@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.random_dags import Size
 from benchmarks.random_dags import random_problem as layered_problem
-from rk_solvers import check, normalise, peak_and_time, schedule_of, smallest_budget
-from rk_solvers.bounds.peak_bound import least_bytes
+from rk_solvers import check, peak_and_time, smallest_budget
 from rk_solvers.exact.oracle import least_peak
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import PlanState, Tables, least_bytes
 from rk_solvers.local.local_search import weights_for
 from rk_solvers.local.min_peak_search import lowest_peak_plan
-from rk_solvers.local.plan_state import PlanState, Tables
 from rk_solvers.local.repair import repair
 from tests.solver.instances import random_plan, random_problem, random_step
 
@@ -28,7 +28,7 @@ def test_the_time_limit_is_kept_on_a_large_graph(time_limit_s):
     smallest = smallest_budget(problem, time_limit_s=time_limit_s)
     # The plans that the search starts from take a part of a second; the rest is for a busy machine.
     assert time.monotonic() - start < time_limit_s + 5
-    replayed = check(problem, schedule_of(problem, smallest.recompute), smallest.budget_bytes)
+    replayed = check(problem, smallest.schedule, smallest.budget_bytes)
     assert (replayed.peak_bytes, replayed.peak_at) == (smallest.budget_bytes, smallest.binding_op)
     assert smallest.budget_bytes < peak_and_time(problem, problem.no_recompute)[0]
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import BackwardOp, Data, ForwardOp, Oracle, Problem, check, peak_and_time
-from rk_solvers.evaluate import normalise, recompute_time_ms
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.exact.state_sweep import Swept, sweep_states
-from rk_solvers.schedule import schedule_of
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import recompute_time_ms, schedule_of
 from tests.solver.instances import chain_of, random_problem, random_step
 
 

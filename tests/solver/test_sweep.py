@@ -19,7 +19,6 @@ from rk_solvers import (
     Knapsack,
     Oracle,
     Problem,
-    Recompute,
     Rotor,
     Solution,
     Solver,
@@ -30,7 +29,8 @@ from rk_solvers import (
     solver_named,
 )
 from rk_solvers.anytime.sweep import solve_sweep
-from rk_solvers.bounds.peak_bound import least_bytes
+from rk_solvers.liveness import least_bytes
+from rk_solvers.problem import Recompute
 from rk_solvers.solver import best_solution
 from tests.solver.instances import chain_of, gpt2, random_problem, random_step
 
@@ -202,7 +202,7 @@ class Erratic(Solver):
 
 def test_a_plan_serves_every_budget_that_it_fits():
     problem = chain_of(6)
-    plans = [plan for budget in range(12, 30) if (plan := Oracle().solve(problem, budget).recompute)]
+    plans = [plan for budget in range(12, 30) if (plan := Oracle().solve(problem, budget).schedule)]
     costs = {peak_and_time(problem, plan): plan for plan in plans}
     assert len(costs) >= 3
     (peak, time_ms), (_, better_ms) = sorted(costs)[:2]

@@ -91,7 +91,7 @@ class Checkpointable(MeasuredRockmate):
         """What the plan used last runs, layer by layer. Raises `NotPlanned` where there is none yet."""
         measured = self._member.measured
         layers = chain_of_layers(measured, layers_of(self.original))
-        return sequence_of(measured.problem, self.plan.recompute, layers)
+        return sequence_of(measured.problem, self.plan.schedule, layers)
 
     def measure(self, sample: Any) -> None:
         """Measure the times and bytes of calls like `sample`, a batch, for `compute_sequence`. Raises as planning does.

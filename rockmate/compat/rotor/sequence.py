@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rk_solvers import Problem, Recompute
-from rk_solvers.evaluate import Step, instances_of, steps_of
+from rk_solvers import Problem, Schedule, Simulation, simulate
+from rk_solvers.liveness import Step
 from rockmate.compat.rotor.layers import LayerChain
 
 Kind = Literal["Fng", "Fck", "Fe", "B"]
@@ -58,20 +58,20 @@ class _Run:
     names: set[int]  # indices of its operations
 
 
-def sequence_of(problem: Problem, recompute: Recompute, layers: LayerChain) -> Sequence:
-    """What `recompute` does, layer by layer, the loss left out. Raises `ValueError` for a chain of another problem."""
+def sequence_of(problem: Problem, schedule: Schedule, layers: LayerChain) -> Sequence:
+    """What `schedule` does, layer by layer, the loss left out. Raises `ValueError` for a chain of another problem."""
     layers.chain.check(problem)
-    return _Reader(problem, recompute, layers).read()
+    return _Reader(problem, simulate(problem, schedule), layers).read()
 
 
 class _Reader:
-    def __init__(self, problem: Problem, recompute: Recompute, layers: LayerChain) -> None:
+    def __init__(self, problem: Problem, simulation: Simulation, layers: LayerChain) -> None:
         self.problem, self.layers = problem, layers
         self.block_of = [index for index, block in enumerate(layers.chain.blocks) for _ in block]
-        self.steps = steps_of(problem, recompute)
+        self.steps = [moment.step for moment in simulation.moments]
         self.runs = list(_runs(self.steps, self.block_of, layers.chain.backward_block))
         self.last_use: dict[int, list[tuple[int, int]]] = {}  # of each data: when its instances begin and end
-        for instance in instances_of(problem, recompute):
+        for instance in simulation.instances:
             self.last_use.setdefault(instance.data, []).append((instance.first, instance.last))
         self.uses: dict[tuple[int, int], list[int]] = {}  # of each data by each block: the steps
         for position, step in enumerate(self.steps):

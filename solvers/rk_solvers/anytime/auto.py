@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from rk_solvers.anytime.min_budget import smallest_budget
 from rk_solvers.anytime.search import Search, SearchOptions
 from rk_solvers.bounds.peak_bound import PROOF_S, is_infeasible
-from rk_solvers.evaluate import peak_and_time, serving
 from rk_solvers.exact.checkmate import Checkmate
+from rk_solvers.groups import serving
+from rk_solvers.liveness import peak_and_time
 from rk_solvers.problem import Chain, Problem
 from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import SAME, Solution, Solver, solution_of
@@ -89,7 +90,7 @@ class Auto(Solver):
         # In time of its own, whatever the search took: the smallest budget that a refusal names was found like this,
         # and must be met when it is asked for.
         smallest = smallest_budget(problem, self.chain, self.time_limit_s)
-        solution = solution_of(problem, budget_bytes, smallest.recompute, self.name)
+        solution = solution_of(problem, budget_bytes, smallest.schedule, self.name)
         proven_bytes = None if solution.status.fits else smallest.proven_bytes
         return replace(solution, lower_bound_ms=search.bound_ms, proven_bytes=proven_bytes)
 

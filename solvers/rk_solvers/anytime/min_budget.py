@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rk_solvers.bounds.peak_bound import PROOF_S, least_bytes, least_peak_bytes
-from rk_solvers.evaluate import evaluate, normalise, peak_and_time
+from rk_solvers.bounds.peak_bound import PROOF_S, least_peak_bytes
 from rk_solvers.exact.checkmate import PROVEN, build
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import evaluate, least_bytes, peak_and_time, schedule_of
 from rk_solvers.local.min_peak_search import lowest_peak_plan
 from rk_solvers.milp import Limits, Outcome, solve
 from rk_solvers.problem import Chain, Problem, Recompute
+from rk_solvers.schedule import Schedule
 from rk_solvers.side_process import SideProcess
 
 # The exact program is solved for a nearer bound, and where it is small for a lower peak, too:
@@ -27,7 +29,7 @@ class SmallestBudget:
 
     budget_bytes: int
     binding_op: str  # operation of that peak, such as "backward linear_3"
-    recompute: Recompute  # a plan with that peak
+    schedule: Schedule  # of that peak
     proven_bytes: int  # no plan's peak is lower (see `least_peak`)
 
 
@@ -51,7 +53,8 @@ def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: 
         if exact is not None:
             plan = min([plan, normalise(problem, exact)], key=lambda one: peak_and_time(problem, one))
     result = evaluate(problem, plan)
-    return SmallestBudget(result.peak_bytes, result.peak_at, plan, min(proven_bytes, result.peak_bytes))
+    proven_bytes = min(proven_bytes, result.peak_bytes)
+    return SmallestBudget(result.peak_bytes, result.peak_at, schedule_of(problem, plan), proven_bytes)
 
 
 def least_peak_bound(problem: Problem, time_limit_s: float) -> tuple[Recompute | None, int]:

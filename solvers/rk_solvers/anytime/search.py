@@ -24,14 +24,14 @@ from rk_solvers.baselines.both import baseline_plans
 from rk_solvers.bounds.chain_bound import chain_bound_ms
 from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.chain.rotor import Rotor
-from rk_solvers.evaluate import normalise, peak_and_time
 from rk_solvers.exact.checkmate import Program
 from rk_solvers.exact.combine import MOST_BINARIES, combination
 from rk_solvers.exact.windows import ExactWindows
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import PlanState, Tables, peak_and_time
 from rk_solvers.local.greedy import attempts
 from rk_solvers.local.local_search import improve, improve_nearby, polish, weights_for
 from rk_solvers.local.min_peak_search import lowest_peak_plan
-from rk_solvers.local.plan_state import PlanState, Tables
 from rk_solvers.local.repair import repair
 from rk_solvers.milp import Limits, Outcome, Result, solve
 from rk_solvers.problem import Chain, Problem, Recompute

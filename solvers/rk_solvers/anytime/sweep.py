@@ -46,4 +46,4 @@ def _best(problem: Problem, budget_bytes: int, solutions: list[Solution]) -> Sol
         chosen = min(fitting, key=lambda solution: (solution.time_ms, solution.peak_bytes))
     else:
         chosen = min(solutions, key=lambda solution: (solution.peak_bytes, solution.time_ms))
-    return solution_of(problem, budget_bytes, chosen.recompute, chosen.solver)
+    return solution_of(problem, budget_bytes, chosen.schedule, chosen.solver)

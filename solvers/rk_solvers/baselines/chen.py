@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rk_solvers.evaluate import normalise
+from rk_solvers.groups import normalise
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rk_solvers.evaluate import normalise, peak_and_time
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import peak_and_time
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution
 

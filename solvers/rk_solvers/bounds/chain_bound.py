@@ -31,6 +31,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from rk_solvers.liveness import Tables
 from rk_solvers.problem import Problem
 
 MOST_SUMS = 5e7  # some tenths of a second
@@ -59,21 +60,18 @@ def _needs(problem: Problem, budget_bytes: int) -> tuple[list[int], list[int]] |
 
     None where the operations are no chain.
     """
-    home = [-1 if number in problem.held else item.producer for number, item in enumerate(problem.data)]
-    for index, op in enumerate(problem.forward[1:]):
-        if all(home[item] != index for item in op.inputs):
+    live = Tables(problem)
+    for index, items in enumerate(live.inputs[1:]):
+        if all(live.producer[item] != index for item in items):
             return None
-    read = [*(op.inputs for op in problem.forward), *(op.needs for op in problem.backward)]
-    used = {item for items in read for item in items if home[item] >= 0}
-    size = min((problem.data[item].size_bytes for item in used), default=0)
+    size = min((size for size, uses in zip(live.size, live.uses, strict=True) if uses), default=0)
     if size == 0:
         return None
-    held_bytes = sum(problem.data[item].size_bytes for item in problem.held)
     room: dict[int, int] = {}
-    last = end = len(problem.forward)
-    for backward in problem.backward:
-        asked = max((home[item] for item in backward.needs), default=-1)
-        tokens = (budget_bytes - problem.base_bytes - held_bytes - backward.peak_bytes) // size
+    last = end = live.count
+    for needs, peak_bytes in zip(live.needs, live.peak, strict=True):
+        asked = max((live.producer[item] for item in needs), default=-1)
+        tokens = (budget_bytes - live.held_bytes - peak_bytes) // size
         if asked > last:
             return None
         if asked >= 0:

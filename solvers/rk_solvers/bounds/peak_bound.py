@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rk_solvers.liveness import Tables, last_forward_uses, least_bytes
 from rk_solvers.problem import Problem
 
 ROUNDS = 20  # of propagation; a few do for most problems
@@ -31,21 +32,6 @@ LARGEST = 6_000_000  # data times stages: a second and 100 MiB; of a larger prob
 
 Bools = NDArray[np.bool_]
 Sizes = NDArray[np.int64]
-
-
-def least_bytes(problem: Problem) -> int:
-    """A bound that no schedule can be below: what one operation holds at once."""
-    size = [item.size_bytes for item in problem.data]
-    held = sum(size[item] for item in problem.held)
-    least = problem.base_bytes
-    for index, op in enumerate(problem.forward):
-        made = {item for item in problem.held if problem.data[item].producer <= index}
-        items = {*op.inputs, *op.outputs} | made
-        least = max(least, problem.base_bytes + op.workspace_bytes + sum(size[item] for item in items))
-    for backward in problem.backward:
-        free = sum(size[item] for item in backward.needs if item not in problem.held)
-        least = max(least, problem.base_bytes + held + free + backward.peak_bytes)
-    return least
 
 
 def least_peak_bytes(problem: Problem, known_bytes: int, time_limit_s: float = math.inf) -> int:
@@ -98,19 +84,17 @@ class _Tables:
         self.problem = problem
         self.deadline = deadline  # of `time.monotonic`: joins are left out from then on
         stages, items = len(problem.backward), len(problem.data)
-        self.size: Sizes = np.array([0 if i in problem.held else d.size_bytes for i, d in enumerate(problem.data)])
-        held_bytes = problem.base_bytes + sum(problem.data[item].size_bytes for item in problem.held)
-        self.resident = held_bytes + np.array([op.resident_bytes for op in problem.backward], dtype=np.int64)
-        self.peak = held_bytes + np.array([op.peak_bytes for op in problem.backward], dtype=np.int64)
+        self.live = live = Tables(problem)
+        self.size: Sizes = np.array(live.size, dtype=np.int64)
+        self.size[list(problem.held)] = 0
+        self.resident = problem.base_bytes + live.held_bytes + np.array(live.resident, dtype=np.int64)
+        self.peak = live.held_bytes + np.array(live.peak, dtype=np.int64)
         self.needed: Bools = np.zeros((items, stages), dtype=np.bool_)
-        for stage, op in enumerate(problem.backward):
-            self.needed[[item for item in op.needs if item not in problem.held], stage] = True
+        for stage, needs in enumerate(live.needs):
+            self.needed[list(needs), stage] = True
         self.next_need = _next_true(self.needed)
-        by_producer = lambda item: problem.data[item].producer  # noqa: E731
-        self.inputs = [
-            sorted((i for i in op.inputs if i not in problem.held), key=by_producer) for op in problem.forward
-        ]
-        self.outputs = [[i for i in op.outputs if i not in problem.held] for op in problem.forward]
+        self.inputs = [sorted(read, key=live.producer.__getitem__) for read in live.inputs]
+        self.outputs = [list(made) for made in live.renewed]
         self.crossing = self._crossing_bytes()
 
     def infeasible(self, budget_bytes: int) -> bool:
@@ -127,8 +111,7 @@ class _Tables:
             possible = self._possible(budget_bytes, must, at_stage, at_start)
             if (self.needed & ~possible.alive).any() or (must & ~possible.alive).any():
                 return True
-            producers = [item.producer for item in problem.data]
-            forced = self.next_need < _next_true(possible.recomputed[producers])
+            forced = self.next_need < _next_true(possible.recomputed[self.live.producer])
             if not (forced & ~must).any():
                 return False
             must |= forced
@@ -192,22 +175,14 @@ class _Tables:
 
     def _crossing_bytes(self) -> list[int]:
         """For each item the most that it and a later operation of the forward take together."""
-        problem, size = self.problem, self.size
-        own, held = [], problem.base_bytes
-        for index, op in enumerate(problem.forward):
-            held += sum(problem.data[item].size_bytes for item in op.outputs if item in problem.held)
-            used = {*self.inputs[index], *self.outputs[index]}
-            own.append(held + op.workspace_bytes + sum(int(size[item]) for item in used))
+        own, size = self.live.least_forward(), self.size
         after = [*np.maximum.accumulate(np.array(own[::-1], dtype=np.int64))[::-1].tolist(), 0]
-        readers = [set[int]() for _ in problem.data]
-        for index, op in enumerate(problem.forward):
-            for item in op.inputs:
-                readers[item].add(index)
+        readers = [set(users) for users in self.problem.forward_users()]
+        last = last_forward_uses(self.problem)
         found = []
-        for item, data in enumerate(problem.data):
-            last = max(readers[item], default=data.producer)
-            between = [own[k] for k in range(data.producer + 1, last) if k not in readers[item]]
-            found.append(max([after[last + 1], *between]) + int(size[item]))
+        for item, producer in enumerate(self.live.producer):
+            between = [own[k] for k in range(producer + 1, last[item]) if k not in readers[item]]
+            found.append(max([after[last[item] + 1], *between]) + int(size[item]))
         return found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
-from rk_solvers.evaluate import memory_curve, steps_of
+from rk_solvers.liveness import memory_curve, steps_of
 from rk_solvers.milp import Limits, Outcome, Result, relaxation_bound, solve
 from rk_solvers.problem import Chain, Problem, Recompute
 

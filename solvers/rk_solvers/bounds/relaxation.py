@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from rk_solvers.evaluate import normalise
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import Tables, last_forward_uses
 from rk_solvers.milp import Floats, Model, Term
 from rk_solvers.problem import Problem, Recompute
 
@@ -39,6 +40,7 @@ class Relaxation:
     starts: list[int]  # first backward operation of each group
     spans: bool = False  # whether to have spans of groups
     brief: bool = False  # the budget at the beginnings of groups alone: less tight, and much quicker to solve
+    live: Tables = field(init=False)
     model: Model = field(default_factory=Model)
     integer: list[bool] = field(default_factory=list)  # which variables the integer program has whole
     stages: list[range] = field(default_factory=list)  # backward operations of each group
@@ -51,10 +53,10 @@ class Relaxation:
     )  # at the start: variable by op of a state, here or later
 
     def __post_init__(self) -> None:
-        problem = self.problem
+        problem, self.live = self.problem, Tables(self.problem)
         ends = [*self.starts[1:], len(problem.backward)]
         self.stages = [range(first, stop) for first, stop in zip(self.starts, ends, strict=True)]
-        self.needs = [[frozenset(problem.backward[s].needs) - problem.held for s in stages] for stages in self.stages]
+        self.needs = [[frozenset(self.live.needs[stage]) for stage in stages] for stages in self.stages]
         self._add_variables()
         for group in range(len(self.stages)):
             self._add_availability(group)
@@ -67,13 +69,12 @@ class Relaxation:
 
     def size(self, item: int) -> float:
         """Bytes of a data in the unit of the rows."""
-        return self.problem.data[item].size_bytes * UNITS / max(1, self.budget_bytes)
+        return self.live.size[item] * UNITS / max(1, self.budget_bytes)
 
     def room(self, used_bytes: int, *, forward: int = -1) -> float:
         """What the budget leaves beside `used_bytes`, the base and the held data, in the unit of the rows."""
-        problem = self.problem
-        held = [i for i in problem.held if forward < 0 or problem.data[i].producer <= forward]
-        used_bytes += problem.base_bytes + sum(problem.data[item].size_bytes for item in held)
+        held_bytes = self.live.held_bytes if forward < 0 else self.live.held_until(forward)
+        used_bytes += self.problem.base_bytes + held_bytes
         return (self.budget_bytes - used_bytes) * UNITS / max(1, self.budget_bytes)
 
     def recompute(self, values: Floats) -> Recompute:
@@ -90,19 +91,17 @@ class Relaxation:
 
     def _add_variables(self) -> None:
         """What is recomputed in each group, with its cost, and what is alive and resident at its beginning."""
-        problem = self.problem
-        unit_ms = problem.keep_all_time_ms / UNITS or 1.0
-        renewed = [problem.renewed(index) for index in range(len(problem.forward))]
+        live = self.live
+        unit_ms = self.problem.keep_all_time_ms / UNITS or 1.0
         wanted: set[int] = set()  # data that a group or a later one may use
         stateful: set[int] = set()
         for needs in reversed(self.needs):
             recomputed: dict[int, int] = {}
-            for index in relevant(problem, renewed, frozenset().union(*needs)):
-                op = problem.forward[index]
+            for index in relevant(live, frozenset().union(*needs)):
                 recomputed[index] = self.variable(integer=True)
-                self.model.cost[recomputed[index]] = op.recompute_ms / unit_ms
-                wanted.update(set(op.inputs) - problem.held)
-                if op.replay_bytes:
+                self.model.cost[recomputed[index]] = live.time[index] / unit_ms
+                wanted.update(live.inputs[index])
+                if live.replay[index]:
                     stateful.add(index)
             wanted = wanted.union(*needs)
             alive = {item: self.variable(integer=True) for item in sorted(wanted)}
@@ -126,7 +125,7 @@ class Relaxation:
         The span begins with `group`; `recomputed` are its variables by operation.
         """
         terms = [(self.alive[group][item], -1.0)] if item in self.alive[group] else []
-        producer = self.problem.data[item].producer
+        producer = self.live.producer[item]
         if producer in recomputed:
             terms.append((recomputed[producer], -1.0))
         return terms
@@ -137,21 +136,20 @@ class Relaxation:
         self._add_uses(group, group, recomputed)
         for item, variable in self._after(group, self.alive).items():
             row = [(variable, 1.0), (self.kept[group][item], -1.0)]
-            producer = self.problem.data[item].producer
+            producer = self.live.producer[item]
             if producer in recomputed:
                 row.append((recomputed[producer], -1.0))
             self.model.add_row(row, upper=0.0)
 
     def _add_uses(self, first: int, last: int, recomputed: dict[int, int]) -> None:
         """What is used from group `first` to `last`, or alive after that, is alive before it or recomputed in it."""
-        model, problem = self.model, self.problem
+        model = self.model
         needs = frozenset[int]().union(*(needs for group in self.needs[first : last + 1] for needs in group))
         for item in sorted(needs):
             model.add_row(self._sources(first, recomputed, item), upper=-1.0)
         for index, variable in recomputed.items():
-            for item in problem.forward[index].inputs:
-                if item not in problem.held:
-                    model.add_row([(variable, 1.0), *self._sources(first, recomputed, item)], upper=0.0)
+            for item in self.live.inputs[index]:
+                model.add_row([(variable, 1.0), *self._sources(first, recomputed, item)], upper=0.0)
         for item, variable in self._after(last, self.alive).items():
             model.add_row([(variable, 1.0), *self._sources(first, recomputed, item)], upper=0.0)
 
@@ -191,7 +189,7 @@ class Relaxation:
     def _replay(self, resident: dict[int, int]) -> list[Term]:
         """Terms of the states that are resident where these variables say so."""
         unit = UNITS / max(1, self.budget_bytes)
-        return [(variable, self.problem.forward[k].replay_bytes * unit) for k, variable in resident.items()]
+        return [(variable, self.live.replay[k] * unit) for k, variable in resident.items()]
 
     def _add_group_memory(self, group: int) -> None:
         """The budget at the beginning, at each backward operation and at each recomputation of a group."""
@@ -220,7 +218,7 @@ class Relaxation:
             room -= sum(self.size(item) for item in own - later)
             row = [(total, 1.0), *later_terms]
             row += [(kept[item], -self.size(item)) for item in own - later if item in kept]
-            producers = [(item, problem.data[item].producer) for item in own & later]
+            producers = [(item, self.live.producer[item]) for item in own & later]
             row += [(recomputed[index], self.size(item)) for item, index in producers if index in recomputed]
             model.add_row(row, upper=room)
         self._add_recomputation_memory(group, total)
@@ -228,7 +226,7 @@ class Relaxation:
     def _elsewhere(self, group: int, item: int) -> list[Term]:
         """What of a data needed in a group may be dead before, or counted already: recomputed in it, or kept."""
         terms = [(self.kept[group][item], -self.size(item))] if item in self.kept[group] else []
-        producer = self.problem.data[item].producer
+        producer = self.live.producer[item]
         if producer in self.recomputed[group]:
             terms.append((self.recomputed[group][producer], -self.size(item)))
         return terms
@@ -244,48 +242,44 @@ class Relaxation:
 
     def _add_recomputation_memory(self, group: int, total: int) -> None:
         """An operation recomputed in a group: its inputs, outputs and workspace beside what is kept throughout."""
-        problem, kept = self.problem, self.kept[group]
-        room = self.room(min(problem.backward[stage].resident_bytes for stage in self.stages[group]))
+        live, kept = self.live, self.kept[group]
+        room = self.room(min(live.resident[stage] for stage in self.stages[group]))
         unit = UNITS / max(1, self.budget_bytes)
         for index, variable in self.recomputed[group].items():
-            op = problem.forward[index]
-            own = (set(op.inputs) | set(op.outputs)) - problem.held
-            needed = sum(self.size(item) for item in own) + op.workspace_bytes * unit
+            own = {*live.inputs[index], *live.renewed[index]}
+            workspace_bytes = self.problem.forward[index].workspace_bytes
+            needed = sum(self.size(item) for item in own) + workspace_bytes * unit
             row = [(total, 1.0), (variable, needed), *((kept[item], -self.size(item)) for item in own if item in kept)]
             self.model.add_row(row, upper=room)
 
     def _add_forward_memory(self) -> None:
         """The budget at the forward operations: what they use, what later ones read, what the backward finds."""
-        problem = self.problem
-        last = [item.producer for item in problem.data]
-        for index, op in enumerate(problem.forward):
-            for item in op.inputs:
-                last[item] = index
+        problem, live = self.problem, self.live
         unit = UNITS / max(1, self.budget_bytes)
         passed: list[list[int]] = [[] for _ in problem.forward]
-        for item, index in enumerate(last):
+        for item, index in enumerate(last_forward_uses(problem)):
             if item not in problem.held:
                 passed[index].append(item)
         total, used = -1, 0
         for index, op in enumerate(problem.forward):
-            used += sum(problem.data[item].size_bytes for item in op.outputs if item not in problem.held)
+            used += live.renewed_bytes[index]
             row: list[Term] = [] if total < 0 else [(total, 1.0)]
             self.model.add_row(row, upper=self.room(used + op.workspace_bytes, forward=index))
-            used -= sum(problem.data[item].size_bytes for item in passed[index])
+            used -= sum(live.size[item] for item in passed[index])
             start = self.alive[0]
             row += [(start[item], self.size(item)) for item in passed[index] if item in start]
             if index in self.resident[0]:
-                row.append((self.resident[0][index], problem.forward[index].replay_bytes * unit))
+                row.append((self.resident[0][index], live.replay[index] * unit))
             if row:
                 total = self._at_least(row)
 
 
-def relevant(problem: Problem, renewed: list[tuple[int, ...]], needs: Set[int]) -> list[int]:
-    """The operations that may be recomputed and lead to `needs`, in order; `renewed` is what each makes anew."""
+def relevant(live: Tables, needs: Set[int]) -> list[int]:
+    """The operations that may be recomputed and lead to `needs`, in order."""
     found: list[int] = []
     wanted = set(needs)
-    for index in range(len(problem.forward) - 1, -1, -1):
-        if problem.forward[index].recomputable and not wanted.isdisjoint(renewed[index]):
+    for index in reversed(range(live.count)):
+        if live.recomputable[index] and not wanted.isdisjoint(live.renewed[index]):
             found.append(index)
-            wanted.update(problem.forward[index].inputs)
+            wanted.update(live.inputs[index])
     return found[::-1]

@@ -8,8 +8,8 @@ import time
 from rk_solvers.bounds.chain_bound import chain_bound_ms
 from rk_solvers.bounds.peak_bound import PROOF_S, is_infeasible
 from rk_solvers.bounds.refinement import Refinement, Target
-from rk_solvers.evaluate import peak_and_time
-from rk_solvers.problem import Chain, Problem, Recompute
+from rk_solvers.liveness import Plan, peak_and_time, recompute_of
+from rk_solvers.problem import Chain, Problem
 
 
 def lower_bound_ms(
@@ -18,7 +18,7 @@ def lower_bound_ms(
     chain: Chain | None = None,
     time_limit_s: float = 12.0,
     integer: bool = False,
-    plan: Recompute | None = None,
+    plan: Plan | None = None,
 ) -> float:
     """A proven lower bound, in milliseconds, on the time of every plan whose peak is at most `budget_bytes`.
 
@@ -34,10 +34,11 @@ def lower_bound_ms(
     if not problem.backward or is_infeasible(problem, budget_bytes, PROOF_S):
         return math.inf
     deadline = time.monotonic() + time_limit_s
+    incumbent = problem.no_recompute if plan is None else recompute_of(problem, plan)
     found = Refinement(problem, budget_bytes, chain, bound_ms=chain_bound_ms(problem, budget_bytes))
     while found.bound_ms < math.inf and time.monotonic() < deadline and (integer or found.rounds < 2):
         left_s = deadline - time.monotonic()
-        before, found = found, found.advanced(plan or problem.no_recompute, Target(math.inf, left_s, integer=integer))
+        before, found = found, found.advanced(incumbent, Target(math.inf, left_s, integer=integer))
         if found is before:
             break
     return found.bound_ms

@@ -16,9 +16,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rk_solvers.evaluate import evaluate, instances_of, memory_curve, normalise, recompute_time_ms, steps_of
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import (
+    PlanState,
+    Tables,
+    evaluate,
+    kept_over_the_turn,
+    memory_curve,
+    recompute_time_ms,
+    steps_of,
+)
 from rk_solvers.local.local_search import improve, polish, weights_for
-from rk_solvers.local.plan_state import PlanState, Tables
 from rk_solvers.local.repair import repair
 from rk_solvers.problem import BackwardOp, Chain, Data, ForwardOp, Problem, Recompute
 
@@ -338,9 +346,7 @@ def bounded_plan(part: Problem, peak: int, saved: int, rounds: int) -> Recompute
 
 def saved_bytes_in_pause(part: Problem, plan: Recompute) -> int:
     """Bytes alive during the pause."""
-    count = len(part.forward)
-    kept = (item.data for item in instances_of(part, plan) if item.first <= count <= item.last)
-    return sum(part.data[item].size_bytes for item in kept)
+    return sum(part.data[item].size_bytes for item in kept_over_the_turn(part, plan))
 
 
 def option_of(part: Part, plan: Recompute, spared: frozenset[int] = frozenset()) -> Option:

@@ -43,11 +43,11 @@ from rk_solvers.chain.blocks import (
 from rk_solvers.chain.merging import LEAST_SLOTS, Limits, fitted
 from rk_solvers.chain.rotor import prepare_table
 from rk_solvers.chain.two_level import ExactPlanner, coarser
-from rk_solvers.evaluate import normalise, peak_and_time
 from rk_solvers.exact.checkmate import Checkmate
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import PlanState, Tables, last_forward_uses, peak_and_time
 from rk_solvers.local.local_search import LARGE, improve, improve_nearby, polish, weights_for
 from rk_solvers.local.min_peak_search import lowest_peak_plan
-from rk_solvers.local.plan_state import PlanState, Tables
 from rk_solvers.local.repair import repair
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution, solution_of
@@ -279,10 +279,7 @@ def backward_places(problem: Problem) -> list[int]:
 def bytes_across(problem: Problem, places: list[int]) -> list[int]:
     """For each cut `c` (before forward operation `c`), the bytes made before it and read after it or by the backward
     of what is after it."""
-    last = [item.producer for item in problem.data]
-    for index, op in enumerate(problem.forward):
-        for number in op.inputs:
-            last[number] = max(last[number], index)
+    last = last_forward_uses(problem)
     for place, backward in zip(places, problem.backward, strict=True):
         for number in backward.needs:
             last[number] = max(last[number], min(place, len(problem.forward) - 1))

@@ -13,6 +13,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+from rk_solvers.liveness import last_forward_uses
 from rk_solvers.problem import Chain, Problem
 
 LEAST_SLOTS = 250  # of a table with fewer of them, plans are rounded too coarsely
@@ -115,10 +116,7 @@ def _kinds(problem: Problem, chain: Chain) -> list[int]:
 def _bytes_across(problem: Problem, chain: Chain) -> list[int]:
     """For each border before a block: bytes that the forward after it reads; those not kept before it count twice."""
     home = [number for number, block in enumerate(chain.blocks) for _ in block]
-    last = [home[item.producer] for item in problem.data]
-    for index, op in enumerate(problem.forward):
-        for item in op.inputs:
-            last[item] = max(last[item], home[index])
+    last = [home[index] for index in last_forward_uses(problem)]
     own = [False] * len(problem.data)  # whether its block's own backward needs it
     for stage, backward in enumerate(problem.backward):
         for item in backward.needs:

@@ -45,7 +45,8 @@ from rk_solvers.chain.blocks import Block, blocks_of
 from rk_solvers.chain.merging import Limits, effort, fitted
 from rk_solvers.chain.rotor_tables import ChainNumbers, ChainTable, fill, least_to_pass, sweeps
 from rk_solvers.chain.sequence import Operation, Sequence, expand
-from rk_solvers.evaluate import normalise, peak_and_time
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import Tables, peak_and_time
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution, solution_of
 
@@ -112,11 +113,11 @@ def prepare_table(
     `TimeoutError` where it is not filled when `time.monotonic` reaches `deadline`.
     """
     slots = max(2, (limits or Limits.here()).slots(len(blocks), slots))
-    held = sum(problem.data[item].size_bytes for item in problem.held)
-    room = max(slots, round(1.3 * max(0, max_budget_bytes - problem.base_bytes - held)))
+    fixed_bytes = problem.base_bytes + Tables(problem).held_bytes
+    room = max(slots, round(1.3 * max(0, max_budget_bytes - fixed_bytes)))
     slot_bytes = -(-room // slots)
     table = fill(ChainNumbers.of(blocks, slot_bytes, slots), deadline)
-    return RotorTable(problem, blocks, table, slot_bytes, problem.base_bytes + held, internal)
+    return RotorTable(problem, blocks, table, slot_bytes, fixed_bytes, internal)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from rk_solvers.chain.blocks import (
 )
 from rk_solvers.chain.merging import Limits, effort, fitted
 from rk_solvers.chain.rotor import RotorTable, prepare_table, solved
-from rk_solvers.evaluate import peak_and_time
 from rk_solvers.exact.checkmate import Checkmate
+from rk_solvers.liveness import peak_and_time, recompute_of
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution
 
@@ -114,7 +114,7 @@ class RockmateSolver(Solver):
             return best_solution(problem, budget_bytes, plans)
         for blocks in self.blocks(problem, deadline):
             solution = solved(partial(self._table, problem, blocks), budget_bytes, most)
-            plans.append((self.name, solution.recompute))
+            plans.append((self.name, recompute_of(problem, solution.schedule)))
         return best_solution(problem, budget_bytes, plans)
 
     def _table(self, problem: Problem, blocks: Blocks, max_budget_bytes: int) -> RotorTable:

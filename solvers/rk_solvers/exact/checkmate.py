@@ -23,13 +23,22 @@ from typing import Any
 
 import numpy as np
 
-from rk_solvers.bounds.peak_bound import least_bytes
-from rk_solvers.evaluate import Bytes, Step, evaluate, instances_of, peak_and_time, recompute_time_ms, serving
 from rk_solvers.exact.state_sweep import MOST_STATES, sweep_states
+from rk_solvers.groups import serving
+from rk_solvers.liveness import (
+    Bytes,
+    Step,
+    Tables,
+    evaluate,
+    kept_over_the_turn,
+    least_bytes,
+    peak_and_time,
+    recompute_time_ms,
+    schedule_of,
+)
 from rk_solvers.local.greedy import Greedy
 from rk_solvers.milp import Floats, Limits, Model, Outcome, solve
 from rk_solvers.problem import Problem, Recompute
-from rk_solvers.schedule import schedule_of
 from rk_solvers.solver import Solution, Solver, Status, solution_of
 
 ALIVE, DEAD = -1, -2  # in place of the number of a variable
@@ -56,6 +65,7 @@ class Program:
     """The program under construction."""
 
     problem: Problem
+    tables: Tables = field(init=False)
     model: Model = field(default_factory=Model)
     events: list[Step] = field(default_factory=list)
     recomputation: dict[Step, int] = field(default_factory=dict)  # variable of each
@@ -63,6 +73,9 @@ class Program:
     variable_bytes: list[list[SizedTerm]] = field(default_factory=list)  # at each event
     saved_fixed: int = 0  # bytes alive between the last forward operation and what follows
     saved_variable: list[SizedTerm] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tables = Tables(self.problem)
 
     @property
     def unit_ms(self) -> float:
@@ -116,12 +129,11 @@ def build(
     _add_events(program, allowed or [free] * len(problem.backward))
     _add_serving(program)
     for item, touches in enumerate(_touches(program)):
-        if item not in problem.held:
+        if touches:
             _add_liveness(program, item, touches)
-    _add_held(program)
-    for index, op in enumerate(problem.forward):
-        if op.replay_bytes:
-            _add_replay(program, index)
+    for index, size in enumerate(program.tables.replay):
+        if size:
+            _add_replay(program, index, size)
     if budget_bytes is None:
         _add_peak(program)
     else:
@@ -134,17 +146,19 @@ def build(
 
 def _add_events(program: Program, allowed: Sequence[Set[int]]) -> None:
     """All events in order, a binary for each that may or may not happen, and the bytes of their own."""
-    problem = program.problem
+    problem, tables = program.problem, program.tables
     program.events = [Step(-1, index) for index in range(len(problem.forward))]
-    own = [op.workspace_bytes for op in problem.forward]
-    for stage, backward in enumerate(problem.backward):
+    own = [tables.workspace[index] + tables.held_until(index) for index in range(tables.count)]
+    beside = problem.base_bytes + tables.held_bytes
+    for stage in range(tables.stages):
         for index in sorted(serving(problem, allowed[stage], stage)):
             program.recomputation[Step(stage, index)] = program.model.add_variable(integer=True)
             program.events.append(Step(stage, index))
-            own.append(backward.resident_bytes)
+            own.append(beside + tables.resident[stage])
         program.events.append(Step(stage, -1))
-        own.append(backward.peak_bytes)
-    program.fixed = np.array(own, np.int64) + problem.base_bytes
+        own.append(tables.held_bytes + tables.peak[stage])
+    program.fixed = np.array(own, np.int64)
+    program.saved_fixed = tables.held_bytes
     program.variable_bytes = [[] for _ in program.events]
     for event, step in enumerate(program.events):
         if step in program.recomputation:
@@ -166,22 +180,21 @@ def _add_serving(program: Program) -> None:
 
 
 def _touches(program: Program) -> list[list[Touch]]:
-    """By data, the events that make or use it, in order."""
-    problem = program.problem
-    touches: list[list[Touch]] = [[] for _ in problem.data]
+    """By data that is not held, the events that make or use it, in order."""
+    tables = program.tables
+    touches: list[list[Touch]] = [[] for _ in tables.size]
     for event, step in enumerate(program.events):
         variable = program.recomputation.get(step, ALIVE)
-        op = problem.forward[step.forward] if step.forward >= 0 else None
-        for item in op.inputs if op else problem.backward[step.stage].needs:
+        for item in tables.inputs[step.forward] if step.forward >= 0 else tables.needs[step.stage]:
             touches[item].append(Touch(event, False, variable))
-        for item in op.outputs if op else ():
+        for item in tables.renewed[step.forward] if step.forward >= 0 else ():
             touches[item].append(Touch(event, True, variable))
     return touches
 
 
 def _add_liveness(program: Program, item: int, touches: list[Touch]) -> None:
     """When a data is alive, from its last touch back to its first computation, and its bytes."""
-    size = program.problem.data[item].size_bytes
+    size = program.tables.size[item]
     if not size:
         return
     after = DEAD
@@ -220,18 +233,8 @@ def _before_making(program: Program, touch: Touch, after: int) -> int:
     return before
 
 
-def _add_held(program: Program) -> None:
-    """Held data stay from their computation to the end."""
-    problem = program.problem
-    for item in problem.held:
-        size = problem.data[item].size_bytes
-        program.fixed[problem.data[item].producer :] += size
-        program.saved_fixed += size
-
-
-def _add_replay(program: Program, index: int) -> None:
-    """The state of an operation is resident from its first to its last computation, if there are two."""
-    size = program.problem.forward[index].replay_bytes
+def _add_replay(program: Program, index: int, size: int) -> None:
+    """What an operation needs to be computed again is resident from its first to its last computation."""
     events = [event for event, step in enumerate(program.events) if step.forward == index]
     after = DEAD
     for previous, event in zip(reversed(events[:-1]), reversed(events[1:]), strict=True):
@@ -243,7 +246,7 @@ def _add_time(program: Program) -> None:
     """The objective: the time of the step. A constant variable bears the part that no plan changes."""
     problem, model, unit = program.problem, program.model, program.unit_ms
     for step, variable in program.recomputation.items():
-        model.cost[variable] = problem.forward[step.forward].recompute_ms / unit
+        model.cost[variable] = program.tables.time[step.forward] / unit
     model.add_variable(problem.keep_all_time_ms / unit, lower=1.0)
 
 
@@ -266,12 +269,11 @@ def _add_peak(program: Program) -> None:
 
 def saved_bytes_of(problem: Problem, recompute: Recompute) -> int:
     """Bytes of data and replay states between the last forward operation and what follows it, under a plan."""
-    count = len(problem.forward)
-    alive = [item for item in instances_of(problem, recompute) if item.first < count <= item.last]
-    kept = sum(problem.data[item.data].size_bytes for item in alive if item.data not in problem.held)
-    held = sum(problem.data[item].size_bytes for item in problem.held)
+    tables = Tables(problem)
+    kept = (item for item in kept_over_the_turn(problem, recompute) if item not in problem.held)
     again = {index for group in recompute for index in group}
-    return kept + held + sum(problem.forward[index].replay_bytes for index in again)
+    data_bytes = tables.held_bytes + sum(tables.size[item] for item in kept)
+    return data_bytes + sum(tables.replay[index] for index in again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ class Checkmate(Solver):
         if lowest.recompute is None:  # no budget is enough for these saved bytes, or none is known
             plan = problem.no_recompute
             result, schedule = evaluate(problem, plan), schedule_of(problem, plan)
-            return Solution(Status.INFEASIBLE, plan, schedule, result.time_ms, result.peak_bytes, self.name)
+            return Solution(Status.INFEASIBLE, schedule, result.time_ms, result.peak_bytes, self.name)
         return solution_of(problem, budget_bytes, lowest.recompute, self.name)
 
     def least_time(self, problem: Problem, budget_bytes: int, deadline: float) -> Found:
@@ -352,8 +354,8 @@ class Checkmate(Solver):
     def _start(self, problem: Problem, budget_bytes: int, deadline: float) -> Recompute | None:
         """A quick plan that fits, if there is one."""
         left_s = (deadline - time.monotonic()) / 10
-        found = Greedy(tries=2, rounds=20, time_limit_s=left_s).solve(problem, budget_bytes)
-        return found.recompute if self._fits(problem, budget_bytes, found.recompute) else None
+        found = Greedy(tries=2, rounds=20, time_limit_s=left_s).plan(problem, budget_bytes)
+        return found if self._fits(problem, budget_bytes, found) else None
 
     def least_peak(self, problem: Problem, deadline: float) -> Found:
         """A plan of the least peak, at the latest at `deadline`."""
@@ -384,7 +386,7 @@ def require_faster(program: Program, plan: Recompute, gap: float) -> None:
     problem = program.problem
     spent_ms = recompute_time_ms(problem, plan)
     least_gain = max(1e-6, gap * (problem.keep_all_time_ms + spent_ms) / spent_ms)
-    times = ((variable, problem.forward[step.forward].recompute_ms) for step, variable in program.recomputation.items())
+    times = ((variable, program.tables.time[step.forward]) for step, variable in program.recomputation.items())
     terms = [(variable, time_ms * UNITS / spent_ms) for variable, time_ms in times]
     program.model.add_row(terms, upper=UNITS * (1.0 - least_gain))
 

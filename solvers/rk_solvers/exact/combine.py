@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rk_solvers.evaluate import recompute_time_ms
 from rk_solvers.exact.checkmate import Program, build, require_faster
+from rk_solvers.liveness import recompute_time_ms
 from rk_solvers.problem import Problem, Recompute
 
 MOST_BINARIES = 1500

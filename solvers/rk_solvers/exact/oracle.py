@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from rk_solvers.evaluate import serving
+from rk_solvers.groups import serving
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.solver import Solution, Solver, solution_of
 

@@ -37,6 +37,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from rk_solvers.liveness import Tables
 from rk_solvers.problem import Problem, Recompute
 
 MOST_STATES = 800_000  # of all events together: half a second, some tens of MB
@@ -93,30 +94,29 @@ class _Sweep:
     sizes: list[int] = field(default_factory=list)  # bytes that the bits stand for, those of data wanted left out
     weights: dict[int, int] = field(default_factory=dict)  # bytes of the sets of bits met so far
     again: list[_Again] = field(default_factory=list)
+    tables: Tables = field(init=False)
 
     def __post_init__(self) -> None:
-        replay = [op.replay_bytes for op in self.problem.forward]
-        self.sizes = [item.size_bytes for item in self.problem.data] + replay
+        self.tables = Tables(self.problem)
+        self.sizes = self.tables.size + self.tables.replay
         self.again = [self._again(index) for index in range(len(self.problem.forward))]
 
     def _again(self, index: int) -> _Again:
-        op = self.problem.forward[index]
-        read, made = self._alive(op.inputs), self._alive(op.outputs)
-        asks = self._wanted(self.problem.renewed(index))
-        reads = read | self._wanted(op.inputs)
+        tables = self.tables
+        read, made = self._alive(tables.inputs[index]), self._alive(tables.renewed[index])
+        asks = self._wanted(tables.renewed[index])
+        reads = read | self._wanted(tables.inputs[index])
         adds = read | made | self._replay(index)
-        return _Again(asks, adds, asks | made, reads, self._weight(made), op.recompute_ms)
+        return _Again(asks, adds, asks | made, reads, self._weight(made), tables.time[index])
 
     def _alive(self, items: Iterable[int]) -> int:
         """Bits of data alive, as far as they count."""
-        held = self.problem.held
-        return sum(1 << item for item in items if item not in held and self.sizes[item])
+        return sum(1 << item for item in items if self.sizes[item])
 
     def _wanted(self, items: Iterable[int]) -> int:
         """Bits of data wanted: of those that may be computed again."""
-        problem, shift = self.problem, len(self.sizes)
-        free = (item for item in items if item not in problem.held)
-        return sum(1 << shift + item for item in free if problem.forward[problem.data[item].producer].recomputable)
+        tables, shift = self.tables, len(self.sizes)
+        return sum(1 << shift + item for item in items if tables.recomputable[tables.producer[item]])
 
     def _replay(self, index: int) -> int:
         """Bit of an operation in the replay set; none if it has no replay bytes."""
@@ -153,16 +153,15 @@ class _Sweep:
 
     def _stage(self, stage: int, states: States) -> States:
         """The states before all recomputations of a stage, from those after its backward operation."""
-        problem, op = self.problem, self.problem.backward[stage]
-        held = sum(problem.data[item].size_bytes for item in problem.held)
-        room = self.budget_bytes - problem.base_bytes - held
-        states = self._backward(op.needs, room - op.peak_bytes, states)
-        reached = self._wanted(op.needs)
-        for index in reversed(range(len(problem.forward))):
+        tables, needs = self.tables, self.tables.needs[stage]
+        room = self.budget_bytes - tables.held_bytes
+        states = self._backward(needs, room - tables.peak[stage], states)
+        reached = self._wanted(needs)
+        for index in reversed(range(tables.count)):
             again = self.again[index]
             if again.asks & reached:
                 reached |= again.reads
-                own = op.resident_bytes + problem.forward[index].workspace_bytes
+                own = tables.resident[stage] + tables.workspace[index]
                 states = self._recompute((stage, index), room - own, states)
         return _undominated(states)
 
@@ -203,10 +202,9 @@ class _Sweep:
     def _first_time(self, index: int, states: States) -> States:
         """The states before the computation of `index` in the forward phase."""
         self._count(states)
-        problem, op = self.problem, self.problem.forward[index]
-        held = sum(problem.data[item].size_bytes for item in problem.held if problem.data[item].producer <= index)
-        limit_bytes = self.budget_bytes - problem.base_bytes - held - op.workspace_bytes
-        read, made = self._alive(op.inputs), self._alive(op.outputs)
+        tables = self.tables
+        limit_bytes = self.budget_bytes - tables.held_until(index) - tables.workspace[index]
+        read, made = self._alive(tables.inputs[index]), self._alive(tables.renewed[index])
         kept = ~(made | self._replay(index))
         before: States = {}
         for state, (time_ms, size, link) in states.items():

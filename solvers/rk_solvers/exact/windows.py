@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rk_solvers.evaluate import serving
 from rk_solvers.exact.checkmate import Program, build, require_faster
+from rk_solvers.groups import serving
+from rk_solvers.liveness import stage_times_ms
 from rk_solvers.problem import Problem, Recompute
 
 MOST_BINARIES = 1500  # of the plan's own recomputations: a larger program takes too long
@@ -38,7 +39,7 @@ class ExactWindows:
         if sum(map(len, plan)) > MOST_BINARIES:
             return None
         problem = self.problem
-        costs = [sum(problem.forward[index].recompute_ms for index in group) for group in plan]
+        costs = stage_times_ms(problem, plan)
         least_ms = WORTH * problem.keep_all_time_ms
         for stage in sorted(range(len(plan)), key=lambda stage: (-costs[stage], stage)):
             if not costs[stage]:

@@ -40,8 +40,7 @@ def add_cuts(model: IntervalModel, values: list[Value], most: int) -> None:
 
 def _room(model: IntervalModel, stage: int) -> int:
     """Capacity for what is not held during the backward of `stage`; replay bytes are left out."""
-    held = sum(model.problem.data[item].size_bytes for item in model.problem.held) // model.units.bytes
-    return model.room[stage] - held
+    return model.room[stage] - model.live.held_bytes // model.units.bytes
 
 
 def _alive(model: IntervalModel, value: Value, stages: list[int]) -> list[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rk_solvers.evaluate import instances_of, steps_of
 from rk_solvers.intervals.model import Copy, Ends, IntervalModel, Literal, Stages, negation, stages_of
+from rk_solvers.liveness import instances_of, steps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def _length(model: IntervalModel, copy: Copy, item: int, ends: Ends, stages: Sta
 
 
 def _add_replay(model: IntervalModel) -> None:
-    for op, forward in enumerate(model.problem.forward):
-        size, copies = forward.replay_bytes // model.units.bytes, model.copies[op]
+    for op, kept_bytes in enumerate(model.live.replay):
+        size, copies = kept_bytes // model.units.bytes, model.copies[op]
         if not size or len(copies) == 1:
             continue
         free = [copy for copy in copies if copy.free]

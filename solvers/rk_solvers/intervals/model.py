@@ -2,13 +2,13 @@
 
 Each operation has copies: its first computation, and recomputations whose stage is a variable (or a constant,
 outside a `Window`). An instance of a data is an interval from its computation to a variable end; all intervals
-share one memory of limited capacity. The slots of the time line are the keys of `plan_state`: every computation
+share one memory of limited capacity. The slots of the time line are the keys of `liveness.Tables`: every computation
 that is possible has its own slot, so that the order of the computations is fixed and only their stages vary.
 
 Reference: B. Bartan, H. Li, H. Teague, C. Lott, B. Dilkina, "Moccasin: efficient tensor rematerialization for
 neural networks", ICML 2023 (arXiv:2304.14463).
 
-The memory is that of `evaluate`: the latest copy serves, so the literals "copy c is computed at or before stage s"
+The memory is that of `liveness`: the latest copy serves, so the literals "copy c is computed at or before stage s"
 decide which instance a use keeps alive. Slots in which nothing runs cost nothing: what is alive there is also alive
 at the next computation. Needs ortools, which is imported by the functions that build.
 """
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rk_solvers.liveness import Tables
 from rk_solvers.problem import Problem, Recompute
 
 Literal = Any  # a Boolean variable of ortools, its negation, or a Python bool where the answer is known
@@ -93,6 +94,7 @@ class IntervalModel:
         self.problem, self.plan, self.window = problem, plan, window
         self.count, self.stages = len(problem.forward), len(problem.backward)
         self.stride = self.count + 1
+        self.live = Tables(problem)
         self.horizon = self.key(self.stages, 0)
         self.units = Units.of(problem)
         self.capacity = (budget_bytes - problem.base_bytes) // self.units.bytes
@@ -112,7 +114,7 @@ class IntervalModel:
 
     def key(self, stage: int, op: int) -> int:
         """Slot of `op` in `stage`; of the backward operation if `op` is the number of forward operations."""
-        return self.count + stage * self.stride + op if stage >= 0 else op
+        return self.live.key(stage, op) if stage >= 0 else op
 
     def value_of(self, time: Any, copy: Copy) -> Any:
         """What a solver's value function `time` says of the stage of `copy`."""
@@ -161,7 +163,7 @@ class IntervalModel:
             if op not in may:
                 continue
             found: set[int] = set(planned[op])
-            for item in problem.renewed(op):
+            for item in self.live.renewed[op]:
                 direct[op].update(backward[item])
                 for user in forward[item]:
                     found.update(direct[user] if window.near else domains[user], planned[user])
@@ -223,7 +225,7 @@ class IntervalModel:
         self._own_bytes()
         terms = []
         for copies in self.copies:
-            time = self.units.time(self.problem.forward[copies[0].op].recompute_ms)
+            time = self.units.time(self.live.time[copies[0].op])
             self.fixed_ms += time * sum(not copy.free for copy in copies[1:])
             terms += [time * self.present(copy) for copy in copies if copy.free]
         self.cp.minimize(sum(terms) + self.fixed_ms)
@@ -231,7 +233,7 @@ class IntervalModel:
     def _serves(self, copy: Copy) -> None:
         """A recomputation has a use in its own stage (the normal form of plans)."""
         anchors: list[Literal] = []
-        renewed = set(self.problem.renewed(copy.op))
+        renewed = set(self.live.renewed[copy.op])
         for stage in range(copy.low, copy.high + 1):
             if renewed.intersection(self.problem.backward[stage].needs):
                 literal = self.cp.new_bool_var("")

@@ -24,11 +24,12 @@ from typing import Any
 
 from rk_solvers.baselines.both import baseline_plans
 from rk_solvers.chain.rotor import Rotor
-from rk_solvers.evaluate import normalise, peak_and_time
+from rk_solvers.groups import normalise
 from rk_solvers.intervals.cuts import add_cuts
 from rk_solvers.intervals.memory import add_hints, add_memory, values_of
 from rk_solvers.intervals.model import IntervalModel, Window
 from rk_solvers.intervals.windows import Windows
+from rk_solvers.liveness import peak_and_time, recompute_of
 from rk_solvers.local.greedy import Greedy
 from rk_solvers.local.min_peak_search import lowest_peak_plan
 from rk_solvers.milp import BackendUnavailable
@@ -149,22 +150,28 @@ class _Search:
             self.process.close()
             self.deadline = time.monotonic()
         if not self.best.status.fits:
-            plan = lowest_peak_plan(self.problem, [self.best.recompute], self.options.chain, self.deadline)
+            plan = lowest_peak_plan(self.problem, [self._best_plan], self.options.chain, self.deadline)
             self._take(plan)
             return Bounded(self._final(optimal=False), base_ms + answer.bound_ms, answer.proven)
         bound_ms = min(base_ms + answer.bound_ms, self.best.time_ms)
         optimal = answer.proven and self.best.time_ms - bound_ms <= EXACT * self.best.time_ms
         return Bounded(self._final(optimal), bound_ms, answer.proven)
 
+    @property
+    def _best_plan(self) -> Recompute:
+        return recompute_of(self.problem, self.best.schedule)
+
     def _starts(self) -> list[Recompute]:
         options = self.options
         if options.hints:
-            return [self.problem.no_recompute, *(normalise(self.problem, plan) for plan in options.hints)]
+            hints = (recompute_of(self.problem, plan) for plan in options.hints)
+            return [self.problem.no_recompute, *(normalise(self.problem, plan) for plan in hints)]
         limit_s = options.time_limit_s / 4
-        greedy = Greedy(options.seed, time_limit_s=limit_s).solve(self.problem, self.budget_bytes).recompute
+        greedy = Greedy(options.seed, time_limit_s=limit_s).plan(self.problem, self.budget_bytes)
         starts = [greedy, *baseline_plans(self.problem, options.chain)]
         if options.chain is not None:
-            starts.append(Rotor(options.chain).solve(self.problem, self.budget_bytes).recompute)
+            rotor = Rotor(options.chain).solve(self.problem, self.budget_bytes)
+            starts.append(recompute_of(self.problem, rotor.schedule))
         return starts
 
     def _effort_left(self) -> float | None:
@@ -175,11 +182,11 @@ class _Search:
         source = Windows(self.problem, self.options.seed, self.options.chain)
         while True:
             left_s, effort = self.deadline - time.monotonic(), self._effort_left()
-            if left_s <= 0.05 or (effort is not None and effort <= 0) or not any(self.best.recompute):
+            if left_s <= 0.05 or (effort is not None and effort <= 0) or not self.best.schedule.recomputations:
                 return
             given = WINDOW_EFFORT if effort is None else min(WINDOW_EFFORT, effort)
             before = self.effort
-            answer = self._ask(source.next(self.best.recompute), left_s, given)
+            answer = self._ask(source.next(self._best_plan), left_s, given)
             source.learn(answer.proven, (self.effort - before) / WINDOW_EFFORT)
             if self.stopped:
                 return
@@ -195,7 +202,7 @@ class _Search:
         if effort is not None:
             parameters["max_deterministic_time"] = max(effort, 1e-3)
         cuts = WINDOW_CUTS if window else WHOLE_CUTS if self.whole else BLOCK_CUTS
-        gap_ms, plan = options.gap * problem.keep_all_time_ms, self.best.recompute
+        gap_ms, plan = options.gap * problem.keep_all_time_ms, self._best_plan
         question = Question(
             problem, self.budget_bytes, plan, self.computations, window, cuts, limit_s, gap_ms, parameters
         )
@@ -244,8 +251,7 @@ class _Search:
             self.options.progress(str(self.best))
 
     def _final(self, optimal: bool) -> Solution:
-        best, name = self.best.recompute, self.options.name
-        solution = solution_of(self.problem, self.budget_bytes, best, name, optimal=optimal)
+        solution = solution_of(self.problem, self.budget_bytes, self.best.schedule, self.options.name, optimal=optimal)
         return replace(solution, interrupted=self.stopped)
 
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rk_solvers.baselines.both import baseline_plans
-from rk_solvers.evaluate import normalise, peak_and_time
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import Plan, PlanState, Tables, peak_and_time, recompute_of, schedule_of
 from rk_solvers.local.local_search import improve, polish, weights_for
 from rk_solvers.local.min_peak_search import lowest_peak_plan
-from rk_solvers.local.plan_state import PlanState, Tables
 from rk_solvers.local.repair import repair
 from rk_solvers.problem import Problem, Recompute
-from rk_solvers.solver import Solution, Solver, best_solution, solution_of
+from rk_solvers.schedule import Schedule
+from rk_solvers.solver import Solution, Solver, best_plan, solution_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,14 @@ class Greedy(Solver):
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """A fast schedule within `budget_bytes`, or the one of lowest peak known."""
+        return solution_of(problem, budget_bytes, self.plan(problem, budget_bytes), self.name)
+
+    def plan(self, problem: Problem, budget_bytes: int) -> Recompute:
+        """What that schedule recomputes."""
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
-            return solution_of(problem, budget_bytes, problem.no_recompute, self.name)
-        deadline = time.monotonic() + self.time_limit_s
-        plans = self.plans(problem, budget_bytes, deadline)
-        return best_solution(problem, budget_bytes, [(self.name, plan) for plan in plans])
+            return problem.no_recompute
+        plans = self.plans(problem, budget_bytes, time.monotonic() + self.time_limit_s)
+        return best_plan(problem, budget_bytes, [(self.name, plan) for plan in plans])[1]
 
     def plans(self, problem: Problem, budget_bytes: int, deadline: float) -> list[Recompute]:
         """Candidate plans, the improved one first; they may exceed the budget."""
@@ -76,7 +80,7 @@ def attempts(
     The later ones are left out once `deadline` (`time.monotonic`) has passed.
     """
     rng = random.Random(seed)
-    best = best_solution(tables.problem, budget_bytes, [("", plan) for plan in baselines]).recompute
+    best = best_plan(tables.problem, budget_bytes, [("", plan) for plan in baselines])[1]
     for number in range(max(2, tries)):
         if number > 1 and time.monotonic() >= deadline:
             return
@@ -88,17 +92,17 @@ def attempts(
 
 
 def improve_plan(
-    problem: Problem, budget_bytes: int, recompute: Recompute, *, seed: int = 0, rounds: int = 120,
+    problem: Problem, budget_bytes: int, given: Plan, *, seed: int = 0, rounds: int = 120,
     time_limit_s: float = 20.0,
-) -> Recompute:  # fmt: skip
-    """A plan at least as fast as `recompute`, found near it; `recompute` itself if it exceeds the budget."""
-    plan = normalise(problem, recompute)
+) -> Schedule:  # fmt: skip
+    """A plan at least as fast as `given`, found near it; `given` itself if it exceeds the budget."""
+    plan = normalise(problem, recompute_of(problem, given))
     state = PlanState(Tables(problem), plan)
     if state.peak_bytes > budget_bytes:
-        return recompute
+        return schedule_of(problem, given)
     deadline = time.monotonic() + time_limit_s
     polish(state, budget_bytes, deadline)
     improve(state, budget_bytes, rounds, deadline, random.Random(seed))
     better = normalise(problem, state.recompute())
     old, new = peak_and_time(problem, plan), peak_and_time(problem, better)
-    return better if new[0] <= budget_bytes and new[1] <= old[1] else plan
+    return schedule_of(problem, better if new[0] <= budget_bytes and new[1] <= old[1] else plan)

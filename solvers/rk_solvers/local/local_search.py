@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
-from rk_solvers.local.plan_state import PlanState
+from rk_solvers.liveness import PlanState
 from rk_solvers.local.repair import Weights, repair
 
 LARGE = 400  # forward operations above which a plan is improved piece by piece (`improve_nearby`)

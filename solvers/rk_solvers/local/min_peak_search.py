@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rk_solvers.baselines.both import baseline_plans
-from rk_solvers.bounds.peak_bound import least_bytes
-from rk_solvers.evaluate import normalise, peak_and_time
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import Plan, PlanState, Tables, least_bytes, peak_and_time, recompute_of
 from rk_solvers.local.local_search import polish, take_out, weights_for
-from rk_solvers.local.plan_state import PlanState, Tables
 from rk_solvers.local.repair import repair
 from rk_solvers.problem import Chain, ForwardOp, Problem, Recompute
 
@@ -25,7 +25,7 @@ SHAKEN = 8000  # … times the operations of the forward, at most
 
 
 def lowest_peak_plan(
-    problem: Problem, plans: list[Recompute], chain: Chain | None, deadline: float, budget_bytes: int | None = None
+    problem: Problem, plans: Sequence[Plan], chain: Chain | None, deadline: float, budget_bytes: int | None = None
 ) -> Recompute:
     """The plan of least peak found from the baselines by greedy repair; redundant recomputations dropped.
 
@@ -40,7 +40,7 @@ def lowest_peak_plan(
         search = _Search(Tables(timeless), deadline)
         start = [problem.no_recompute, best, min(baseline_plans(timeless, chain), key=search.cost)]
         best = search.shaken(min([best, search.lowest(start)], key=search.cost))
-    starts = [problem.no_recompute, best, *(normalise(problem, plan) for plan in plans)]
+    starts = [problem.no_recompute, best, *(normalise(problem, recompute_of(problem, plan)) for plan in plans)]
     if time.monotonic() >= deadline:
         return min(starts, key=search.cost)
     if budget_bytes is not None and search.cost(best)[0] > budget_bytes and plans:

@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from rk_solvers.local.plan_state import PlanState
+from rk_solvers.liveness import PlanState
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,53 @@
+"""What solvers decide, as plain tuples: which forward operations are computed again before each backward operation.
+
+The form in which they compare, edit and hash plans, and theirs alone: to everybody else a plan is a `Schedule`, made of
+it and read back in `liveness`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Set
+
+from rk_solvers.problem import Problem, Recompute
+
+
+def check_recompute(problem: Problem, recompute: Recompute) -> None:
+    """Raise `ValueError` unless `recompute` is a plan for `problem` (sizes, order, recomputable)."""
+    if len(recompute) != len(problem.backward):
+        raise ValueError(f"plan has {len(recompute)} stages for {len(problem.backward)} backward operations")
+    for stage, group in enumerate(recompute):
+        if any(first >= second for first, second in itertools.pairwise(group)):
+            raise ValueError(f"plan stage {stage} is {group}; indices must strictly increase")
+        for index in group:
+            if not 0 <= index < len(problem.forward):
+                raise ValueError(f"plan stage {stage}: there is no forward operation {index}")
+            if not problem.forward[index].recomputable:
+                raise ValueError(f"plan stage {stage}: {problem.forward[index].name} is not recomputable")
+
+
+def serving(problem: Problem, group: Set[int], stage: int) -> set[int]:
+    """The operations of `group` that backward operation `stage` needs, directly or through others of it."""
+    found: set[int] = set()
+    wanted = set(problem.backward[stage].needs)
+    for index in sorted(group, reverse=True):
+        if not wanted.isdisjoint(problem.renewed(index)):
+            found.add(index)
+            wanted.update(problem.forward[index].inputs)
+    return found
+
+
+def normalise(problem: Problem, recompute: Recompute) -> Recompute:
+    """Move each recomputation to the first stage, from its own on, that it serves; drop it if there is none.
+
+    A run computes a group because its backward operation misses a value, so it computes only what leads
+    there.
+    """
+    waiting: set[int] = set()
+    groups: list[tuple[int, ...]] = []
+    for stage, group in enumerate(recompute):
+        waiting.update(group)
+        useful = serving(problem, waiting, stage) if waiting else set()
+        waiting -= useful
+        groups.append(tuple(sorted(useful)))
+    return tuple(groups)
