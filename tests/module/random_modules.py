@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rk_solvers import Problem, normalise
+from rk_solvers import Problem
+from rk_solvers.groups import normalise
 from rk_solvers.problem import Recompute
 from tests.module.models import ROWS, WIDTH
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rk_solvers import Problem, normalise, peak_and_time, schedule_of
+from rk_solvers import Problem, peak_and_time, schedule_of
+from rk_solvers.groups import normalise
 from rk_solvers.problem import Recompute
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.replay.replay import bitwise_equal

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import normalise, peak_and_time, schedule_of, simulate
+from rk_solvers import peak_and_time, schedule_of, simulate
+from rk_solvers.groups import normalise
 from rkgb import make_all_graphs
 from rkgb.restore.batch_norm import normalised
 from rockmate.planning.request import PlanRequest

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import normalise, schedule_of, simulate
+from rk_solvers import schedule_of, simulate
+from rk_solvers.groups import normalise
 from rockmate import Rockmate
 from tests.module.packed_models import ROWS, WIDTH, Dropped, Pools, images, rows, volumes
 from tests.module.steps import (

@@ -111,7 +111,7 @@ def test_a_random_network_under_a_random_budget_is_exact_and_within_it(seed):
 
 def overestimated_bytes(case: Case, measured: Measured, plan: Plan) -> int:
     """What the predicted peak counts too much where it is reached, as nodes and stages are planned as a whole."""
-    kind, name = simulate(measured.problem, plan.schedule).peak_op.split()
+    kind, name = str(simulate(measured.problem, plan.schedule).peak.op).split()
     if kind == "backward":
         return held_by_earlier_nodes(case, measured, name.removesuffix(".backward"))
     return made_between(measured, name)
