@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rkgb.capture.trace import Tracer
-from rkgb.devices.allocation_log import allocated_bytes
+from rkgb.devices.registry import device_of
 from rkgb.export.render.style import format_bytes
 from rkgb.ir.sample import make_sample
 from rkgb.pipeline import AllGraphs, make_all_graphs
@@ -85,7 +85,7 @@ def _block(graphs: AllGraphs, index: int) -> str:
     block, k_graph = graphs.S_graph_list[index], graphs.K_graph_list[index]
     values = graphs.D_graph.values
     filled = [values[owner] for node in block.nodes for owner in node.data]
-    size_bytes = sum(allocated_bytes(info.storage_bytes, info.device) for info in filled)
+    size_bytes = sum(device_of(info.device).allocated_bytes(info.storage_bytes) for info in filled)
     forward_ms = sum(comp.time_ms for comp in k_graph.forward)
     backward_ms = sum(comp.time_ms for comp in k_graph.backward)
     return f"{len(block.nodes):>3} nodes, {format_bytes(size_bytes):>10}, {forward_ms:7.2f} + {backward_ms:.2f} ms"

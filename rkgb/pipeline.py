@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rkgb.capture.trace import FrontEnd, Tracer, trace
-from rkgb.devices.allocation_log import is_out_of_memory, out_of_memory_told
-from rkgb.devices.available import available_bytes
+from rkgb.devices.out_of_memory import is_out_of_memory, out_of_memory_told
+from rkgb.devices.registry import device_of
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
 from rkgb.ir.bgraph import BGraph, LeafKind
 from rkgb.ir.blocks import Block
@@ -338,7 +338,7 @@ def _step_is_too_large(model: torch.nn.Module, graph: DGraph) -> bool:
         own = [info for name, info in graph.values.items() if info.owner == name and info.device == device]
         values_bytes = sum(info.storage_bytes for info in own)
         gradients_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.device == device)
-        if _STEP_OVER_VALUES * values_bytes + 2 * gradients_bytes > available_bytes(device):
+        if _STEP_OVER_VALUES * values_bytes + 2 * gradients_bytes > device_of(device).available_bytes():
             return True
     return False
 

@@ -28,9 +28,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "source": (),
         "process": (),
         "devices": ("process",),
-        "state": ("errors", "tree", "source", "process"),
-        "ir": ("errors", "tree", "process", "state"),
-        "restore": ("tree", "ir"),
+        "state": ("errors", "tree", "source", "process", "devices"),
+        "ir": ("errors", "tree", "process", "devices", "state"),
+        "restore": ("tree", "devices", "ir"),
         "passes": ("errors", "tree", "devices", "state", "ir", "restore"),
         "recording": ("errors", "tree", "source", "process", "state", "ir", "passes"),
         "opaque": ("errors", "tree", "process", "devices", "state", "ir", "passes", "recording"),
@@ -42,7 +42,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "pipeline": (
             "errors", "tree", "process", "devices", "state", "ir", "passes", "capture", "replay", "profile",
         ),
-        "export": ("errors", "tree", "process", "state", "ir", "restore", "passes", "recording", "pipeline"),
+        "export": (
+            "errors", "tree", "process", "devices", "state", "ir", "restore", "passes", "recording", "pipeline",
+        ),
         "stages": ("state", "ir", "passes", "capture", "profile", "pipeline"),
         "show": ("errors", "export", "pipeline"),
         "check": ("devices", "state", "ir", "recording", "capture", "replay", "pipeline", "export"),
@@ -397,6 +399,22 @@ def excesses(function: ast.FunctionDef | ast.AsyncFunctionDef, *, facade: bool) 
     parameters = sum(1 for argument in named if argument.arg not in ("self", "cls"))
     if parameters > MAX_PARAMETERS:
         yield f"has {parameters} parameters > {MAX_PARAMETERS}. Group those that belong together"
+
+
+def test_kinds_of_devices_are_told_apart_in_one_room():
+    pattern = re.compile(
+        r"device\.type\b|\.is_(?:cuda|cpu|mps|xpu)\b|torch\.(?:cuda|mps|xpu|mtia)\b|default_generators"
+    )
+    report(
+        [
+            f"{source.path}:{number}: {match[0]}: ask `rkgb.devices.registry.device_of`; what its kind is to "
+            "answer is a method of `Device`"
+            for source in library()
+            if not is_under(source.module, ["rkgb.devices"])
+            for number, line in enumerate(source.text.splitlines(), 1)
+            for match in pattern.finditer(line)
+        ]
+    )
 
 
 def test_no_bare_except():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from rkgb.devices.registry import device_of, supported_text
 from rkgb.errors import ModelError, SampleError
 from rkgb.ir.sample import Sample
 
-KINDS = ("cpu", "cuda")
 _ADVICE = (
-    'is measured, and random numbers are given back, on devices of the kinds "cpu" and "cuda" (with ROCm, too) only: a '
-    "plan could keep no budget there. Move the model and its inputs to such a device, or train the model as it is."
+    "a plan could keep no budget there. Move the model and its inputs to such a device, or train the model as it is."
 )
 
 
@@ -19,16 +18,19 @@ def refuse_devices(module: torch.nn.Module, sample: Sample) -> None:
     for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
             if _is_elsewhere(tensor):
-                raise ModelError(f"{what} {name!r} of {type(module).__name__} is on {tensor.device}. Memory {_ADVICE}")
+                raise ModelError(f"{what} {name!r} of {type(module).__name__} is on {_refused(tensor.device)}")
     for index, tensor in enumerate(sample.tensors):
         if _is_elsewhere(tensor):
-            raise SampleError(
-                f"tensor {index} of the sample of {type(module).__name__} is on {tensor.device}. Memory {_ADVICE}"
-            )
+            what = f"tensor {index} of the sample of {type(module).__name__}"
+            raise SampleError(f"{what} is on {_refused(tensor.device)}")
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    return tensor.device.type not in (*KINDS, "meta")
+    return not (device_of(tensor.device).is_supported or tensor.is_meta)
+
+
+def _refused(device: torch.device) -> str:
+    return f"{device}. {supported_text()}: {_ADVICE}"
 
 
 def refuse_without_data(module: torch.nn.Module, sample: Sample) -> None:

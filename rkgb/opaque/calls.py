@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rkgb.devices.registry import device_of
 from rkgb.errors import TraceError
 from rkgb.ir.bgraph import BNode
 from rkgb.ir.opaque import OpaqueCall, OpaqueModules, held_by, is_compiled, is_plain, outline
@@ -35,7 +36,7 @@ def call_and_examine(
     path: str, submodule: torch.nn.Module, arguments: Sample, place: str, generators: GeneratorsMet
 ) -> tuple[OpaqueCall, Any]:
     """Call an opaque submodule: the operation that such calls are, and the output of this one."""
-    _refuse_cuda_graphs(path, submodule)
+    _refuse_captured_graphs(path, submodule)
     before = outline((arguments.args, arguments.kwargs))
     flags = tuple(tensor.requires_grad for tensor in arguments.tensors)
     traits = examine(submodule, path, arguments, generators)
@@ -60,8 +61,10 @@ def call_and_examine(
     return function, output
 
 
-def _refuse_cuda_graphs(path: str, submodule: torch.nn.Module) -> None:
-    if not is_compiled(submodule) or not any(parameter.is_cuda for parameter in submodule.parameters()):
+def _refuse_captured_graphs(path: str, submodule: torch.nn.Module) -> None:
+    if not is_compiled(submodule) or not any(
+        device_of(parameter.device).may_capture_graphs for parameter in submodule.parameters()
+    ):
         return
     compiled = submodule._compiled_call_impl or submodule
     config: dict[str, Any] = getattr(compiled, "get_compiler_config", dict)() or {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.errors import TraceError
 from rkgb.ir.bgraph import BGraph
 from rkgb.ir.opaque import Traits, as_written, held_by, is_compiled, outline

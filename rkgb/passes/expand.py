@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.devices.registry import device_of
 from rkgb.ir.bgraph import BGraph, BNode
 from rkgb.ir.call import Call, Ref, bind, function_name, ref_names
 from rkgb.ir.dgraph import last_uses, leaf_tensors
@@ -156,6 +157,6 @@ def _as_list(result: Any) -> Any:
 def _named(tensor: torch.Tensor, names: dict[int, str]) -> Any:
     if id(tensor) in names:
         return Ref(names[id(tensor)])
-    if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64) and tensor.device.type == "cpu":
+    if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64) and device_of(tensor.device).is_host:
         return tensor.item()
     return tensor

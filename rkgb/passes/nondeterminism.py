@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from rkgb.devices.registry import device_of
 from rkgb.ir.call import is_ref
 from rkgb.ir.dgraph import DNode
 from rkgb.ir.values import ValueInfo
@@ -20,8 +21,6 @@ from rkgb.tree import leaves
 Values = Mapping[str, ValueInfo]
 COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _MASKS = (torch.bool, torch.uint8)
-# With the CPU alone, the order of what runs in parallel is fixed for all but the writes below.
-_ORDERLY = frozenset({"cpu", "meta"})
 
 
 def reason_against_repetition(op: DNode, values: Values) -> str:
@@ -39,12 +38,12 @@ def reason_against_repetition(op: DNode, values: Values) -> str:
     if function.namespace != "aten":
         return ""
     kind = op.call.op_name.strip("_")
-    devices = {values[name].device.type for name in (*op.inputs, *op.output_names) if name in values}
+    devices = [device_of(values[name].device) for name in (*op.inputs, *op.output_names) if name in values]
     if kind in _WRITES_IN_PARALLEL and _may_write_twice(op, values):
         return f"{op.name} may write several values to one place, in an order that is not fixed"
-    if devices <= _ORDERLY:
+    place = "/".join(sorted({device.kind for device in devices if not device.is_orderly}))
+    if not place:
         return ""
-    place = "/".join(sorted(devices - _ORDERLY))
     for table, what in (
         (_BREAKS_TIES, "may order equal elements in another way"),
         (_IN_NO_ORDER, "adds or writes in an order that is not fixed"),
@@ -93,7 +92,7 @@ def _may_write_twice(op: DNode, values: Values) -> bool:
 
 # ---- the table: operations by name, without underscores at the ends, and the condition ---------------------
 
-# On the CPU, too, with several threads: seen there, and told by `torch.use_deterministic_algorithms`.
+# On orderly devices, too: seen on the CPU with several threads, and told by `torch.use_deterministic_algorithms`.
 _WRITES_IN_PARALLEL = frozenset({"index_put", "index_put_impl", "unsafe_index_put", "put"})
 
 # Nothing promises which of equal elements comes first, and another choice sends a token to another expert.

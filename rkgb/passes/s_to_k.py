@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rkgb.devices.allocation_log import allocated_bytes
+from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
 from rkgb.ir.kgraph import KComp, KData, KGraph
 from rkgb.ir.profiles import BlockProfile
@@ -127,7 +127,7 @@ class _Builder:
         values = self.graph.dgraph.values
         comp = KComp(node.name, False, node, 0.0, block, repeat_ms=self._repeat_ms.get(node.name))
         for owner in node.data:
-            size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
+            size_bytes = device_of(values[owner].device).allocated_bytes(values[owner].storage_bytes)
             comp.outputs[self._add(owner, "data", size_bytes, comp)] = None
         alive = highest = 0
         for op in node.ops:
@@ -148,7 +148,7 @@ class _Builder:
             if owner in node.data or owner in self.graph.dgraph.leaves:
                 continue
             if owner not in self.data:
-                size_bytes = allocated_bytes(values[owner].storage_bytes, values[owner].device)
+                size_bytes = device_of(values[owner].device).allocated_bytes(values[owner].storage_bytes)
                 self.data[owner] = KData(owner, "data", size_bytes)
             self._read(comp, self.data[owner])
         self.forward.append(comp)

@@ -200,13 +200,13 @@ def _looked_for_prepared() -> Iterator[None]:
         _found_prepared.reset(token)
 
 
-def unprofiled(device: torch.device, run: Callable[[], Result]) -> Result:
-    """What `run` gives, which logs the memory of `device`.
+def unprofiled(run: Callable[[], Result]) -> Result:
+    """What `run` gives, which logs the memory of the CPU.
 
-    On the CPU a profiler tells it. Where one of the user's watches this thread, `run` is run in a thread of its own,
+    A profiler tells it. Where one of the user's watches this thread, `run` is run in a thread of its own,
     so that another may watch it there; autocast, default devices and gradients are there as they are here.
     """
-    if device.type != "cpu" or not _profiler_enabled():
+    if not _profiler_enabled():
         return run()
     devices = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
     cast, grad, caller, context = Autocast.now(), torch.is_grad_enabled(), current_thread(), contextvars.copy_context()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rkgb.devices.allocation_log import AllocationLog, warm_up
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import BlockProfile, OpProfile, StageProfile
-from rkgb.process.surroundings import unprofiled
 from rkgb.profile.block_run import Observer, run_block, stand_ins
 from rkgb.profile.saved import Packed, SavedObserver
 from rkgb.profile.timeline import StageWindow, forward_peaks, join_windows, measure_windows
@@ -97,9 +97,10 @@ class MemoryObserver(SavedObserver):
 
 
 def observe_memory(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
-    """Run `block` on the `values` that it reads, by name, and watch; on CUDA, in its second run."""
-    warm_up(device, lambda: run_block(graph, block, stand_ins(graph, block, values), Observer()))
-    return unprofiled(device, lambda: _observed(graph, block, values, device))
+    """Run `block` on the `values` that it reads, by name, and watch: its second run, where the first takes more."""
+    at = device_of(device)
+    at.warm_up(lambda: run_block(graph, block, stand_ins(graph, block, values), Observer()))
+    return at.unwatched(lambda: _observed(graph, block, values, device))
 
 
 def _observed(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from rkgb.devices.allocation_log import if_it_fits
-from rkgb.devices.available import available_bytes
+from rkgb.devices.out_of_memory import if_it_fits
+from rkgb.devices.registry import device_of
 from rkgb.ir.dgraph import leaf_tensors
 from rkgb.ir.kgraph import KGraph
 from rkgb.ir.profiles import BlockProfile, backward_stages
@@ -35,7 +35,7 @@ def measure_in_context(
     does not fit the memory, or where autograd goes through other nodes than in the blocks one by one. The module's
     buffers, its gradients and the random streams are left as they were.
     """
-    if not graph.backward or _step_bytes(graph) > available_bytes(_device(graph)):
+    if not graph.backward or _step_bytes(graph) > device_of(_device(graph)).available_bytes():
         return False
     windows = if_it_fits(lambda: windows_of_the_step(graph, module, sample))
     if windows is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.ir.profiles import BlockProfile
@@ -125,31 +126,11 @@ def _device(graph: DGraph, block: Block) -> torch.device:
 # ---- time ------------------------------------------------------------------------------------------
 
 
-class _Clock:
-    """Time stamps on the device's own line of time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        if not self._cuda:
-            return float(end - start) * 1e3
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-
 class _Timing(Observer):
     """Times of one run: of operations by name, of autograd nodes by their place in the backward."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = _Clock(device)
+        self._device = device_of(device)
         self._op_stamps: list[tuple[str, Any, Any]] = []
         self._started: Any = None
         self._node_stamps: list[Any] = []
@@ -157,18 +138,18 @@ class _Timing(Observer):
         self.node_ms: list[float] = []
 
     def before_op(self, op: DNode) -> None:
-        self._started = self._clock.now()
+        self._started = self._device.stamp()
 
     def after_op(self, op: DNode, values: dict[str, Any]) -> None:
-        self._op_stamps.append((op.name, self._started, self._clock.now()))
+        self._op_stamps.append((op.name, self._started, self._device.stamp()))
 
     def before_node(self, op: DNode) -> None:
-        self._node_stamps.append(self._clock.now())
+        self._node_stamps.append(self._device.stamp())
 
     def finished(self) -> None:
-        stamps = [*self._node_stamps, self._clock.now()]
-        self.op_ms = {name: self._clock.elapsed_ms(start, end) for name, start, end in self._op_stamps}
-        self.node_ms = [self._clock.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
+        stamps = [*self._node_stamps, self._device.stamp()]
+        self.op_ms = {name: self._device.elapsed_ms(start, end) for name, start, end in self._op_stamps}
+        self.node_ms = [self._device.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
 
 
 def _timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> BlockProfile:

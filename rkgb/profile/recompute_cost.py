@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rkgb.devices.available import available_bytes
+from rkgb.devices.registry import device_of, host
 from rkgb.errors import GraphError
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import Ref, bind
@@ -100,7 +100,7 @@ def _others_bytes(graph: DGraph, ops: Mapping[str, OpProfile]) -> int:
     """
     storages = {value.owner: value.storage_bytes for value in graph.values.values()}
     run_bytes = 3 * sum(op.peak_bytes for op in ops.values())
-    left_bytes = max(0, available_bytes(torch.device("cpu")) - run_bytes)
+    left_bytes = max(0, host().available_bytes() - run_bytes)
     return min(CACHES_BYTES, sum(storages.values()), left_bytes // 2)
 
 
@@ -141,7 +141,7 @@ def _run(graph: DGraph, block: Block, values: dict[str, Any], observer: _Repeati
 
 def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile]) -> bool:
     names = [name for op in node.ops for name in op.output_names]
-    if not node.recomputable or any(graph.values[name].device.type != "cpu" for name in names):
+    if not node.recomputable or not all(device_of(graph.values[name].device).times_cold for name in names):
         return False
     is_long = sum(ops[op.name].time_ms for op in node.ops) > _LONG_MS
     return not is_long or any(takes_statistics(graph, op) for op in node.ops)

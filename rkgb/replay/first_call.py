@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.capture.outliving import outliving
-from rkgb.devices.allocation_log import is_out_of_memory, out_of_memory_told
+from rkgb.devices.out_of_memory import is_out_of_memory, out_of_memory_told
 from rkgb.errors import ModelError, TraceError
 from rkgb.ir.opaque import as_written
 from rkgb.ir.sample import Sample

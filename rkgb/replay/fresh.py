@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.devices.registry import device_of
 from rkgb.ir.sample import Sample
 
 # Relative, of the last offer but one: more than rounding takes away, and less than what most bounds leave.
@@ -32,7 +33,7 @@ def offers(sample: Sample) -> Iterator[Offer]:
 
     On an accelerator, ids keep to the sample's from the first: one out of range would end every later call there.
     """
-    if all(tensor.device.type == "cpu" for tensor in sample.tensors):
+    if not any(device_of(tensor.device).fails_for_good for tensor in sample.tensors):
         yield Offer("random numbers, and integers in another order", False, True, fresh_sample)
         yield Offer(
             "random numbers beside the sample's own integers", True, True, partial(fresh_sample, permuted=False)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
 from rkgb.ir.bgraph import BGraph
 from rkgb.ir.call import is_ref, opaque_calls

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.errors import GuardError
 from rkgb.ir.bgraph import BGraph, BNode, LeafKind
 from rkgb.ir.dgraph import run_nodes

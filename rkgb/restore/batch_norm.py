@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rkgb.devices.registry import device_of
 from rkgb.ir.call import Ref
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import OpProfile
@@ -42,8 +43,8 @@ def takes_statistics(graph: DGraph, op: DNode) -> bool:
     x, *parameters, is_training = op.call.args[:6]
     names = [given.name for given in (x, *parameters[:2]) if isinstance(given, Ref)]
     values = [graph.values[name] for name in (*names, *op.output_names)]
-    dtypes, devices = {value.dtype for value in values}, {value.device.type for value in values}
-    return bool(is_training) and len(dtypes) == 1 and dtypes <= set(_DTYPES) and devices == {"cpu"}
+    dtypes, packs = {value.dtype for value in values}, {device_of(value.device).packs for value in values}
+    return bool(is_training) and len(dtypes) == 1 and dtypes <= set(_DTYPES) and packs == {True}
 
 
 def statistics_of_profile(profile: OpProfile) -> Statistics | None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rkgb.devices.registry import device_of
 from rkgb.ir.call import Ref, is_ref
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.restoration import Restoration
@@ -119,7 +120,7 @@ def _mask_form(graph: DGraph, node: SNode) -> PackedMask | None:
     owner = node.ops[0].output_names[0]
     value = graph.values[owner]
     elements = math.prod(value.shape)
-    suits = value.device.type == "cpu" and value.dtype.is_floating_point and value.dtype.itemsize in _INTEGERS
+    suits = device_of(value.device).packs and value.dtype.is_floating_point and value.dtype.itemsize in _INTEGERS
     if not suits or elements < LEAST_ELEMENTS or elements * value.dtype.itemsize != value.storage_bytes:
         return None
     if owner in graph.varying or node.ops[0].inputs or node.ops[1].call.kwargs:

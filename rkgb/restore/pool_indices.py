@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, Ref, ref_names
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.restoration import Restoration
@@ -120,7 +121,7 @@ def _form_of(pooling: DNode, values: Mapping[str, ValueInfo], varying: frozenset
     maxima, indices = (values[name] for name in names)
     elements = math.prod(indices.shape)
     is_dense = elements * 8 == indices.storage_bytes and indices.dtype is torch.int64
-    if indices.device.type != "cpu" or not maxima.requires_grad or not is_dense or elements < LEAST_ELEMENTS:
+    if not device_of(indices.device).packs or not maxima.requires_grad or not is_dense or elements < LEAST_ELEMENTS:
         return None
     arguments = _arguments(pooling.call)
     kernel = _each(arguments["kernel_size"], count)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from rkgb.devices.registry import KINDS, device_of, host
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.process.turns import TURNS
 from rkgb.process.uncompiled import never_compiled
@@ -20,23 +21,21 @@ from rkgb.state.side_effects import attributes_kept
 
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """The state of the CPU's generator and of those of the CUDA devices among `devices`."""
-    generators = [torch.default_generator]
-    generators += [torch.cuda.default_generators[device.index or 0] for device in devices if device.type == "cuda"]
+    """The state of the host's generator and of those of the accelerators among `devices`."""
+    generators = dict.fromkeys([host().generator, *(device_of(device).generator for device in devices)])
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def seed_default_streams(seed: int) -> None:
-    """Seed the default generators that there are. Not those of devices that were never used: `torch.manual_seed` leaves
-    word for these, which nobody would take back."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    """Seed the default generators that there are."""
+    for kind in KINDS.values():
+        kind.seed(seed)
 
 
 def main_device(devices: Iterable[torch.device]) -> torch.device:
-    """Where a computation mainly is: the first of its devices that is no CPU, if there is one."""
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    """Where a computation mainly is: the first of its devices that is an accelerator, if there is one."""
+    accelerators = (device for device in devices if device_of(device).is_supported and not device_of(device).is_host)
+    return next(accelerators, host().device)
 
 
 def module_devices(module: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> set[torch.device]:

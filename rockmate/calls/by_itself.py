@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rkgb import RockmateError, Sample
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
 from rockmate.calls.own_steps import OwnStep, Situation
 from rockmate.errors import FallbackWarning

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rkgb import Sample
-from rkgb.devices.available import available_bytes
+from rkgb.devices.registry import device_of
 from rkgb.state.module_state import main_device, module_devices
 from rockmate.calls.specialization import Specialization
 from rockmate.guards.inputs import CallPattern
@@ -81,7 +81,7 @@ class OwnSteps:
     def _run(self, now: Situation, loss: LossFunction | None, likely_bytes: int) -> OwnStep:
         """A step of the module itself, which is left as it was."""
         device = main_device(module_devices(self._model, now.call.tensors))
-        if has_other_ranks() or (device.type == "cpu" and likely_bytes > available_bytes(device)):
+        if has_other_ranks() or (device_of(device).overcommits and likely_bytes > device_of(device).available_bytes()):
             # Others would not be there for what they do together; and where a system promises more memory than it
             # has, trying would end the process.
             return OwnStep(False, likely_bytes or None)

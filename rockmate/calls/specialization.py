@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rkgb import RockmateError, Sample
+from rkgb.devices.registry import device_of
 from rockmate.errors import PlanMismatch
 from rockmate.guards.attributes import BoundSettings, Settings
 from rockmate.guards.inputs import CallPattern
@@ -56,7 +57,7 @@ class Specialization:
     def threads_mismatch(self) -> PlanMismatch | None:
         """Why its peak may be another now: libraries take scratch memory for each thread of the CPU's."""
         now, then = torch.get_num_threads(), self.measured.threads
-        if now == then or self.measured.device.type != "cpu":
+        if now == then or not device_of(self.measured.device).is_host:
             return None
         return PlanMismatch(
             f"PyTorch runs with {now} threads, but ran with {then} when the module was planned. Put it back, or plan "

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from rkgb import GuardError, Sample, TraceError, make_sample
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
 from rkgb.process.surroundings import profiler_is_taken
 from rkgb.process.turns import TURNS, TurnsOf, warnings_collected
@@ -39,7 +39,7 @@ from rockmate.errors import (
     TransformError,
 )
 from rockmate.guards.checkpointing import OwnCheckpointing
-from rockmate.guards.flags import flags_in_force
+from rockmate.guards.flags import BackEndFlags
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.sharded import refuse_what_spans_ranks
@@ -328,7 +328,7 @@ class Specializations:
 
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
         if self._given is None:
-            flags, threads = flags_in_force(torch.cuda.is_available()), torch.get_num_threads()
+            flags, threads = BackEndFlags().now(), torch.get_num_threads()
             known = self._known.setdefault((flags, threads), {})
             for digest in list(known)[:-_MOST_KNOWN]:
                 del known[digest]

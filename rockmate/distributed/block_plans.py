@@ -17,7 +17,7 @@ from torch import nn
 from rk_solvers import Effort, solver_named
 from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rkgb import RockmateError, Sample, make_sample
-from rkgb.devices.allocation_log import if_it_fits
+from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.ir.placement import refuse_devices
 from rkgb.process.turns import TURNS
 from rkgb.state.module_state import main_device, module_devices, module_state_kept, training_mode

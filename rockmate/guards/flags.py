@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-
-def _getters(prefix: str, names: Iterable[str]) -> list[tuple[str, Callable[[], Any]]]:
-    """Of those flags that this PyTorch has."""
-    found = ((name, getattr(torch._C, f"{prefix}{name}", None)) for name in names)
-    return [(name, getter) for name, getter in found if getter is not None]
-
-
-def _precisions(backend: str) -> list[tuple[str, Callable[[], Any]]]:
-    getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if getter is None:
-        return []
-    return [(f"{backend} fp32_precision of {op}", partial(getter, backend, op)) for op in ("matmul", "conv", "rnn")]
-
+from rkgb.devices.flags import getters, precisions
+from rkgb.devices.registry import KINDS, device_of
 
 _EVERYWHERE = (
-    *_getters("_get_", ("deterministic_algorithms", "deterministic_fill_uninitialized_memory")),
-    *_getters("_get_", ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled")),
-    *_getters("_get_", ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
-    *_precisions("mkldnn"),
-)
-_ON_CUDA = (
-    *_getters("_get_", ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_sdp_enabled")),
-    *_getters("_get_", ("cublas_allow_fp16_reduced_precision_reduction",)),
-    *_getters("_get_", ("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation")),
-    *_precisions("cuda"),
+    *getters("_get_", ("deterministic_algorithms", "deterministic_fill_uninitialized_memory")),
+    *getters("_get_", ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled")),
+    *getters("_get_", ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
+    *precisions("mkldnn"),
 )
 
 Flags = tuple[Any, ...]
-"""The values, in the order of the names; a device of CUDA has more of them than the CPU."""
+"""The values of those that matter on some devices, in their order."""
 
 
-def flags_in_force(on_cuda: bool) -> Flags:
-    """The flags that are set now, of those that matter there."""
-    values = [getter() for _, getter in _EVERYWHERE]
-    return (*values, *[getter() for _, getter in _ON_CUDA]) if on_cuda else tuple(values)
+class BackEndFlags:
+    """The flags that matter on `devices`, or on all that there are: those that matter everywhere, and each kind's."""
 
+    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
+        found = map(torch.device, KINDS) if devices is None else devices
+        used = {type(at) for at in map(device_of, found) if at.is_there}
+        own = [flag for kind in KINDS.values() if kind in used for flag in kind.flags]
+        self._names, self._getters = zip(*_EVERYWHERE, *own, strict=True)
 
-def flag_texts(flags: Flags) -> tuple[str, ...]:
-    """Names and values, such as "mkldnn_enabled=True"."""
-    names = [name for name, _ in (*_EVERYWHERE, *_ON_CUDA)]
-    return tuple(f"{name}={value}" for name, value in zip(names, flags, strict=False))
+    def now(self) -> Flags:
+        """Their values."""
+        return tuple([getter() for getter in self._getters])
+
+    def texts(self, flags: Flags | None = None) -> tuple[str, ...]:
+        """Names and values, of now or of the `flags` given, such as "mkldnn_enabled=True"."""
+        values = self.now() if flags is None else flags
+        return tuple(f"{name}={value}" for name, value in zip(self._names, values, strict=True))
 
 
 def flags_difference(now: Iterable[str], then: Iterable[str]) -> str:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from rkgb.devices.cpu import Cpu
+from rkgb.devices.registry import KINDS, device_of
 from rockmate.units import format_bytes
 
-# Part of the budget that CUDA's allocator may reserve beyond it, in gaps, before a warning says so.
+# Part of the budget that an allocator may reserve beyond it, in gaps, before a warning says so.
 ALLOWED_GAPS = 0.1
-# CUDA's allocator takes memory from the device in pieces of these sizes, for small and for large blocks, whatever its
-# settings: reserved bytes beyond the budget that are no more than one of each tell nothing.
-SMALLEST_SEGMENTS_BYTES = (2 << 20) + (20 << 20)
-
-_EXPANDABLE = "expandable_segments:True"
-# What PyTorch reads, most important first, before it can be asked what is in force.
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
-_RETURNING = {_M_MMAP_THRESHOLD: 1 << 16, _M_TRIM_THRESHOLD: 1 << 17, _M_MMAP_MAX: 1 << 16}  # the last is glibc's own
-_KEEPING = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}  # no block has pages of its own, and no end of the heap is cut off
 
 
 # ---- bytes of a step ---------------------------------------------------------------------------------------
@@ -55,76 +43,55 @@ class StepPeak:
 
 
 def start_peak(device: torch.device) -> int:
-    """Bytes allocated on `device` now, above which `end_peak` tells a step's; 0 on the CPU, where nothing is done.
+    """Bytes allocated on `device` now, above which `end_peak` tells a step's; 0 where the allocator keeps no count.
 
-    What CUDA's allocator holds unused goes back to the device, so that it counts for no step, and the allocator's own
-    peaks start anew.
+    What it holds unused goes back to the device, so that it counts for no step, and its own peaks start anew.
     """
-    if device.type != "cuda":
+    at = device_of(device)
+    if at.levels() is None:
         return 0
     gc.collect()  # what is garbage now would be freed within the step, and hide as much of its peak
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+    at.synchronize()
+    at.empty_cache()
+    at.restart_levels()
+    levels = at.levels()
+    return 0 if levels is None else levels.allocated_bytes
 
 
 def end_peak(device: torch.device, before_bytes: int, logged_bytes: int) -> StepPeak:
     """The peak since `start_peak`, which told `before_bytes`. `logged_bytes` is that of an `AllocationLog`.
 
-    On CUDA the higher counts of the log's, which is the same in every step, and the allocator's own, in which blocks
-    are as large as they were handed out.
+    The higher counts of the log's, which is the same in every step, and the allocator's own, in which blocks are as
+    large as they were handed out.
     """
-    if device.type != "cuda":
+    at = device_of(device)
+    at.synchronize()
+    levels = at.levels()
+    if levels is None:
         return StepPeak(logged_bytes)
-    torch.cuda.synchronize(device)
-    allocated_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
-    reserved_bytes = torch.cuda.max_memory_reserved(device) - before_bytes
-    return StepPeak(max(logged_bytes, allocated_bytes), max(0, reserved_bytes))
-
-
-def give_cache_back(device: torch.device) -> None:
-    """Return to the device what CUDA's allocator holds unused. Nothing on the CPU."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    allocated_bytes = levels.most_allocated_bytes - before_bytes
+    return StepPeak(max(logged_bytes, allocated_bytes), max(0, levels.most_reserved_bytes - before_bytes))
 
 
 # ---- fragmentation -----------------------------------------------------------------------------------------
 
 
-def allowed_reserved_bytes(budget_bytes: int) -> int:
-    """What CUDA's allocator may reserve for a step under a budget before that is worth a warning."""
-    return budget_bytes + max(int(ALLOWED_GAPS * budget_bytes), SMALLEST_SEGMENTS_BYTES)
+def allowed_reserved_bytes(budget_bytes: int, device: torch.device) -> int:
+    """What the allocator of `device` may reserve for a step under a budget before that is worth a warning."""
+    return budget_bytes + max(int(ALLOWED_GAPS * budget_bytes), device_of(device).smallest_segments_bytes)
 
 
-def fragmentation_text(peak: StepPeak, budget_bytes: int, expandable: bool) -> str | None:
-    """What to tell of a step that reserves more than is allowed under its budget; None where it does not.
-
-    `expandable` tells whether the allocator makes expandable segments already.
-    """
+def fragmentation_text(peak: StepPeak, budget_bytes: int, device: torch.device) -> str | None:
+    """What to tell of a step that reserves more than is allowed under its budget; None where it does not."""
     reserved_bytes = peak.reserved_bytes
-    if reserved_bytes is None or reserved_bytes <= allowed_reserved_bytes(budget_bytes):
+    if reserved_bytes is None or reserved_bytes <= allowed_reserved_bytes(budget_bytes, device):
         return None
-    found = (
+    return (
         f"a step of this plan allocates {format_bytes(peak.allocated_bytes)} of its budget of "
-        f"{format_bytes(budget_bytes)}, but CUDA's allocator reserves {format_bytes(reserved_bytes)} for it, "
+        f"{format_bytes(budget_bytes)}, but the allocator of {device} reserves {format_bytes(reserved_bytes)} for it, "
         f"{reserved_bytes / budget_bytes - 1:+.0%}: the rest are gaps, which no other tensor fits. "
+        f"{device_of(device).gaps_advice()}"
     )
-    if expandable:
-        return found + (
-            "Its segments are expandable already, so the gaps are between tensors made before they were, or before "
-            "planning. Set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before Python starts, so "
-            "that it holds from the first tensor on, or give a lower budget."
-        )
-    return found + (
-        f"Set PYTORCH_ALLOC_CONF={_EXPANDABLE} in the environment before Python starts (PYTORCH_CUDA_ALLOC_CONF is its "
-        "older name, and counts where both are set), or call rockmate.reduce_fragmentation() before the model is made."
-    )
-
-
-def segments_are_expandable() -> bool:
-    """Whether CUDA's allocator makes expandable segments now. PyTorch must have started CUDA."""
-    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -152,7 +119,11 @@ def reduce_fragmentation() -> AllocatorSettings:
     Call it once or often, it comes to the same. Returns what could be set. Raises what PyTorch raises where it refuses
     the setting.
     """
-    return AllocatorSettings(_expand_segments(), _set_malloc(_RETURNING))
+    done = {kind: kind.reduce_gaps() for kind in KINDS.values()}
+    return AllocatorSettings(
+        expandable_segments=any(is_set for kind, is_set in done.items() if not kind.is_host),
+        freed_memory_returned=any(is_set for kind, is_set in done.items() if kind.is_host),
+    )
 
 
 def keep_freed_memory() -> bool:
@@ -165,53 +136,4 @@ def keep_freed_memory() -> bool:
 
     Call it before the model is made; blocks that are there stay as they are. Returns whether it could be set.
     """
-    return _set_malloc(_KEEPING)
-
-
-def _expand_segments() -> bool:
-    if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
-        return False
-    try:
-        _set_allocator_settings(with_expandable_segments(_allocator_settings()))
-    except (RuntimeError, ValueError) as error:
-        error.add_note(
-            f"PyTorch refused {_EXPANDABLE} in a running process: set PYTORCH_ALLOC_CONF={_EXPANDABLE} in the "
-            "environment before Python starts."
-        )
-        raise
-    if not torch.cuda.is_initialized():
-        return True  # to be seen when there is a segment
-    torch.cuda.empty_cache()  # or the blocks of old segments would be used again, and split as they were
-    return segments_are_expandable()
-
-
-def with_expandable_segments(settings: str) -> str:
-    """The text of allocator settings, and that segments are to be expandable, whatever it said of that."""
-    rest = [
-        part for part in re.split(r",(?![^\[]*\])", settings) if part.split(":")[0].strip() != "expandable_segments"
-    ]
-    return ",".join([*(part for part in rest if part.strip()), _EXPANDABLE])
-
-
-def _allocator_settings() -> str:
-    """The settings in force. Those that are not given again fall back to PyTorch's own when others are set."""
-    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if ask is not None:
-        return str(ask())
-    return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
-
-
-def _set_allocator_settings(settings: str) -> None:
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if setter is None:  # of PyTorch before it had one function for all kinds of devices
-        setter = torch.cuda.memory._set_allocator_settings
-    setter(settings)
-
-
-def _set_malloc(settings: Mapping[int, int]) -> bool:
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # no glibc
-        return False
-    taken = [mallopt(parameter, value) for parameter, value in settings.items()]
-    return all(taken)
+    return Cpu.keep_freed_memory()

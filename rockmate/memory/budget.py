@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rkgb.devices.available import available_bytes
+from rkgb.devices.registry import device_of
 from rockmate.errors import BudgetError
 from rockmate.units import parse_bytes
 
@@ -87,7 +87,7 @@ def resolve_budget(
     """
     read = read_budget(budget)
     if read is None:
-        return int(available_bytes(device) * (1 - RESERVE)) + present_bytes
+        return int(device_of(device).available_bytes() * (1 - RESERVE)) + present_bytes
     if isinstance(read, AboveResidents):
         return resolve_budget(read.size_bytes, eager_peak_bytes, device) + held_bytes
     return round(read * eager_peak_bytes) if isinstance(read, float) else read

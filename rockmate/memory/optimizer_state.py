@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from rkgb.devices.allocation_log import allocated_bytes
+from rkgb.devices.registry import device_of
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 
@@ -129,11 +129,11 @@ def _tensors_after_a_step(optimizer: Optimizer, group: int, parameter: torch.Ten
 
 def _state_bytes(tensors: list[torch.Tensor], options: dict[str, Any], device: torch.device) -> int:
     """Bytes that the state of one parameter, made for a stand-in, takes on `device`."""
-    on_device = bool(options.get("capturable") or options.get("fused")) or device.type == "cpu"
+    on_device = bool(options.get("capturable") or options.get("fused")) or device_of(device).is_host
     # Counts of steps stay in host memory, unless the step runs as one kernel or is captured as a graph.
     counted = [tensor for tensor in tensors if on_device or tensor.is_meta or tensor.dim() > 0]
     unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in counted}
-    return sum(allocated_bytes(size_bytes, device) for size_bytes in unique.values())
+    return sum(device_of(device).allocated_bytes(size_bytes) for size_bytes in unique.values())
 
 
 def _state_after_a_step(optimizer: Optimizer, group: int, stand_in: torch.nn.Parameter) -> Any:
@@ -161,4 +161,4 @@ def _value(option: Any) -> Any:
 def _storage_bytes(tree: Any, device: torch.device) -> int:
     """Bytes of the storages of the tensors in `tree` that are on `device`, each once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in leaves(tree) if t.device == device}
-    return sum(allocated_bytes(storage.nbytes(), device) for storage in storages.values())
+    return sum(device_of(device).allocated_bytes(storage.nbytes()) for storage in storages.values())

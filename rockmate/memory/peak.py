@@ -11,6 +11,8 @@ from typing import ClassVar, Self
 import torch
 
 from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
+from rkgb.devices.base import AllocatorLevels
+from rkgb.devices.registry import device_of, kinds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,11 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f'PeakMemory measures "cpu" and "cuda" devices, not {str(self.device)!r}')
+        self._at = device_of(self.device)
+        if not self._at.is_supported:
+            raise ValueError(f"PeakMemory measures {kinds_text()} devices, not {str(self.device)!r}")
         self._log: AllocationLog | None = None
-        self._allocated_at_entry_bytes = 0
+        self._at_entry: AllocatorLevels | None = None
         self._entered_ns = 0
         self._use: MemoryUse | None = None
 
@@ -89,10 +92,9 @@ class PeakMemory:
             raise RuntimeError("PeakMemory does not nest: leave the outer `with PeakMemory(...)` first")
         if there_is_a_profiler():
             raise RuntimeError("PeakMemory needs PyTorch's profiler, which is running: stop the other profile first")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._allocated_at_entry_bytes = torch.cuda.memory_allocated(self.device)
+        self._at.synchronize()
+        self._at.restart_levels()
+        self._at_entry = self._at.levels()
         self._use = None
         self._log = AllocationLog(self.device)
         self._log.__enter__()
@@ -111,12 +113,12 @@ class PeakMemory:
         PeakMemory.is_measuring = False
         log.__exit__(exception_type, exception, traceback)
         timeline = tuple(levels(log, self._entered_ns))
-        if self.device.type == "cuda":
-            entry_bytes = self._allocated_at_entry_bytes
+        before, now = self._at_entry, self._at.levels()
+        if before is not None and now is not None:
             self._use = MemoryUse(
-                peak_bytes=torch.cuda.max_memory_allocated(self.device) - entry_bytes,
-                net_bytes=torch.cuda.memory_allocated(self.device) - entry_bytes,
-                reserved_bytes=torch.cuda.max_memory_reserved(self.device),
+                peak_bytes=now.most_allocated_bytes - before.allocated_bytes,
+                net_bytes=now.allocated_bytes - before.allocated_bytes,
+                reserved_bytes=now.most_reserved_bytes,
                 timeline=timeline,
             )
         else:

@@ -10,7 +10,7 @@ import torch
 
 from rk_solvers import Problem
 from rkgb import AllGraphs, DGraph, LeafKind
-from rkgb.devices.allocation_log import allocated_bytes
+from rkgb.devices.registry import device_of
 from rkgb.ir.profiles import backward_stages
 from rockmate.errors import BudgetError, OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer
@@ -107,7 +107,7 @@ def count_residents(
     input_bytes = _new_storage_bytes(inputs, device, seen)
     # A gradient is as large as its parameter, however that lies in its storage.
     trained = [p for p in parameters if p.requires_grad and p.device == device]
-    gradient_bytes = sum(allocated_bytes(p.nbytes, device) for p in trained)
+    gradient_bytes = sum(device_of(device).allocated_bytes(p.nbytes) for p in trained)
     gradients_there = _new_storage_bytes([p.grad for p in trained if p.grad is not None], device, seen)
     state_bytes, state_there_bytes = optimizer_bytes
     there = parameter_bytes + buffer_bytes + input_bytes + gradients_there + state_there_bytes
@@ -121,7 +121,7 @@ def _new_storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, se
         storage = tensor.untyped_storage()
         if tensor.device == device and storage._cdata not in seen:
             seen.add(storage._cdata)
-            found += allocated_bytes(storage.nbytes(), device)
+            found += device_of(device).allocated_bytes(storage.nbytes())
     return found
 
 

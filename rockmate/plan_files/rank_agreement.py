@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rk_solvers import Problem, Solver
+from rkgb.devices.registry import device_of
 from rkgb.errors import RockmateError
 from rkgb.process.turns import TURNS
 from rockmate import errors
@@ -222,7 +223,7 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
         sorted(problem.held),
         ["auto" if is_what_is_free(request.budget) else read_budget(request.budget), request.scope],
         [solver, request.time_limit_s, request.gap, None if request.follow is None else request.follow.to_json()],
-        device_kind(measured.device),
+        device_of(measured.device).name,
     ]
     return key_of(content)
 
@@ -231,13 +232,6 @@ def key_of(content: Any) -> str:
     """A key for what is made of `content`, which is any that JSON can hold: equal where that is."""
     text = json.dumps([_FORMAT, content], default=str)
     return f"rockmate/{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def device_kind(device: torch.device) -> str:
-    """Devices of one kind take the same time and bytes, more or less."""
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return device.type
 
 
 def solver_text(solver: Solver) -> str | None:

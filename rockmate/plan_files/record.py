@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import importlib.metadata
-import platform
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import torch
 
 from rkgb import AllGraphs, DGraph, DNode, Leaf, SGraph
+from rkgb.devices.registry import device_of
 from rkgb.export.json_form.functions import name_of
 from rkgb.export.json_form.names import operation_name
 from rkgb.ir.call import Ref, function_name
@@ -25,7 +23,7 @@ from rkgb.recording.digest import digest
 from rkgb.recording.guard import Guard
 from rkgb.state.generators import OwnGenerator
 from rkgb.tree import map_leaves
-from rockmate.guards.flags import flag_texts, flags_in_force
+from rockmate.guards.flags import BackEndFlags
 from rockmate.plan_files.content import (
     FORMAT,
     VERSION,
@@ -42,7 +40,6 @@ from rockmate.plan_files.content import (
     Promise,
     ValueRecord,
 )
-from rockmate.plan_files.rank_agreement import device_kind
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
@@ -82,32 +79,11 @@ def made_here(device: torch.device) -> Made:
     return Made(
         rockmate=_own_version(),
         torch=str(torch.__version__),
-        device=device_kind(device),
+        device=device_of(device).name,
         threads=torch.get_num_threads(),
-        processor=_processor(device),
-        flags=flag_texts(flags_in_force(device.type == "cuda")),
+        processor=device_of(device).processor,
+        flags=BackEndFlags([device]).texts(),
     )
-
-
-def _processor(device: torch.device) -> str:
-    """What decides, beside the kind of the device, on times and scratch memory."""
-    if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
-        return (
-            f"compute capability {about.major}.{about.minor}, {about.total_memory} bytes, CUDA {torch.version.cuda}, "
-            f"cuDNN {torch.backends.cudnn.version()}"
-        )
-    return f"{_cpu_model()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-@functools.cache
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _own_version() -> str:

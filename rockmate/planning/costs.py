@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
 from rkgb import AllGraphs, KComp, KGraph, SNode
-from rkgb.devices.allocation_log import AllocationLog, allocated_bytes, warm_up
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.registry import device_of, host
 from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind
 from rkgb.process.autocast import without_autocast
-from rkgb.process.surroundings import unprofiled
 from rkgb.tree import leaves, map_leaves
 from rockmate.errors import LossError
 
@@ -46,10 +46,11 @@ def measure_loss(loss: LossFunction, output: Any) -> LossCost:
     device = leaves(output)[0].device
     written = _written_by(loss, output)
     give = _as_computed if written else _as_it_is
-    warm_up(device, lambda: _loss_and_back(loss, give(output)))
+    at = device_of(device)
+    at.warm_up(lambda: _loss_and_back(loss, give(output)))
     for leaf in leaves(output):
         leaf.grad = None  # of the runs before: the gradients are the loss's to allocate
-    peak_bytes = unprofiled(device, lambda: _peak_bytes(loss, give(output), device))
+    peak_bytes = at.unwatched(lambda: _peak_bytes(loss, give(output), device))
     times_ms = [_timed_ms(loss, output, give, device)]
     while len(times_ms) < _TIMED_RUNS and sum(times_ms) < _TIMED_RUNS_MS:
         times_ms.append(_timed_ms(loss, output, give, device))
@@ -92,17 +93,7 @@ def _written_in_one_run(loss: LossFunction, output: Any) -> tuple[int, ...]:
 def _timed_ms(loss: LossFunction, output: Any, give: Callable[[Any], Any], device: torch.device) -> float:
     for leaf in leaves(output):
         leaf.grad = None
-    given = give(output)
-    _wait_for(device)
-    started = time.perf_counter()
-    _loss_and_back(loss, given)
-    _wait_for(device)
-    return (time.perf_counter() - started) * 1e3
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return device_of(device).time_ms(partial(_loss_and_back, loss, give(output)))
 
 
 def _loss_and_back(loss: LossFunction, output: Any) -> None:
@@ -167,11 +158,10 @@ def unrepeatable_nodes(graph: KGraph) -> set[SNode]:
 def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:
     values = graph.sgraph.dgraph.values
     if comp.node in graph.forms:
-        replay_bytes = allocated_bytes(graph.forms[comp.node].packed_bytes, torch.device("cpu"))
+        replay_bytes = host().allocated_bytes(graph.forms[comp.node].packed_bytes)
     else:
-        random = [op for op in comp.node.ops if op.is_random and values[op.output_names[0]].device.type == "cpu"]
-        # The state of a CUDA generator is a few bytes in host memory; the CPU's takes room where tensors are.
-        replay_bytes = len(random) * torch.default_generator.get_state().nbytes
+        random = [device_of(values[op.output_names[0]].device) for op in comp.node.ops if op.is_random]
+        replay_bytes = sum(device.random_state_bytes for device in random)
     normalised = {name for op in comp.node.ops for _, name in graph.normalised.get(op.name, ())}
     replay_bytes += sum(data.size_bytes for data in comp.outputs if data.name in normalised)
     return ForwardOp(
@@ -204,4 +194,4 @@ def eager_output_bytes(graph: KGraph) -> int:
     """Bytes of the model's outputs."""
     values = graph.sgraph.dgraph.values
     owners = {values[name].owner for name in graph.sgraph.dgraph.output_names}
-    return sum(allocated_bytes(values[owner].storage_bytes, values[owner].device) for owner in owners)
+    return sum(device_of(values[owner].device).allocated_bytes(values[owner].storage_bytes) for owner in owners)

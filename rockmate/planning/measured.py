@@ -23,7 +23,7 @@ from rkgb.state.module_state import for_planning, main_device, module_devices, m
 from rockmate.errors import NothingToTrain
 from rockmate.guards.attributes import Settings
 from rockmate.guards.checkpointing import as_it_was, is_switched_off
-from rockmate.guards.flags import flags_in_force
+from rockmate.guards.flags import BackEndFlags
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
@@ -75,7 +75,7 @@ class Measured:
 
     def was_measured_as_now(self) -> bool:
         """Whether flags of PyTorch's back ends and the number of threads are as they were."""
-        flags = flags_in_force(any(device.type == "cuda" for device in {self.device, *self.pattern.devices}))
+        flags = BackEndFlags({self.device, *self.pattern.devices}).now()
         return self.pattern.flags == flags and self.threads == torch.get_num_threads()
 
     @property
@@ -155,7 +155,7 @@ def trace_model(
     devices = module_devices(model, arguments.tensors)
     return Traced(
         arguments,
-        CallPattern.of(arguments, Autocast.now(), flags_in_force(any(device.type == "cuda" for device in devices))),
+        CallPattern.of(arguments, Autocast.now(), BackEndFlags(devices).now()),
         basic,
         graph,
         main_device(info.device for info in dataflow.values.values()),

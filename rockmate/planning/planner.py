@@ -17,8 +17,8 @@ import torch
 
 from rk_solvers import Effort, KeepAll, Solution, check, simulate, solver_named
 from rk_solvers.bounds.time_bound import lower_bound_ms
-from rkgb.devices.allocation_log import out_of_memory_told
-from rkgb.devices.available import available_bytes
+from rkgb.devices.out_of_memory import out_of_memory_told
+from rkgb.devices.registry import device_of
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.process.turns import TURNS
 from rkgb.state.module_state import for_planning, module_devices
@@ -27,7 +27,7 @@ from rockmate.guards.attributes import BoundSettings
 from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.sharded import refuse_what_spans_ranks
-from rockmate.memory.allocators import StepPeak, fragmentation_text, give_cache_back, segments_are_expandable
+from rockmate.memory.allocators import StepPeak, fragmentation_text
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.costs import LossFunction
@@ -112,7 +112,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         lower_bound_ms=bound_ms,
     )
     planned.is_out_of_time = solution.out_of_time
-    _tell_fragmentation(peak, budget_bytes)
+    _tell_fragmentation(peak, budget_bytes, measured.device)
     return planned
 
 
@@ -205,18 +205,17 @@ def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module
     return max(peaks) + (max(peaks) - min(peaks))
 
 
-def _tell_fragmentation(peak: StepPeak, budget_bytes: int) -> None:
+def _tell_fragmentation(peak: StepPeak, budget_bytes: int, device: torch.device) -> None:
     """A warning only: less for the tensors leaves no smaller gaps, but settings of the allocator do."""
-    expandable = peak.reserved_bytes is not None and segments_are_expandable()
-    told = fragmentation_text(peak, budget_bytes, expandable)
+    told = fragmentation_text(peak, budget_bytes, device)
     if told is not None:
         warnings.warn(told, FragmentationWarning, stacklevel=5)  # who calls Rockmate(...)
 
 
 def _refuse_more_than_there_is(plan: Plan, device: torch.device) -> None:
-    """On the CPU the system may promise more than it has, and end the process that takes it at its word."""
-    free_bytes = available_bytes(device)
-    if device.type == "cpu" and plan.peak_bytes > free_bytes:
+    """A system may promise more than it has, and end the process that takes it at its word."""
+    free_bytes = device_of(device).available_bytes()
+    if device_of(device).overcommits and plan.peak_bytes > free_bytes:
         takes, free = format_apart(plan.peak_bytes, free_bytes)
         raise BudgetError(
             f"the budget {format_bytes(plan.budget_bytes)} is more than there is: a step would take {takes}, and "
@@ -336,7 +335,7 @@ def planning(model: torch.nn.Module) -> Iterator[None]:
 
     What the user has around it (hooks on saved tensors, modes, anomaly detection) is aside meanwhile.
 
-    On CUDA, nothing is left in the allocator's cache.
+    Nothing is left in the cache of an allocator.
     """
     refuse_what_spans_ranks(model)
     try:
@@ -347,4 +346,4 @@ def planning(model: torch.nn.Module) -> Iterator[None]:
     finally:
         gc.collect()  # what traces leave goes in circles, and would hold the model when its user has let it go
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
-            give_cache_back(device)
+            device_of(device).empty_cache()

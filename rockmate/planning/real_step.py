@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from rkgb import Sample
-from rkgb.devices.allocation_log import AllocationLog, if_it_fits, out_of_memory_told, warm_up
-from rkgb.devices.available import available_bytes
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.out_of_memory import if_it_fits, out_of_memory_told
+from rkgb.devices.registry import device_of
 from rkgb.process.autocast import without_autocast
-from rkgb.process.surroundings import surroundings_aside, unprofiled
+from rkgb.process.surroundings import surroundings_aside
 from rkgb.profile.block_run import FreshGradients
 from rkgb.state.attributes import FreshTensors, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
@@ -54,8 +55,8 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
-    """Most bytes that one step allocates at once above what was there before, and what it makes CUDA reserve."""
-    return unprofiled(device, lambda: _peak_of(step, sample, loss, device))
+    """Most bytes that one step allocates at once above what was there before, and what it has reserved."""
+    return device_of(device).unwatched(lambda: _peak_of(step, sample, loss, device))
 
 
 def _peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
@@ -73,7 +74,7 @@ def warm_step(
     device: torch.device,
     borrow: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """On CUDA: a step whose peak nobody measures, as libraries take what they keep in the first. Elsewhere nothing.
+    """Where libraries keep what they take in the first step: one whose peak nobody measures. On the CPU nothing.
 
     `borrow` is entered around it: its gradients are gone afterwards. Raises like `real_peak_bytes`.
     """
@@ -82,7 +83,7 @@ def warm_step(
         with _lack_told(device), borrow():
             run_step(step, sample.copy(), loss)
 
-    warm_up(device, run)
+    device_of(device).warm_up(run)
 
 
 def real_peak_bytes(
@@ -98,7 +99,7 @@ def real_peak_bytes(
 
 
 def _lack_told(device: torch.device) -> AbstractContextManager[None]:
-    free_bytes = available_bytes(device)
+    free_bytes = device_of(device).available_bytes()
     return out_of_memory_told(
         "in a real step of the plan, to check its peak",
         f"{format_bytes(free_bytes)} were free on {device} before it, gaps and libraries' scratch buffers included: "
@@ -128,7 +129,7 @@ def eager_peak_bytes(
 
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
     """
-    if device.type == "cpu" and keep_all_peak_bytes > available_bytes(device):
+    if device_of(device).overcommits and keep_all_peak_bytes > device_of(device).available_bytes():
         return None  # not even tried: where the system promises more than it has, it would end the process
 
     def run() -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time, schedule_of
 from rk_solvers.local.min_peak_search import lowest_peak_plan
 from rkgb import make_sample
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.errors import BudgetError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import torch
 
 from rk_solvers import Compute, Problem
 from rkgb import DGraph, Sample, make_sample
-from rkgb.devices.allocation_log import if_it_fits
+from rkgb.devices.out_of_memory import if_it_fits
+from rkgb.devices.registry import device_of
 from rkgb.process.turns import TURNS
 from rkgb.state.module_state import main_device, module_devices, module_state_kept, training_mode
 from rockmate.errors import ArgumentError
@@ -152,15 +152,7 @@ class _Runs:
         """From an idle device to an idle one."""
         fresh = self.sample.copy()
         self._start_gradients(step)
-        self._wait()
-        started = time.perf_counter()
-        run_step(step, fresh, self.loss)
-        self._wait()
-        return 1e3 * (time.perf_counter() - started)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return device_of(self.device).time_ms(lambda: run_step(step, fresh, self.loss))
 
     def _start_gradients(self, step: torch.nn.Module) -> None:
         for parameter in step.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,7 +9,8 @@ from functools import partial
 import torch
 
 from rkgb import Sample
-from rkgb.devices.allocation_log import if_it_fits, out_of_memory_told
+from rkgb.devices.out_of_memory import if_it_fits, out_of_memory_told
+from rkgb.devices.registry import device_of
 from rkgb.state.module_state import for_planning, module_state_kept
 from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.memory.peak import MemoryUse, PeakMemory
@@ -91,13 +91,4 @@ def _time_ms(
 ) -> float:
     with borrow():
         fresh = sample.copy()
-        _wait_for(device)
-        start = time.perf_counter()
-        run_step(step, fresh, loss)
-        _wait_for(device)
-        return 1000 * (time.perf_counter() - start)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return device_of(device).time_ms(lambda: run_step(step, fresh, loss))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rkgb import DNode, Leaf, LeafKind
+from rkgb.devices.registry import device_of
 from rkgb.ir.call import Ref, is_ref
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
@@ -74,7 +75,7 @@ def compile_program(
             )
             for segment in program.segments
         ],
-        generators={device: _generator(torch.device(device)) for device in devices},
+        generators={device: device_of(torch.device(device)).generator for device in devices},
         places={
             name: _place(module, dgraph.leaves[name])
             for segment in program.segments
@@ -105,13 +106,6 @@ def execute(code: GeneratedCode) -> dict[str, Any]:
     exec(compile(code.source, file_name, "exec"), dict(code.namespace), functions)
     weakref.finalize(functions["forward"], linecache.cache.pop, file_name, None)
     return functions
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        torch.cuda.init()
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
 
 
 def _own_generator(op: DNode) -> OwnGenerator | None:

@@ -22,7 +22,7 @@ from rkgb.state.module_state import random_states
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch
 from rockmate.guards.attributes import BoundSettings
-from rockmate.guards.flags import flag_texts, flags_difference, flags_in_force
+from rockmate.guards.flags import BackEndFlags, flags_difference
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
@@ -58,7 +58,7 @@ class Runner:
         self.settings = settings
         self._output_names = graph.output_names
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
-        self._on_cuda = any(device.type == "cuda" for device in self._devices)
+        self._flags = BackEndFlags(self._devices)
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
         self._is_guarded = any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
         self._opaque = {op.call.function.path for op in graph if isinstance(op.call.function, OpaqueCall)}
@@ -172,11 +172,11 @@ class Runner:
     def _flags_mismatch(self) -> PlanMismatch | None:
         """Other implementations may run under other flags: they may compute, save and take something else."""
         then = self._pattern.flags
-        if then is None or (now := flags_in_force(self._on_cuda)) == then:
+        if then is None or (now := self._flags.now()) == then:
             return None
         return PlanMismatch(
-            f"{flags_difference(flag_texts(now), flag_texts(then))} when the module was planned. Put it back, or plan "
-            "the module again."
+            f"{flags_difference(self._flags.texts(now), self._flags.texts(then))} when the module was planned. Put it "
+            "back, or plan the module again."
         )
 
     def _autocast_mismatch(self) -> PlanMismatch | None:

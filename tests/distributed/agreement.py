@@ -13,6 +13,7 @@ from rk_solvers import Greedy, Problem, Solution
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.errors import PlanExchangeError, PlanExchangeWarning
 from rockmate.plan_files.rank_agreement import plan_alone
+from tests.free_memory import free_is
 from tests.module.models import WIDTH, Layers, built
 from tests.module.steps import assert_same_training, squares, train
 
@@ -128,14 +129,14 @@ def cannot_follow(count: int) -> tuple[list[str], dict[str, Any]]:
     free_bytes = whole.baseline_peak_bytes * (10 if rank == 0 else 7) // 10
     if rank == 1:
         distributed.barrier()
-    real = budget.available_bytes
-    budget.available_bytes = lambda *_, **__: int(free_bytes / 0.9) + 1  # type: ignore[assignment]
+    real = budget.device_of
+    budget.device_of = free_is(int(free_bytes / 0.9) + 1)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             module = Rockmate(built(Layers), rows_of(count), None, loss=squares)
     finally:
-        budget.available_bytes = real
+        budget.device_of = real
     if rank == 0:
         distributed.barrier()
     told = [str(warning.message) for warning in caught if issubclass(warning.category, PlanExchangeWarning)]

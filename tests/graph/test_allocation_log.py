@@ -7,7 +7,9 @@ import torch
 from torch.autograd.profiler import profile
 
 import rkgb.devices.allocation_log
-from rkgb.devices.allocation_log import AllocationEvent, AllocationLog, allocated_bytes, highest_level, warm_up
+from rkgb.devices.allocation_log import AllocationLog, highest_level
+from rkgb.devices.base import AllocationEvent
+from rkgb.devices.registry import device_of
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -189,10 +191,10 @@ def test_the_highest_level_counts_from_zero_at_the_start(changes, level):
 
 
 def test_cuda_rounds_up_to_its_blocks_and_the_cpu_does_not():
-    assert allocated_bytes(513, CPU) == 513
-    assert allocated_bytes(513, torch.device("cuda")) == 1024
-    assert allocated_bytes(512, torch.device("cuda")) == 512
-    assert allocated_bytes(0, torch.device("cuda")) == 0
+    assert device_of(CPU).allocated_bytes(513) == 513
+    assert device_of(SECOND).allocated_bytes(513) == 1024
+    assert device_of(SECOND).allocated_bytes(512) == 512
+    assert device_of(SECOND).allocated_bytes(0) == 0
 
 
 class WrittenHistory:
@@ -272,7 +274,7 @@ def test_a_block_whose_stream_is_still_busy_is_free_once_its_release_is_requeste
 
 def test_marks_on_cuda_are_told_from_tensors_in_a_block_of_the_same_size(history):
     mark_bytes = rkgb.devices.allocation_log._MARK_BYTES
-    block_bytes = allocated_bytes(mark_bytes, SECOND)
+    block_bytes = device_of(SECOND).allocated_bytes(mark_bytes)
     assert block_bytes != mark_bytes
     with AllocationLog(SECOND) as log:
         history.did("alloc", block_bytes, address=0)
@@ -306,7 +308,7 @@ def test_what_cuda_did_before_the_block_is_left_out(history):
 
 
 def test_a_history_that_lost_events_is_no_measurement(history, monkeypatch):
-    monkeypatch.setattr(rkgb.devices.allocation_log, "_MOST_CUDA_EVENTS", 3)
+    monkeypatch.setattr(rkgb.devices.cuda, "_MOST_EVENTS", 3)
     with AllocationLog(SECOND) as log:
         history.did("alloc", KIB)
         history.did("free_requested", KIB)
@@ -358,9 +360,9 @@ def test_an_error_inside_ends_the_recording_on_cuda(history):
 def test_cuda_is_warmed_up_once_and_the_cpu_is_not(monkeypatch):
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
-    warm_up(CPU, lambda: done.append("run"))
+    device_of(CPU).warm_up(lambda: done.append("run"))
     assert done == []
-    warm_up(SECOND, lambda: done.append("run"))
+    device_of(SECOND).warm_up(lambda: done.append("run"))
     assert done == ["run", "wait for cuda:1"]
 
 

@@ -10,6 +10,7 @@ from rkgb.passes.s_to_k import s_to_k
 from rkgb.profile.in_context import measure_in_context
 from rockmate import zoo
 from rockmate.planning.costs import assumed_loss_cost, build_problem
+from tests.free_memory import free_is
 from tests.module.models import WIDTH, built, rows
 from tests.module.random_modules import random_plan
 from tests.module.steps import following, keep_nothing, measured_for, peak_of_step
@@ -83,7 +84,7 @@ def test_the_module_is_left_as_it_was():
 
 def test_a_step_that_does_not_fit_is_predicted_from_its_blocks(monkeypatch):
     network = built(Skips)
-    monkeypatch.setattr("rkgb.profile.in_context.available_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("rkgb.profile.in_context.device_of", free_is(1 << 10))
     graphs = make_all_graphs(network, rows())
     assert bytes_of(graphs.K_graph) == bytes_of(alone(graphs))
     problem, _ = build_problem(graphs, assumed_loss_cost(graphs.K_graph))

@@ -19,6 +19,7 @@ from rkgb.profile import recompute_cost as repetition
 from rkgb.profile.measure import measure_blocks
 from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
+from tests.free_memory import free_is
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
 from tests.graph.oracles import layout, saved_in_one_graph, saved_of
@@ -194,7 +195,7 @@ def test_times_are_positive_and_finite():
 def test_where_memory_is_short_less_of_it_is_written_to_empty_the_caches(monkeypatch, free_bytes, most_written):
     entry, written = zoo.get("gpt2-tiny"), []
     clock = repetition.ColdClock
-    monkeypatch.setattr(repetition, "available_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(repetition, "host", lambda: free_is(free_bytes)(CPU))
     monkeypatch.setattr(repetition, "ColdClock", lambda size_bytes: written.append(size_bytes) or clock(size_bytes))
     graphs = graphs_of(entry.model, entry.sample)
     assert written

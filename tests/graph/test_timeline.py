@@ -2,7 +2,8 @@
 
 import torch
 
-from rkgb.devices.allocation_log import AllocationEvent, AllocationLog
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.base import AllocationEvent
 from rkgb.profile.timeline import StageWindow, forward_peaks, merge_stages
 
 MARK = "mark"

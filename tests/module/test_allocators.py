@@ -14,21 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import rkgb.profile.block_memory
 import rockmate.planning.planner
-import rockmate.planning.real_step
+from rkgb.devices.cpu import Cpu
+from rkgb.devices.cuda import Cuda, with_expandable_segments
+from rkgb.devices.registry import device_of
 from rkgb.ir.sample import make_sample
 from rkgb.state.module_state import module_state_kept
 from rockmate import AllocatorSettings, FragmentationWarning, Rockmate, reduce_fragmentation
 from rockmate.memory.allocators import (
-    SMALLEST_SEGMENTS_BYTES,
     StepPeak,
     allowed_reserved_bytes,
     end_peak,
     fragmentation_text,
-    give_cache_back,
     start_peak,
-    with_expandable_segments,
 )
 from rockmate.planning.real_step import warm_step
 from tests.module.steps import squares
@@ -98,7 +96,7 @@ def test_the_log_counts_where_the_allocator_s_own_peak_is_lower(allocator):
 
 def test_the_cache_is_given_back_after_planning(allocator):
     allocator.take(10 * MIB, 40 * MIB)
-    give_cache_back(CUDA)
+    device_of(CUDA).empty_cache()
     assert allocator.reserved == 10 * MIB
 
 
@@ -106,7 +104,7 @@ def test_on_the_cpu_nothing_of_cuda_is_touched(monkeypatch):
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, None)
     assert end_peak(CPU, start_peak(CPU), 7) == StepPeak(7, None)
-    give_cache_back(CPU)
+    device_of(CPU).empty_cache()
 
 
 def test_gradients_that_are_there_count_in_neither_peak():
@@ -121,7 +119,7 @@ def test_gradients_that_are_there_count_in_neither_peak():
 
 
 def test_a_warm_up_leaves_no_gradients_and_no_statistics(allocator, monkeypatch):
-    monkeypatch.setattr(rockmate.planning.real_step, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(Cuda, "available_bytes", lambda self: GIB)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     sample = make_sample(model, (torch.randn(8, 4, requires_grad=True),))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -147,8 +145,7 @@ def test_planning_with_warm_ups_comes_to_the_same(monkeypatch, budget, solver):
 
     cold, cold_state = planned()
     runs: list[torch.device] = []
-    for module in (rkgb.profile.block_memory, rockmate.planning.real_step):
-        monkeypatch.setattr(module, "warm_up", lambda device, run: (runs.append(device), run()))
+    monkeypatch.setattr(Cpu, "warm_up", lambda self, run: (runs.append(self.device), run()))
     warm, warm_state = planned()
     assert len(runs) >= 4  # blocks, all of them together, the eager step, and the plan's
     for name in ("peak_bytes", "measured_peak_bytes", "baseline_peak_bytes", "budget_bytes"):
@@ -172,7 +169,7 @@ def test_a_warm_up_that_does_not_fit_says_where(allocator, monkeypatch):
         def forward(self, _):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(rockmate.planning.real_step, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(Cuda, "available_bytes", lambda self: GIB)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         warm_step(Fails(), make_sample(nn.Linear(2, 2), (torch.ones(2),)), None, CUDA, nullcontext)
     assert "in a real step of the plan" in caught.value.__notes__[0]
@@ -182,28 +179,36 @@ def test_a_warm_up_that_does_not_fit_says_where(allocator, monkeypatch):
 # ---- when gaps are told --------------------------------------------------------------------------------------
 
 
-def test_a_tenth_above_the_budget_is_allowed_and_no_more():
-    assert allowed_reserved_bytes(10 * GIB) == 11 * GIB
-    assert fragmentation_text(StepPeak(9 * GIB, 11 * GIB), 10 * GIB, expandable=False) is None
-    told = fragmentation_text(StepPeak(9 * GIB, 12 * GIB), 10 * GIB, expandable=False)
+def expandable_segments(monkeypatch: pytest.MonkeyPatch, are_on: bool) -> None:
+    snapshot = {"allocator_settings": {"expandable_segments": are_on}}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+
+
+def test_a_tenth_above_the_budget_is_allowed_and_no_more(monkeypatch):
+    assert allowed_reserved_bytes(10 * GIB, CUDA) == 11 * GIB
+    assert fragmentation_text(StepPeak(9 * GIB, 11 * GIB), 10 * GIB, CUDA) is None
+    expandable_segments(monkeypatch, are_on=False)
+    told = fragmentation_text(StepPeak(9 * GIB, 12 * GIB), 10 * GIB, CUDA)
     for part in ("9.00 GiB", "10.0 GiB", "12.0 GiB", "+20%", "PYTORCH_ALLOC_CONF=expandable_segments:True"):
         assert part in told
     assert "rockmate.reduce_fragmentation()" in told
 
 
-def test_who_has_expandable_segments_is_not_told_to_switch_them_on():
-    told = fragmentation_text(StepPeak(9 * GIB, 12 * GIB), 10 * GIB, expandable=True)
+def test_who_has_expandable_segments_is_not_told_to_switch_them_on(monkeypatch):
+    expandable_segments(monkeypatch, are_on=True)
+    told = fragmentation_text(StepPeak(9 * GIB, 12 * GIB), 10 * GIB, CUDA)
     assert "expandable already" in told
     assert "reduce_fragmentation()" not in told
 
 
-def test_the_smallest_segments_are_no_gaps_worth_telling():
-    assert fragmentation_text(StepPeak(MIB, MIB + SMALLEST_SEGMENTS_BYTES), MIB, expandable=False) is None
-    assert fragmentation_text(StepPeak(MIB, MIB + SMALLEST_SEGMENTS_BYTES + 1), MIB, expandable=False) is not None
+def test_the_smallest_segments_are_no_gaps_worth_telling(monkeypatch):
+    expandable_segments(monkeypatch, are_on=False)
+    assert fragmentation_text(StepPeak(MIB, MIB + Cuda.smallest_segments_bytes), MIB, CUDA) is None
+    assert fragmentation_text(StepPeak(MIB, MIB + Cuda.smallest_segments_bytes + 1), MIB, CUDA) is not None
 
 
 def test_nothing_is_told_on_the_cpu():
-    assert fragmentation_text(StepPeak(2 * GIB), GIB, expandable=False) is None
+    assert fragmentation_text(StepPeak(2 * GIB), GIB, CPU) is None
 
 
 @pytest.fixture
@@ -221,7 +226,8 @@ def test_a_plan_on_the_cpu_knows_no_reserved_bytes(network):
 @pytest.mark.parametrize("expandable", [False, True])
 def test_gaps_are_told_to_who_asked_for_the_plan(network, monkeypatch, expandable):
     monkeypatch.setattr(rockmate.planning.planner, "real_peak_bytes", lambda *_: StepPeak(GIB, 3 * GIB))
-    monkeypatch.setattr(rockmate.planning.planner, "segments_are_expandable", lambda: expandable)
+    expandable_segments(monkeypatch, expandable)
+    monkeypatch.setattr(Cpu, "gaps_advice", Cuda.gaps_advice)
     with pytest.warns(FragmentationWarning) as told:
         plan = Rockmate(*network, 2 * GIB, loss=torch.mean).plan
     assert [warning.filename for warning in told] == [__file__]
@@ -332,8 +338,8 @@ def test_a_refused_setting_says_what_to_do_instead(settings, monkeypatch):
 def test_pytorch_takes_the_settings_that_are_made():
     """PyTorch's own functions, in a process of its own: what the environment says, and then what was set."""
     program = (
-        "import torch; from rockmate.memory.allocators import _allocator_settings, _set_allocator_settings\n"
-        "from rockmate.memory.allocators import with_expandable_segments as more\n"
+        "import torch; from rkgb.devices.cuda import _allocator_settings, _set_allocator_settings\n"
+        "from rkgb.devices.cuda import with_expandable_segments as more\n"
         "_set_allocator_settings(more(_allocator_settings())); print(_allocator_settings())"
     )
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,roundup_power2_divisions:[256:1,>:4]"}

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.devices.available import available_bytes, cgroup_free_bytes
+from rkgb.devices.host_memory import cgroup_free_bytes
+from rkgb.devices.registry import device_of
 from rockmate import BudgetError, BudgetTooSmall, PeakMemory, Rockmate
 from rockmate.memory.budget import RESERVE, resolve_budget
+from tests.free_memory import free_is
 from tests.module.models import Layers, built, rows
 from tests.module.steps import CPU, squares
 
@@ -55,21 +57,21 @@ def test_every_form_means_bytes(budget, size_bytes):
 @pytest.mark.parametrize("budget", [None, "auto", " Auto "])
 def test_no_budget_is_what_is_free_less_the_reserve(budget):
     low = resolve_budget(budget, PEAK_BYTES, CPU)
-    free = available_bytes(CPU)
+    free = device_of(CPU).available_bytes()
     assert low == pytest.approx((1 - RESERVE) * free, rel=0.2)  # other processes take and give meanwhile
     assert low < free
 
 
 def test_what_is_there_already_is_in_a_budget_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("rockmate.memory.budget.device_of", free_is(1000))
     assert resolve_budget(None, PEAK_BYTES, CPU, present_bytes=500) == 1400
 
 
 def test_a_module_planned_without_a_budget_gets_what_was_free_when_it_was_planned(monkeypatch):
-    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 10 << 20)
+    monkeypatch.setattr("rockmate.memory.budget.device_of", free_is(10 << 20))
     model = Rockmate(built(Layers), rows(), loss=squares)
     assert model.plan.budget_bytes == int((10 << 20) * (1 - RESERVE))
-    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 0)
+    monkeypatch.setattr("rockmate.memory.budget.device_of", free_is(0))
     squares(model(rows(1))).backward()  # what is free later does not matter
 
 
@@ -113,11 +115,11 @@ def test_what_is_available_is_within_the_share_of_the_device_that_the_process_ma
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_per_process_memory_fraction(0.1, device)
     try:
-        available = available_bytes(device)
+        available = device_of(device).available_bytes()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     assert 0 < available <= 0.1 * torch.cuda.get_device_properties(device).total_memory
-    assert available < available_bytes(device)
+    assert available < device_of(device).available_bytes()
 
 
 # ---- containers ---------------------------------------------------------------------------------------
@@ -171,9 +173,9 @@ def test_without_a_limit_nothing_is_limited(tmp_path, membership):
 def test_what_is_available_is_within_a_groups_limit(tmp_path, monkeypatch):
     unified_group(tmp_path / "job", 5000, 1000)
     (tmp_path / "membership").write_text("0::/job\n")
-    monkeypatch.setattr("rkgb.devices.available._CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr("rkgb.devices.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
-    assert available_bytes(torch.device("cpu")) == 4000
+    monkeypatch.setattr("rkgb.devices.host_memory._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("rkgb.devices.host_memory._CGROUP_MEMBERSHIP", tmp_path / "membership")
+    assert device_of(CPU).available_bytes() == 4000
 
 
 def test_a_budget_one_byte_too_small_is_told_in_bytes():

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.cuda import Cuda, segments_are_expandable
 from rkgb.ir.sample import make_sample
 from rkgb.replay.replay import record_step
 from rockmate import PeakMemory, Rockmate, reduce_fragmentation, zoo
-from rockmate.memory.allocators import SMALLEST_SEGMENTS_BYTES, end_peak, segments_are_expandable, start_peak
+from rockmate.memory.allocators import end_peak, start_peak
 
 pytestmark = pytest.mark.cuda
 
@@ -104,7 +105,7 @@ def test_what_the_plan_s_step_reserved_is_measured_and_given_back(name):
     plan = Rockmate(entry.model, entry.sample, 0.7, loss=entry.loss).plan
     assert plan.measured_reserved_bytes >= plan.measured_peak_bytes
     gaps = plan.measured_reserved_bytes - plan.budget_bytes
-    assert gaps <= max(0.1 * plan.budget_bytes, SMALLEST_SEGMENTS_BYTES)
+    assert gaps <= max(0.1 * plan.budget_bytes, Cuda.smallest_segments_bytes)
     assert " reserved," in str(plan)
     reserved_bytes = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()

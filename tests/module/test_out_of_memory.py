@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkgb.pipeline
 from rkgb import TraceError
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.ir.sample import make_sample
 from rkgb.pipeline import exact_trace
 from rkgb.replay.replay import record_step
 from rkgb.replay.spool import Spool
 from rkgb.tree import leaves
 from rockmate import BudgetError, Rockmate
+from tests.free_memory import free_is
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.module_state import state_of
 from tests.module.steps import assert_same, assert_same_training, squares, train
@@ -138,8 +139,8 @@ def test_within_a_container_of_little_memory_the_check_is_made_on_disk_and_eager
     (tmp_path / "membership").write_text("0::/job\n")
     model, told = built(Layers), []
     expected = Rockmate(model, rows(), 0.8, loss=squares, solver="greedy").plan
-    monkeypatch.setattr("rkgb.devices.available._CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr("rkgb.devices.available._CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr("rkgb.devices.host_memory._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("rkgb.devices.host_memory._CGROUP_MEMBERSHIP", tmp_path / "membership")
     planned = Rockmate(
         model, rows(), None, loss=squares, solver="greedy", progress=lambda stage, *_: told.append(stage)
     )
@@ -214,6 +215,6 @@ def test_what_does_not(error):
 
 def test_a_budget_of_more_than_there_is_is_refused_before_the_step_runs(monkeypatch):
     network = built(Layers)
-    monkeypatch.setattr("rockmate.planning.planner.available_bytes", lambda device: 10_000)
+    monkeypatch.setattr("rockmate.planning.planner.device_of", free_is(10_000))
     with pytest.raises(BudgetError, match=r"is more than there is: a step would take .* and 9\.77 KiB are free on cpu"):
         Rockmate(network, rows(), "1TiB", loss=squares)

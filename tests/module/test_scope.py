@@ -18,6 +18,7 @@ from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import count_residents
 from rockmate.reports.comparison import split_table
+from tests.free_memory import free_is
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import CPU, assert_trains_exactly, squares
 
@@ -255,7 +256,7 @@ def test_a_frozen_model_part_leaves_its_bytes_to_the_step():
 
 
 def test_what_is_free_counts_what_is_there_already(monkeypatch):
-    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda device: 10 << 20)
+    monkeypatch.setattr("rockmate.memory.budget.device_of", free_is(10 << 20))
     split = planned(None, optimizer=ADAMW).memory_split
     there = split.residents.parameter_bytes + split.residents.buffer_bytes + split.residents.input_bytes
     assert split.total_bytes == int(0.9 * (10 << 20)) + there

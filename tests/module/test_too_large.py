@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkgb.devices.allocation_log import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rockmate import BudgetError, PeakMemory, Rockmate
 from tests.module.models import WIDTH, Layers, Smooth, built
 from tests.module.module_state import state_of

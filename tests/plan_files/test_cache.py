@@ -19,6 +19,7 @@ from rk_solvers import Greedy, Problem, Solution
 from rkgb import RockmateError
 from rockmate import Rockmate, plan_files
 from rockmate.plan_files import cache, reuse
+from tests.free_memory import free_is
 from tests.module.steps import assert_trains_exactly, squares
 
 WIDTH = 16
@@ -267,7 +268,7 @@ def test_a_search_that_was_interrupted_is_not_kept(searches: list[int]):
 
 def test_a_budget_of_what_is_free_is_compared_with_what_is_free_now(searches: list[int], monkeypatch):
     free = [10**9]
-    monkeypatch.setattr("rockmate.memory.budget.available_bytes", lambda _: free[0])
+    monkeypatch.setattr("rockmate.memory.budget.device_of", free_is(lambda: free[0]))
     planned(budget=None)
     planned(budget="auto")
     assert len(searches) == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rkgb.devices.registry import device_of
 from rkgb.export.json_form import names
 from rkgb.export.json_form.errors import Place, shortly
 from rkgb.export.json_form.trees import TreeReader
@@ -56,7 +57,7 @@ class TensorWriter:
             "stride": list(plain.stride()),
             "offset": 0,  # from the first byte that is written, which is not known yet
         }
-        if plain.device.type != "cpu":
+        if not device_of(plain.device).is_host:
             form["device"] = str(plain.device)
         if tensor.requires_grad:
             form["requires_grad"] = True
@@ -160,6 +161,4 @@ class TensorReader:
 
 def _at_hand(device: torch.device) -> torch.device:
     """`device`, or the CPU where there is no such device: a graph can be looked at anywhere."""
-    if device.type == "cuda" and torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count():
-        return device
-    return torch.device("cpu")
+    return device if device_of(device).is_there else torch.device("cpu")

@@ -8,6 +8,8 @@ from types import ModuleType
 import psutil
 import torch
 
+from rkgb.devices.registry import device_of, kinds_text
+
 resource: ModuleType | None
 try:
     import resource
@@ -32,21 +34,22 @@ class MeasureMemory:
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._seen_bytes = 0
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f'MeasureMemory measures "cpu" and "cuda" devices, not {str(self.device)!r}')
+        self._at = device_of(self.device)
+        if not self._at.is_supported:
+            raise ValueError(f"MeasureMemory measures {kinds_text()} devices, not {str(self.device)!r}")
 
     def currentValue(self) -> int:  # noqa: N802  rotor's name
         """Bytes in use now."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+        if (levels := self._at.levels()) is not None:
+            return levels.allocated_bytes
         current_bytes = int(psutil.Process().memory_info().rss)
         self._seen_bytes = max(self._seen_bytes, current_bytes)
         return current_bytes
 
     def maximumValue(self) -> int:  # noqa: N802  rotor's name
-        """Most bytes in use at once, on CUDA since `torch.cuda.reset_peak_memory_stats`, else since the start."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+        """Most bytes in use at once, on CUDA since its statistics were reset, else since the start."""
+        if (levels := self._at.levels()) is not None:
+            return levels.most_allocated_bytes
         if resource is None:
             return int(psutil.Process().memory_info().peak_wset)
         unit_bytes = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""How much memory a device could still give to this process."""
+"""How much memory the system could still give to this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import torch
 
 try:
     import resource
@@ -21,19 +20,8 @@ _UNIFIED = ("memory.max", "memory.current", "inactive_file")
 _MEMORY_CONTROLLER = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that could still be allocated on `device` now.
-
-    On CUDA: what the device has free and what the caching allocator holds unused, within the share of the device
-    that the process may take. Elsewhere: what the system says is available, within the limits of the process
-    (RLIMIT_AS) and of the container that it runs in (cgroups).
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        share_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        held = torch.cuda.memory_reserved(device)  # by the allocator, in use or not
-        return max(0, min(free + held, share_bytes) - torch.cuda.memory_allocated(device))
+def free_host_bytes() -> int:
+    """What the system says is available, within the limits of the process (RLIMIT_AS) and its container (cgroups)."""
     free = min(int(psutil.virtual_memory().available), _free_address_space_bytes())
     try:
         membership = _CGROUP_MEMBERSHIP.read_text(encoding="utf-8")

@@ -1,0 +1,256 @@
+"""CUDA, and ROCm by the same name: a caching allocator that keeps statistics and a history, and streams of work.
+
+The history tells the sizes that were asked for. They are rounded up here as the allocator does by default. It may hand
+out larger blocks all the same, where it does not split one or was told to round more; then its own statistics, which
+are of blocks, are above the sum of the log. With expandable segments it always splits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels, Device
+from rkgb.devices.flags import getters, precisions
+
+BLOCK_BYTES = 512  # the caching allocator rounds every request up to this
+_MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
+_EXPANDABLE = "expandable_segments:True"
+# What PyTorch reads, most important first, before it can be asked what is in force.
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+class Cuda(Device):
+    """One GPU. Every stream of it counts."""
+
+    kind = "cuda"
+    title = '"cuda" (with ROCm, too)'
+    may_capture_graphs = True
+    said_out_of_memory = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    # It takes memory in pieces of these sizes, for small and for large blocks, whatever its settings.
+    smallest_segments_bytes = (2 << 20) + (20 << 20)
+    flags = (
+        *getters("_get_", ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_sdp_enabled")),
+        *getters("_get_", ("cublas_allow_fp16_reduced_precision_reduction",)),
+        *getters("_get_", ("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation")),
+        *precisions("cuda"),
+    )
+
+    @property
+    def name(self) -> str:
+        """With that of the product."""
+        return f"cuda {torch.cuda.get_device_name(self.device)}"
+
+    @property
+    def processor(self) -> str:
+        """What it can do, how much memory it has, and the libraries."""
+        about = torch.cuda.get_device_properties(self.device)
+        return (
+            f"compute capability {about.major}.{about.minor}, {about.total_memory} bytes, CUDA {torch.version.cuda}, "
+            f"cuDNN {torch.backends.cudnn.version()}"
+        )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this process sees such a device."""
+        return torch.cuda.is_available() and (self.device.index or 0) < torch.cuda.device_count()
+
+    def synchronize(self) -> None:
+        """Wait for all of its streams."""
+        torch.cuda.synchronize(self.device)
+
+    def stamp(self) -> torch.cuda.Event:
+        """An event between what the current stream was told before and what it is told next."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Waits for the later event."""
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """Whole blocks."""
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    def available_bytes(self) -> int:
+        """What the device has free and what the caching allocator holds unused, within the share of the process."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        share_bytes = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        held = torch.cuda.memory_reserved(self.device)  # by the allocator, in use or not
+        return max(0, min(free + held, share_bytes) - torch.cuda.memory_allocated(self.device))
+
+    def recorder(self) -> AllocationRecorder:
+        """By the history of its allocator."""
+        return _History(self.device)
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: cuBLAS one for
+        each thread and stream. cuDNN, where it is to benchmark, tries algorithms out at the first run, with buffers of
+        any size. No later run takes them, so that they belong to what was there before."""
+        run()
+        self.synchronize()
+
+    def restart_levels(self) -> None:
+        """From what is in use now."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def levels(self) -> AllocatorLevels:
+        """Of blocks as large as they were handed out."""
+        return AllocatorLevels(
+            torch.cuda.memory_allocated(self.device),
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.max_memory_reserved(self.device),
+        )
+
+    def empty_cache(self) -> None:
+        """Of all devices at once."""
+        torch.cuda.empty_cache()
+
+    def gaps_advice(self) -> str:
+        """Expandable segments, as early as they can be had."""
+        if segments_are_expandable():
+            return (
+                "Its segments are expandable already, so the gaps are between tensors made before they were, or before "
+                f"planning. Set PYTORCH_ALLOC_CONF={_EXPANDABLE} in the environment before Python starts, so "
+                "that it holds from the first tensor on, or give a lower budget."
+            )
+        return (
+            f"Set PYTORCH_ALLOC_CONF={_EXPANDABLE} in the environment before Python starts (PYTORCH_CUDA_ALLOC_CONF is "
+            "its older name, and counts where both are set), or call rockmate.reduce_fragmentation() before the model "
+            "is made."
+        )
+
+    @classmethod
+    def reduce_gaps(cls) -> bool:
+        """Make segments from now on expandable, and give back what is held unused. Raises what PyTorch raises."""
+        if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
+            return False
+        try:
+            _set_allocator_settings(with_expandable_segments(_allocator_settings()))
+        except (RuntimeError, ValueError) as error:
+            error.add_note(
+                f"PyTorch refused {_EXPANDABLE} in a running process: set PYTORCH_ALLOC_CONF={_EXPANDABLE} in the "
+                "environment before Python starts."
+            )
+            raise
+        if not torch.cuda.is_initialized():
+            return True  # to be seen when there is a segment
+        torch.cuda.empty_cache()  # or the blocks of old segments would be used again, and split as they were
+        return segments_are_expandable()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Starts CUDA where nothing has yet."""
+        torch.cuda.init()
+        return torch.cuda.default_generators[self.device.index or 0]
+
+    @classmethod
+    def seed(cls, seed: int) -> None:
+        """Those of all GPUs, if there are any yet."""
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+
+
+def segments_are_expandable() -> bool:
+    """Whether the allocator makes expandable segments now. PyTorch must have started CUDA."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+def with_expandable_segments(settings: str) -> str:
+    """The text of allocator settings, and that segments are to be expandable, whatever it said of that."""
+    rest = [
+        part for part in re.split(r",(?![^\[]*\])", settings) if part.split(":")[0].strip() != "expandable_segments"
+    ]
+    return ",".join([*(part for part in rest if part.strip()), _EXPANDABLE])
+
+
+def _allocator_settings() -> str:
+    """The settings in force. Those that are not given again fall back to PyTorch's own when others are set."""
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is not None:
+        return str(ask())
+    return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+
+
+def _set_allocator_settings(settings: str) -> None:
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if setter is None:  # of PyTorch before it had one function for all kinds of devices
+        setter = torch.cuda.memory._set_allocator_settings
+    setter(settings)
+
+
+class _History(AllocationRecorder):
+    """What the caching allocator says that it did."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise RuntimeError(
+                f"memory cannot be measured on {self._device}: PyTorch runs with the allocator {backend!r} there, "
+                "which keeps no history. Use the native one: leave `backend:` out of PYTORCH_ALLOC_CONF."
+            )
+        if torch._C._cuda_isHistoryEnabled():
+            raise RuntimeError(
+                "memory cannot be measured while the history of CUDA's allocator is recorded for somebody else, or by "
+                "another log: end that first, with torch.cuda.memory._record_memory_history(None)."
+            )
+        # "python": nothing of C++'s stack is to be looked up, not even once.
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
+        try:
+            self._before = len(self._trace())  # of an earlier recording, if the allocator still has it
+        except BaseException:
+            torch.cuda.memory._record_memory_history(None)
+            raise
+
+    def stop(self, error: BaseException | None) -> list[AllocationEvent]:
+        try:
+            torch.cuda.synchronize(self._device)
+            trace = self._trace()[self._before :]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        return _events(trace)
+
+    def _trace(self) -> list[dict[str, Any]]:
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        return _trace_of(torch.cuda.memory._snapshot(index), index, _MOST_EVENTS)
+
+
+def _trace_of(snapshot: dict[str, Any], index: int, most_events: int) -> list[dict[str, Any]]:
+    """What the allocator of device `index` did. Raises where it cannot have kept all of it."""
+    traces: list[list[dict[str, Any]]] = snapshot["device_traces"]  # of all devices, whichever was asked for
+    if index >= len(traces):
+        raise RuntimeError(
+            f"CUDA's allocator has a history of {len(traces)} devices, and none of cuda:{index}: its memory cannot be "
+            "measured. Is there such a device?"
+        )
+    if len(traces[index]) >= most_events:
+        raise RuntimeError(
+            f"CUDA's allocator keeps the last {most_events} events, and more happened on cuda:{index}: memory cannot "
+            "be measured over so many. Measure fewer steps at once."
+        )
+    return traces[index]
+
+
+def _events(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
+    """Allocations and releases. A block is free for others, and so counted as free, once its release is requested.
+
+    Segments and blocks told apart: what the allocator takes from the device is not what it hands out.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    return [
+        AllocationEvent(entry["addr"], signs[entry["action"]] * entry["size"], entry.get("time_us", 0) * 1000)
+        for entry in trace
+        if entry["action"] in signs
+    ]

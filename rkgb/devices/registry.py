@@ -1,0 +1,68 @@
+"""The kinds of devices that there are: a new one is a file beside this one, and a name in `KINDS`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from rkgb.devices.base import AllocationRecorder, Device
+from rkgb.devices.cpu import Cpu
+from rkgb.devices.cuda import Cuda
+
+KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Cpu, Cuda)}
+"""By the name that PyTorch has for them."""
+
+
+class Other(Device):
+    """A device of a kind that is not known, and "meta", where there is no data: planning refuses both by name.
+
+    Whatever looks at their tensors before that, or at those that a forward makes by the way, finds nothing to count.
+    """
+
+    is_supported = False
+    is_orderly = True  # nothing is planned that runs there, so nothing is repeated
+
+    @property
+    def name(self) -> str:
+        """That of its kind."""
+        return self.device.type
+
+    @property
+    def is_there(self) -> bool:
+        """Nothing is put there."""
+        return False
+
+    def available_bytes(self) -> int:
+        """No limit is known."""
+        return sys.maxsize
+
+    def recorder(self) -> AllocationRecorder:
+        """Raises `RuntimeError`."""
+        raise RuntimeError(f"memory cannot be measured on {self.device}. {supported_text()}.")
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The host's: there is none of it."""
+        return torch.default_generator
+
+
+def kinds_text() -> str:
+    """The kinds that can be measured, for messages."""
+    return " and ".join(f'"{name}"' for name in KINDS)
+
+
+def supported_text() -> str:
+    """What devices of these kinds are for, without a full stop."""
+    kinds = " and ".join(kind.title or f'"{name}"' for name, kind in KINDS.items())
+    return f"Memory is measured, and random numbers are given back, on devices of the kinds {kinds} only"
+
+
+def device_of(device: torch.device) -> Device:
+    """All that depends on the kind of `device`."""
+    return KINDS.get(device.type, Other)(device)
+
+
+def host() -> Device:
+    """That of the process's own memory."""
+    return device_of(torch.device("cpu"))
