@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 Recompute = tuple[tuple[int, ...], ...]
 """One sorted tuple of forward indices per backward operation: what is recomputed just before it (see `groups`)."""
@@ -143,9 +145,12 @@ class Problem:
 
     def to_json(self) -> str:
         """The problem as versioned JSON text; `Problem.from_json` reads it back."""
-        content = asdict(self)
+        return json.dumps(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        content = msgspec.to_builtins(self)
         content["held"] = sorted(self.held)
-        return json.dumps({"version": JSON_VERSION, **content})
+        return {"version": JSON_VERSION, **content}
 
     @staticmethod
     def from_json(text: str) -> Problem:
@@ -212,7 +217,7 @@ def problem_to_json(problem: Problem, chain: Chain | None = None) -> str:
     chain.check(problem)
     content = {
         "version": JSON_VERSION,
-        "problem": json.loads(problem.to_json()),
+        "problem": problem._content(),
         "blocks": [[block.start, block.stop] for block in chain.blocks],
         "backward_block": list(chain.backward_block),
     }
@@ -227,30 +232,19 @@ def problem_from_json(text: str) -> tuple[Problem, Chain | None]:
     another type, numbers of no step or of no chain.
     """
     try:
-        content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        content = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(f"this is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"the file is {_shown(content)}; it must be an object with a version and a problem")
-    if "problem" not in content:
-        return _read_problem(content), None
-    _check_version("file", content.get("version", JSON_VERSION))
-    unknown = content.keys() - {"version", "problem", "blocks", "backward_block"}
-    if unknown:
-        raise ValueError(f"the file has an unknown field {min(unknown)!r} beside its problem")
-    problem = _read_problem(content["problem"])
-    if "blocks" not in content and "backward_block" not in content:
+    if not isinstance(content, dict) or "problem" not in content:
+        return _read_problem("the file", content), None
+    if "version" in content:
+        _check_version("the file", content["version"])
+    problem = _read_problem("problem", content["problem"])
+    rest = {name: value for name, value in content.items() if name not in ("version", "problem")}
+    if not rest:
         return problem, None
-    for name in ("blocks", "backward_block"):
-        if name not in content:
-            raise ValueError(f"the file has a chain without {name}; give both blocks and backward_block, or neither")
-    blocks = [_read_indices(f"blocks[{i}]", block) for i, block in enumerate(_read_list("blocks", content["blocks"]))]
-    for index, block in enumerate(blocks):
-        if len(block) != 2:
-            raise ValueError(
-                f"blocks[{index}] is {_shown(block)}; it must be a pair, the first index and the one after"
-            )
-    chain = Chain(tuple(range(*block) for block in blocks), _read_indices("backward_block", content["backward_block"]))
+    record = _read("the chain", rest, _ChainRecord)
+    chain = Chain(tuple(range(*block) for block in record.blocks), record.backward_block)
     chain.check(problem)
     return problem, chain
 
@@ -318,76 +312,48 @@ def _check_backward(problem: Problem) -> None:
 
 # ---- reading JSON ------------------------------------------------------------------------------------
 
-Record = TypeVar("Record", Data, ForwardOp, BackwardOp)
+Record = TypeVar("Record")
 
 
-def _shown(content: object) -> str:
-    text = json.dumps(content)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+@dataclass(frozen=True, slots=True)
+class _ChainRecord:
+    """A chain as a file has it."""
+
+    blocks: tuple[tuple[int, int], ...]  # first forward index, and the one after the last
+    backward_block: tuple[int, ...]
 
 
-def _check_version(what: str, version: object) -> None:
-    if version != JSON_VERSION:
-        raise ValueError(f"the {what} has version {_shown(version)}; this code reads version {JSON_VERSION}")
+def _check_version(where: str, version: object) -> None:
+    if version != JSON_VERSION or isinstance(version, bool):
+        raise ValueError(f"{where} has version {version!r}; this code reads version {JSON_VERSION}")
 
 
-def _read_problem(content: object) -> Problem:
-    if not isinstance(content, dict):
-        raise ValueError(f"problem is {_shown(content)}; it must be an object")
-    _check_version("problem", content.get("version"))
-    known = [field.name for field in fields(Problem)]
-    _check_fields("problem", content.keys() - {"version"}, known, ["data", "forward", "backward"])
-    lists = {name: _read_list(name, content[name]) for name in ("data", "forward", "backward")}
-    return Problem(
-        data=tuple(_read_record(Data, f"data[{i}]", item) for i, item in enumerate(lists["data"])),
-        forward=tuple(_read_record(ForwardOp, f"forward[{i}]", op) for i, op in enumerate(lists["forward"])),
-        backward=tuple(_read_record(BackwardOp, f"backward[{i}]", op) for i, op in enumerate(lists["backward"])),
-        held=frozenset(_read_indices("held", content.get("held", []))),
-        base_bytes=_read_value("int", "base_bytes", content.get("base_bytes", 0)),
-    )
+def _read_problem(where: str, content: object) -> Problem:
+    if isinstance(content, dict):
+        _check_version(where, content.get("version"))
+        content = {name: value for name, value in content.items() if name != "version"}
+    return _read(where, content, Problem)
 
 
-def _check_fields(where: str, given: set[str], known: list[str], required: list[str]) -> None:
-    missing = [name for name in required if name not in given]
-    if missing:
-        raise ValueError(f"{where} has no {missing[0]}; it must have {', '.join(required)}")
-    unknown = sorted(given.difference(known))
-    if unknown:
-        raise ValueError(f"{where} has an unknown field {unknown[0]!r}; there are {', '.join(known)}")
+def _read(where: str, content: object, kind: type[Record]) -> Record:
+    """A record of this kind; `where` it is in the file is said in errors."""
+    try:
+        found = msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
+    _check_known(where, content, msgspec.to_builtins(found))
+    return found
 
 
-def _read_list(where: str, content: object) -> list[object]:
-    if not isinstance(content, list):
-        raise ValueError(f"{where} is {_shown(content)}; it must be a list")
-    return content
-
-
-def _read_indices(where: str, content: object) -> tuple[int, ...]:
-    return tuple(_read_value("int", f"{where}[{i}]", item) for i, item in enumerate(_read_list(where, content)))
-
-
-def _read_record(kind: type[Record], where: str, content: object) -> Record:
-    """An object of the fields of `kind`, each of the type that the class says."""
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} is {_shown(content)}; it must be an object")
-    required = [field.name for field in fields(kind) if field.default is MISSING]
-    _check_fields(where, set(content), [field.name for field in fields(kind)], required)
-    types = {field.name: str(field.type) for field in fields(kind)}
-    return kind(**{name: _read_value(types[name], f"{where}.{name}", value) for name, value in content.items()})
-
-
-def _read_value(kind: str, where: str, value: object) -> Any:
-    """A value of the type written `kind` in the classes above."""
-    if kind == "float | None":
-        return None if value is None else _read_value("float", where, value)
-    if kind == "tuple[int, ...]":
-        return _read_indices(where, value)
-    beyond = ""
-    if isinstance(value, int | float) and not isinstance(value, bool) and kind in ("int", "float"):
-        if abs(value) <= MOST and (kind == "float" or isinstance(value, int)):
-            return float(value) if kind == "float" else value
-        beyond = f", at most {MOST}, beyond which other readers of JSON round" if abs(value) > MOST else ""
-    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
-        return value
-    wanted = {"int": "a whole number", "float": "a finite number", "str": "a string", "bool": "true or false"}[kind]
-    raise ValueError(f"{where} is {_shown(value)}; it must be {wanted}{beyond}")
+def _check_known(where: str, given: object, known: object) -> None:
+    """Refuse fields that the record `known` does not have, and numbers that other readers of JSON round."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"{where} has an unknown field {name!r}; there are {', '.join(known)}")
+            _check_known(f"{where}.{name}", value, known[name])
+    elif isinstance(given, list) and isinstance(known, list | tuple):
+        for index, (value, other) in enumerate(zip(given, known, strict=False)):
+            _check_known(f"{where}[{index}]", value, other)
+    elif isinstance(given, int | float) and abs(given) > MOST:
+        raise ValueError(f"{where} is {given}; it must be at most {MOST}, beyond which other readers of JSON round")
