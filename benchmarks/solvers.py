@@ -42,7 +42,7 @@ from rk_solvers import (
     solve_sweep,
     solver_named,
 )
-from rk_solvers.chain.blocks import Block, Option, parts_of
+from rk_solvers.chain.blocks import Block, BlockOption, sub_problems_of
 from rk_solvers.chain.rotor_tables import ChainNumbers, fill
 from rk_solvers.liveness import least_bytes
 from rockmate.units import format_bytes, format_ms
@@ -226,7 +226,7 @@ def monotone_bar(name: str, problem: Problem, chain: Chain | None, smallest_byte
 
 def block_bar(problems: list[tuple[Problem, Chain | None]]) -> dict[str, Any]:
     """The longest that the exact solver takes for a block of the models, at three budgets, until its proof."""
-    blocks = {part.problem for problem, chain in problems if chain for part in parts_of(problem, chain)}
+    blocks = {part.problem for problem, chain in problems if chain for part in sub_problems_of(problem, chain)}
     seconds = [0.0]
     for block in sorted(blocks, key=lambda part: (len(part.forward), part.to_json())):
         if 2 <= len(block.forward) <= BLOCK_OPS and len(block.backward) > 1:
@@ -244,9 +244,9 @@ def rotor_bar(repeats: int) -> dict[str, Any]:
     """Rotor's table for 100 blocks, 500 slots and 10 options a block, once the compiled code is there."""
     rng = random.Random(0)
 
-    def option(rank: int) -> Option:
+    def option(rank: int) -> BlockOption:
         saved, peak, extra_ms = 12 - rank, rng.randint(8, 20), 0.1 * rank
-        return Option(extra_ms, saved, rng.randint(8, 14), peak, 1.0 + extra_ms, peak, ())
+        return BlockOption(extra_ms, saved, rng.randint(8, 14), peak, 1.0 + extra_ms, peak, ())
 
     def block(index: int) -> Block:
         options = tuple(option(rank) for rank in range(10))

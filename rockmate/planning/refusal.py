@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rk_solvers import Effort, Problem, Simulation, Solution, simulate, solver_named
-from rk_solvers.bounds.peak_bound import least_peak_bytes
+from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rockmate.errors import BudgetTooSmall
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
@@ -35,7 +35,7 @@ def too_small(
     binding = simulation.peak.op
     op = str(binding)
     smallest = max(lowest_bytes, budget_bytes + 1)
-    proven = solution.proven_bytes or least_peak_bytes(problem, max(solution.peak_bytes, 1), _PROOF_S)
+    proven = solution.proven_bytes or peak_bound_bytes(problem, max(solution.peak_bytes, 1), _PROOF_S)
     proven = min(smallest, proven)
     advice = " ".join(_advice(measured, _moment(problem, simulation), smallest, budget_bytes))
     divided = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time, schedule_of
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import make_sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.replay.first_call import left_as_it_was
@@ -191,7 +191,7 @@ class BatchSearch:
         """The lowest peak that is predicted for a batch that was measured, after a short search."""
         plans = [one.schedule for one in self._known if one.schedule is not None and _are_alike(one, known)]
         deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
-        plan = lowest_peak_plan(known.problem, plans, known.chain, deadline)
+        plan = min_peak_plan(known.problem, plans, known.chain, deadline)
         return peak_and_time(known.problem, normalise(known.problem, plan))[0]
 
     # ---- what to try next ----------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class BatchSearch:
         if problem is None or allowed_bytes <= 0:
             return None
         deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
-        plan = normalise(problem, lowest_peak_plan(problem, plans, pair[0].chain, deadline, allowed_bytes))
+        plan = normalise(problem, min_peak_plan(problem, plans, pair[0].chain, deadline, allowed_bytes))
         return plan if peak_and_time(problem, plan)[0] <= allowed_bytes else None
 
     def _between(self, batch: int, pair: tuple[_Known, _Known]) -> Problem | None:

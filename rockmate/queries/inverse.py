@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rk_solvers import Effort, Problem, Schedule, Solution, Solver, peak_and_time, schedule_of, solver_named
-from rk_solvers.bounds.peak_bound import least_peak_bytes
+from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rk_solvers.solver import solution_of
 from rkgb import make_sample
@@ -171,7 +171,7 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
     limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
     best = schedule_of(problem, {})
     high = peak_and_time(problem, best)[0]
-    low = least_peak_bytes(problem, high, _PROOF_S) - 1  # proven to be too small
+    low = peak_bound_bytes(problem, high, _PROOF_S) - 1  # proven to be too small
     attempts: list[Attempt] = []
     rounds = max(1, ((high - low) / (_PRECISION * high)).__ceil__().bit_length())
     while high - low > max(1, _PRECISION * measured.eager_peak_bytes):

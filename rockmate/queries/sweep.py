@@ -21,8 +21,8 @@ from rk_solvers import (
     solve_sweep,
     solver_named,
 )
-from rk_solvers.bounds.peak_bound import least_peak_bytes
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.bounds.peak_bound import peak_bound_bytes
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.registry import DEFAULT_GAP
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
@@ -129,7 +129,7 @@ def sweep(
 
 def _sweep(measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, str]], time_limit: float) -> Sweep:
     problem = measured.problem
-    plan = lowest_peak_plan(problem, [], measured.chain, time.monotonic() + time_limit)
+    plan = min_peak_plan(problem, [], measured.chain, time.monotonic() + time_limit)
     smallest = peak_and_time(problem, normalise(problem, plan))[0]
     found = [row.measured_peak_bytes or row.peak_bytes for row in rows]
     smallest = min([smallest, *found])
@@ -137,7 +137,7 @@ def _sweep(measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, s
         eager_peak_bytes=measured.eager_peak_bytes,
         keep_all_ms=problem.keep_all_time_ms,
         smallest_bytes=smallest,
-        proven_bytes=min(smallest, least_peak_bytes(problem, max(1, smallest), _PROOF_S)),
+        proven_bytes=min(smallest, peak_bound_bytes(problem, max(1, smallest), _PROOF_S)),
         rows=tuple(rows),
         left_out=tuple(left_out),
     )

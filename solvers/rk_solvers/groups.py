@@ -7,7 +7,7 @@ it and read back in `liveness`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from rk_solvers.problem import Problem, Recompute
 
@@ -34,6 +34,23 @@ def serving(problem: Problem, group: Set[int], stage: int) -> set[int]:
         if not wanted.isdisjoint(problem.renewed(index)):
             found.add(index)
             wanted.update(problem.forward[index].inputs)
+    return found
+
+
+def leading_to(problem: Problem, wanted: Iterable[int], available: Set[int] = frozenset()) -> set[int]:
+    """The forward operations to compute again for the data `wanted`, where those `available` are there.
+
+    Held data are there, and so is what may not be recomputed.
+    """
+    found: set[int] = set()
+    waiting = [item for item in wanted if item not in available]
+    while waiting:
+        item = waiting.pop()
+        index = problem.data[item].producer
+        if index in found or item in problem.held or not problem.forward[index].recomputable:
+            continue
+        found.add(index)
+        waiting.extend(item for item in problem.forward[index].inputs if item not in available)
     return found
 
 

@@ -22,7 +22,7 @@ from rk_solvers import (
     peak_and_time,
     smallest_budget,
 )
-from rk_solvers.chain.blocks import blocks_of, parts_of
+from rk_solvers.chain.blocks import blocks_of, sub_problems_of
 from rk_solvers.chain.hiremate import Hierarchy, Hiremate, backward_places, balanced_cuts, bytes_across, divided
 from tests.solver.instances import chain_of, gpt2, random_problem
 
@@ -113,7 +113,7 @@ def test_equal_segments_are_solved_once():
     for part, plans in hierarchy.solved.items():
         assert part.problem.no_recompute in plans
         assert len(plans) <= Hiremate().most_options + 1
-        assert not any(plan[0] for plan in plans)  # nothing before the pause
+        assert not any(plan[0] for plan in plans)  # nothing before the barrier
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 1.5])
@@ -158,7 +158,7 @@ def test_a_division_is_a_chain_whose_backward_reads_nothing_of_later_blocks(seed
             if item not in problem.held:
                 assert block_of[problem.data[item].producer] <= home
     assert chain.backward_block[0] == len(chain.blocks)
-    assert len(parts_of(problem, chain)) == len(chain.blocks) + 1
+    assert len(sub_problems_of(problem, chain)) == len(chain.blocks) + 1
 
 
 @given(st.integers(0, 10**6))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rk_solvers import BackwardOp, Data, ForwardOp, Problem, peak_and_time, smallest_budget
-from rk_solvers.bounds.peak_bound import PRECISION, is_infeasible, least_peak_bytes
+from rk_solvers.bounds.peak_bound import PRECISION, is_infeasible, peak_bound_bytes
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.liveness import least_bytes
 from tests.solver.instances import random_plan, random_problem, random_step
@@ -21,7 +21,7 @@ def test_no_plan_is_below_the_bound_and_most_bounds_are_reached():
     problems = [random_problem(seed, 2 + seed % 5) for seed in range(150)]
     for problem in problems:
         least = peak_and_time(problem, least_peak(problem))[0]
-        bound = least_peak_bytes(problem, keep_all_bytes(problem))
+        bound = peak_bound_bytes(problem, keep_all_bytes(problem))
         assert least_bytes(problem) <= bound <= least
         assert not is_infeasible(problem, least)
         reached += bound >= least - max(1, int(least * PRECISION))
@@ -63,7 +63,7 @@ def branches(first: int, second: int) -> Problem:
 def test_what_waits_for_a_join_is_counted():
     problem = branches(30, 30)
     least = peak_and_time(problem, least_peak(problem))[0]
-    assert least_peak_bytes(problem, keep_all_bytes(problem)) == least == least_bytes(problem) + 3
+    assert peak_bound_bytes(problem, keep_all_bytes(problem)) == least == least_bytes(problem) + 3
 
 
 @pytest.mark.parametrize("budget_bytes", [-1, 0, 1])
@@ -74,7 +74,7 @@ def test_nothing_fits_in_nothing(budget_bytes):
 
 def test_a_step_without_a_backward_is_no_more_than_its_forward():
     problem = replace(branches(3, 3), backward=())
-    assert least_peak_bytes(problem, keep_all_bytes(problem)) <= keep_all_bytes(problem)
+    assert peak_bound_bytes(problem, keep_all_bytes(problem)) <= keep_all_bytes(problem)
 
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 12), marks=pytest.mark.slow)], ids=["few", "more"])

@@ -85,7 +85,7 @@ def test_options_are_within_their_bounds_and_none_is_worse_than_another(seed):
 
 
 def test_one_block_under_every_bound_is_solved_as_by_the_oracle():
-    """The oracle sees the block with a pause that leaves the same room: no option of it takes less time."""
+    """The oracle sees the block with a barrier that leaves the same room: no option of it takes less time."""
     problem, chain = chain_of_blocks(3, classes=1, count=1)
     greedy = blocks_of(problem, chain)
     planner = ExactPlanner(1, time.monotonic() + 60, steps=(6, 6))
@@ -94,9 +94,9 @@ def test_one_block_under_every_bound_is_solved_as_by_the_oracle():
     assert block.part
     for option in block.options:
         peak = max(option.forward_bytes, option.backward_bytes, option.saved_bytes)
-        pause = BackwardOp("pause", 0.0, block.part.problem.backward[0].needs, 0, peak - option.saved_bytes)
+        barrier = BackwardOp("barrier", 0.0, block.part.problem.backward[0].needs, 0, peak - option.saved_bytes)
         inside = block.part.problem
-        bounded = Problem(inside.data, inside.forward, (pause, *inside.backward[1:]), inside.held)
+        bounded = Problem(inside.data, inside.forward, (barrier, *inside.backward[1:]), inside.held)
         best = Oracle().solve(bounded, peak)
         assert best.status.fits
         assert best.time_ms == pytest.approx(inside.keep_all_time_ms + option.extra_ms)

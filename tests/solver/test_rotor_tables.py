@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers.chain import rotor_tables as tables
-from rk_solvers.chain.blocks import Block, Option, Pin, Rerun
+from rk_solvers.chain.blocks import Block, BlockOption, Pin, Rerun
 
 FILLERS = {"numpy": lambda: tables.fill_by_numpy, "numba": tables.numba_filler}
 
@@ -27,9 +27,9 @@ def random_blocks(seed: int) -> tuple[Block, ...]:
         peak = rng.randint(1, 15)
         return Rerun(rng.random(), peak, peak + rng.randint(0, 3), rng.random() < 0.7)
 
-    def option(given: bool) -> Option:
+    def option(given: bool) -> BlockOption:
         again = rerun()
-        return Option(
+        return BlockOption(
             rng.random(), rng.randint(5, 12), rng.randint(1, 12), rng.randint(1, 15), again.time_ms, again.peak_bytes,
             (), again, rerun() if given else None,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Recursion:
     def resident(self, last: int) -> int:
         return self.blocks[last].resident_bytes if last < self.loss else 0
 
-    def rerun(self, option: Option, given: bool) -> Rerun:
+    def rerun(self, option: BlockOption, given: bool) -> Rerun:
         found = option.given if given and option.given else option.again
         assert found
         return found

@@ -14,7 +14,7 @@ from rk_solvers.exact.oracle import least_peak
 from rk_solvers.groups import normalise
 from rk_solvers.liveness import PlanState, Tables, least_bytes
 from rk_solvers.local.local_search import weights_for
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.local.repair import repair
 from tests.solver.instances import random_plan, random_problem, random_step
 
@@ -46,7 +46,7 @@ def test_no_time_leaves_the_best_of_the_plans_given():
     for seed in range(10):
         problem, _ = random_step(seed)
         plans = [random_plan(problem, seed + number) for number in range(3)]
-        least = peak_and_time(problem, lowest_peak_plan(problem, plans, None, deadline=0.0))[0]
+        least = peak_and_time(problem, min_peak_plan(problem, plans, None, deadline=0.0))[0]
         known = [peak_and_time(problem, normalise(problem, plan))[0] for plan in (*plans, problem.no_recompute)]
         assert least <= min(known)
 
@@ -58,9 +58,9 @@ def test_plans_for_a_budget_count_only_where_they_fit_it():
         problem = random_problem(seed, 2 + seed % 5)
         plan = least_peak(problem)
         least, deadline = peak_and_time(problem, plan)[0], time.monotonic() + UNLIMITED_S
-        alone = lowest_peak_plan(problem, [], None, deadline)
-        assert lowest_peak_plan(problem, [plan], None, deadline, least - 1) == alone
-        fitting = lowest_peak_plan(problem, [plan], None, deadline, least)
+        alone = min_peak_plan(problem, [], None, deadline)
+        assert min_peak_plan(problem, [plan], None, deadline, least - 1) == alone
+        fitting = min_peak_plan(problem, [plan], None, deadline, least)
         assert peak_and_time(problem, fitting)[0] == least
         improved += fitting != alone
     assert improved <= 3  # the search alone finds nearly all of them

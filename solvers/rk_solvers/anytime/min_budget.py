@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rk_solvers.bounds.peak_bound import PROOF_S, least_peak_bytes
+from rk_solvers.bounds.peak_bound import PROOF_S, peak_bound_bytes
 from rk_solvers.exact.checkmate import PROVEN, build
 from rk_solvers.groups import normalise
 from rk_solvers.liveness import evaluate, least_bytes, peak_and_time, schedule_of
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.milp import Limits, Outcome, solve
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.schedule import Schedule
@@ -30,7 +30,7 @@ class SmallestBudget:
     budget_bytes: int
     binding_op: str  # operation of that peak, such as "backward linear_3"
     schedule: Schedule  # of that peak
-    proven_bytes: int  # no plan's peak is lower (see `least_peak`)
+    proven_bytes: int  # no plan's peak is lower (see `bounds.peak_bound`)
 
 
 def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: float = 10.0) -> SmallestBudget:
@@ -40,14 +40,14 @@ def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: 
     (see `EXACT`). The plans that the search starts from, keep-all and those of the baselines, are always made.
     Raises `ValueError` if `chain` is not one of the problem.
     """
-    plan = lowest_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
+    plan = min_peak_plan(problem, [], chain, time.monotonic() + time_limit_s)
     peak_bytes = peak_and_time(problem, plan)[0]
-    proven_bytes = least_peak_bytes(problem, peak_bytes, PROOF_S)
+    proven_bytes = peak_bound_bytes(problem, peak_bytes, PROOF_S)
     size = len(problem.forward) * len(problem.backward)
     limits_s = [limit_s for most, near, limit_s in EXACT if size <= most and proven_bytes < near * peak_bytes]
     if limits_s:
         with SideProcess() as process:  # whose back end prints, and cannot be interrupted
-            process.start(2 * limits_s[0], least_peak_bound, problem, limits_s[0])
+            process.start(2 * limits_s[0], exact_min_peak, problem, limits_s[0])
             exact, bound_bytes = process.wait((None, 0))
         proven_bytes = max(proven_bytes, bound_bytes)
         if exact is not None:
@@ -57,7 +57,7 @@ def smallest_budget(problem: Problem, chain: Chain | None = None, time_limit_s: 
     return SmallestBudget(result.peak_bytes, result.peak_at, schedule_of(problem, plan), proven_bytes)
 
 
-def least_peak_bound(problem: Problem, time_limit_s: float) -> tuple[Recompute | None, int]:
+def exact_min_peak(problem: Problem, time_limit_s: float) -> tuple[Recompute | None, int]:
     """The plan of least peak, or None where that is not proven in time, and bytes that no plan is below."""
     program = build(problem, None)
     result = solve(program.model, "scipy", Limits(time_limit_s))

@@ -31,7 +31,7 @@ from rk_solvers.groups import normalise
 from rk_solvers.liveness import PlanState, Tables, peak_and_time
 from rk_solvers.local.greedy import attempts
 from rk_solvers.local.local_search import improve, improve_nearby, polish, weights_for
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.local.repair import repair
 from rk_solvers.milp import Limits, Outcome, Result, solve
 from rk_solvers.problem import Chain, Problem, Recompute
@@ -166,7 +166,7 @@ class Search:
             self._refine()  # the first plans meanwhile
         if not self.plans and not self.done():
             limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
-            self.add("smallest", lowest_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
+            self.add("smallest", min_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
         self._go_on()
         extra = self.options.extra_s > 0 and len(self.problem.forward) <= HUGE
         if extra and self.plans and self.gap > max(self.enough, FAR):

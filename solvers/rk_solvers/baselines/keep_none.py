@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rk_solvers.groups import leading_to
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.solver import Solution, Solver, solution_of
 
@@ -24,16 +25,4 @@ class KeepNone(Solver):
 
 def keep_none_plan(problem: Problem) -> Recompute:
     """For each backward operation, everything that leads to it and may be recomputed."""
-    groups: list[tuple[int, ...]] = []
-    for op in problem.backward:
-        group: set[int] = set()
-        waiting = list(op.needs)
-        while waiting:
-            item = waiting.pop()
-            index = problem.data[item].producer
-            if item in problem.held or index in group or not problem.forward[index].recomputable:
-                continue
-            group.add(index)
-            waiting.extend(problem.forward[index].inputs)
-        groups.append(tuple(sorted(group)))
-    return tuple(groups)
+    return tuple(tuple(sorted(leading_to(problem, op.needs))) for op in problem.backward)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rk_solvers.groups import normalise
+from rk_solvers.groups import leading_to, normalise
 from rk_solvers.liveness import peak_and_time
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution
@@ -89,24 +89,10 @@ def items_of(problem: Problem) -> list[Item]:
     items: list[Item] = []
     for item in sorted(needed - problem.held):
         if problem.forward[problem.data[item].producer].recomputable:
-            group = missing(problem, [item], needed - {item})
+            group = leading_to(problem, [item], needed - {item})
             time_ms = sum(problem.forward[index].recompute_ms for index in group)
             items.append(Item(item, problem.data[item].size_bytes, time_ms))
     return items
-
-
-def missing(problem: Problem, wanted: list[int], available: set[int]) -> set[int]:
-    """The forward operations to run for the data `wanted`, where those `available` need no computation."""
-    group: set[int] = set()
-    waiting = [item for item in wanted if item not in available]
-    while waiting:
-        item = waiting.pop()
-        index = problem.data[item].producer
-        if index in group or item in problem.held or not problem.forward[index].recomputable:
-            continue
-        group.add(index)
-        waiting.extend(item for item in problem.forward[index].inputs if item not in available)
-    return group
 
 
 def keeping_plan(problem: Problem, kept: set[int], length: int | None = None) -> Recompute:
@@ -119,7 +105,7 @@ def keeping_plan(problem: Problem, kept: set[int], length: int | None = None) ->
     for stage, op in enumerate(problem.backward):
         if length is not None and stage % length == 0:
             available = set(kept)
-        group = missing(problem, list(op.needs), available)
+        group = leading_to(problem, list(op.needs), available)
         available.update(item for index in group for item in problem.forward[index].outputs)
         groups.append(tuple(sorted(group)))
     return normalise(problem, tuple(groups))

@@ -34,7 +34,7 @@ Bools = NDArray[np.bool_]
 Sizes = NDArray[np.int64]
 
 
-def least_peak_bytes(problem: Problem, known_bytes: int, time_limit_s: float = math.inf) -> int:
+def peak_bound_bytes(problem: Problem, known_bytes: int, time_limit_s: float = math.inf) -> int:
     """Bytes that the peak of every plan is at least; `known_bytes` is the peak of some plan.
 
     At most `PRECISION` below what this kind of proof can tell, and less tight once the time is up. Takes about a second

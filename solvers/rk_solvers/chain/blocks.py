@@ -2,8 +2,8 @@
 
 An option of block `i` is a plan for the block alone: what is recomputed between its own backward operations.
 It is known by its saved bytes (kept between the block's forward and backward) and its peaks. Options come
-from the greedy solver on the block preceded, at its backward, by a pause that stands for the rest of the
-chain; a bound on the bytes alive during the pause makes them save less. Reference: X. Zhao, T. Le Hellard, L.
+from the greedy solver on the block preceded, at its backward, by a barrier that stands for the rest of the
+chain; a bound on the bytes alive there makes them save less. Reference: X. Zhao, T. Le Hellard, L.
 Eyraud-Dubois, J. Gusak, O. Beaumont, "Rockmate: an efficient, fast, automatic and generic tool for
 re-materialization in PyTorch", ICML 2023.
 """
@@ -42,7 +42,7 @@ class Rerun:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class BlockOption:
     """One way to run a block. Bytes leave out the block's input, which the chain accounts for."""
 
     extra_ms: float  # recomputation inside the block
@@ -78,15 +78,15 @@ class Block:
     pins: tuple[Pin, ...]  # those that it makes
     resident_bytes: int  # gradients alive at its backward, at least
     forget_bytes: int  # peak of a forward that keeps nothing but the output
-    options: tuple[Option, ...]
+    options: tuple[BlockOption, ...]
     given_bytes: int = 0  # of the data that it hands on, those that spare a part of running it again for its backward
     spared: tuple[int, ...] = ()  # the operations, within the block, that are not run again where these are stored
-    part: Part | None = None  # the block's own problem; equal for blocks that are equal but for their place
+    part: SubProblem | None = None  # the block's own problem; equal for blocks that are equal but for their place
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A block cut out of its problem, the pause being the first backward operation; names are positions.
+class SubProblem:
+    """A block cut out of its problem, the barrier being the first backward operation; names are positions.
 
     Parts of equal numbers are equal.
     """
@@ -97,12 +97,12 @@ class Part:
     lasting: frozenset[int]  # data of the block that are stored until its own backward, if those after it read them
 
 
-Planner = Callable[[Part, tuple[Option, ...]], list[Recompute]]
-"""More plans for a block's problem, whose first backward operation is the pause, from the options that there are."""
+Planner = Callable[[SubProblem, tuple[BlockOption, ...]], list[Recompute]]
+"""More plans for a block's problem, whose first backward operation is the barrier, from the options that there are."""
 
 
-PlansOf = Callable[[Part], list[Recompute]]
-"""Plans for a block's problem that recompute nothing before the pause, one of them keep-all."""
+PlansOf = Callable[[SubProblem], list[Recompute]]
+"""Plans for a block's problem that recompute nothing before the barrier, one of them keep-all."""
 
 
 def blocks_of(
@@ -120,11 +120,11 @@ def blocks_of(
     """
     find = plans_of or (lambda part: greedy_plans(part.problem, grid, rounds, deadline))
     users = _Users(problem, chain)
-    solved: dict[Part, _Solved] = {}
+    solved: dict[SubProblem, _Solved] = {}
     blocks: list[Block] = []
     for index in range(len(chain.blocks) + 1):
         stages, resident = users.stages(index)
-        part = _part(problem, users, index)
+        part = _sub_problem(problem, users, index)
         if part not in solved:
             solved[part] = _solve(part, find(part))
         found = solved[part]
@@ -147,10 +147,10 @@ def blocks_of(
     return tuple(blocks)
 
 
-def parts_of(problem: Problem, chain: Chain) -> list[Part]:
+def sub_problems_of(problem: Problem, chain: Chain) -> list[SubProblem]:
     """The problems of the blocks, that of the loss last. Raises `ValueError` on a chain of another problem."""
     users = _Users(problem, chain)
-    return [_part(problem, users, index) for index in range(len(chain.blocks) + 1)]
+    return [_sub_problem(problem, users, index) for index in range(len(chain.blocks) + 1)]
 
 
 def with_more_options(blocks: tuple[Block, ...], planner: Planner) -> tuple[Block, ...]:
@@ -159,7 +159,7 @@ def with_more_options(blocks: tuple[Block, ...], planner: Planner) -> tuple[Bloc
     It is not asked about blocks without forward or without backward operations.
     """
     classes = {block.part: block for block in blocks if block.part and has_choice(block.part)}
-    better: dict[Part, tuple[Option, ...]] = {}
+    better: dict[SubProblem, tuple[BlockOption, ...]] = {}
     for part, block in classes.items():
         spared = frozenset(block.spared)
         more = [option_of(part, plan, spared) for plan in planner(part, block.options)]
@@ -169,7 +169,7 @@ def with_more_options(blocks: tuple[Block, ...], planner: Planner) -> tuple[Bloc
     )
 
 
-def has_choice(part: Part) -> bool:
+def has_choice(part: SubProblem) -> bool:
     """Whether a block has a forward and a backward."""
     return len(part.problem.forward) > 0 and len(part.problem.backward) > 1
 
@@ -227,7 +227,7 @@ def _pin(size_bytes: int, home: int, forward: set[int], backward: set[int]) -> P
     return Pin(size_bytes, first, max(beyond), late=bool(backward))
 
 
-def _part(problem: Problem, users: _Users, index: int) -> Part:
+def _sub_problem(problem: Problem, users: _Users, index: int) -> SubProblem:
     """Block `index` alone: its own data, backward numbers relative to what is resident at its backward."""
     inside = users.inside(index)
     stages, resident_bytes = users.stages(index)
@@ -248,7 +248,7 @@ def _part(problem: Problem, users: _Users, index: int) -> Part:
         for number, op in enumerate(problem.forward[number] for number in inside)
     )  # fmt: skip
     passed_on = tuple(local[item] for item in items if users.last[item] > index)
-    backward = [BackwardOp("pause", 0.0, passed_on, 0, 0)]
+    backward = [BackwardOp("barrier", 0.0, passed_on, 0, 0)]
     for number, op in enumerate(problem.backward[stage] for stage in stages):
         needs = tuple(local[item] for item in op.needs if item in local)
         resident, peak = op.resident_bytes - resident_bytes, op.peak_bytes - resident_bytes
@@ -266,7 +266,7 @@ def _part(problem: Problem, users: _Users, index: int) -> Part:
         numbers = (outside.setdefault(item, len(outside)) if users.is_input(item, index) else -1 for item in foreign)
         reads.append(frozenset(numbers))
     sizes = tuple(problem.data[item].size_bytes for item in outside)
-    return Part(Problem(data, forward, tuple(backward), held), sizes, tuple(reads), lasting)
+    return SubProblem(Problem(data, forward, tuple(backward), held), sizes, tuple(reads), lasting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +274,12 @@ class _Solved:
     """What blocks of equal numbers share."""
 
     forget_bytes: int
-    options: tuple[Option, ...]
+    options: tuple[BlockOption, ...]
     given_bytes: int
     spared: tuple[int, ...]
 
 
-def _solve(part: Part, plans: list[Recompute]) -> _Solved:
+def _solve(part: SubProblem, plans: list[Recompute]) -> _Solved:
     """The options of these plans that no other one beats, and the other numbers of a block."""
     problem = part.problem
     alone = Problem(problem.data, problem.forward, problem.backward[:1], problem.held)
@@ -289,7 +289,7 @@ def _solve(part: Part, plans: list[Recompute]) -> _Solved:
     return _Solved(evaluate(alone, ((),)).peak_bytes, options, given_bytes, tuple(sorted(spared)))
 
 
-def _given(part: Part) -> tuple[frozenset[int], frozenset[int]]:
+def _given(part: SubProblem) -> tuple[frozenset[int], frozenset[int]]:
     """Data handed on that spare running some operations again for the block's own backward; these operations."""
     problem = part.problem
     wanted = {item for op in problem.backward[1:] for item in op.needs}
@@ -317,7 +317,7 @@ def bounds_of(part: Problem, grid: int) -> list[tuple[int, int]]:
     if not part.forward or len(part.backward) == 1:
         return []
     least = sum(part.data[item].size_bytes for item in part.backward[0].needs)
-    most, low = int(memory_curve(part, part.no_recompute).max()), saved_bytes_in_pause(part, part.no_recompute)
+    most, low = int(memory_curve(part, part.no_recompute).max()), saved_bytes_at_barrier(part, part.no_recompute)
     peaks = [2 * most] + [round(least + (most - least) * (grid - step) / grid) for step in range(1, grid)]
     steps = 2 * grid + 1
     saved = [round(least + (max(low, least) - least) * step / (steps - 1)) for step in range(steps)]
@@ -325,14 +325,14 @@ def bounds_of(part: Problem, grid: int) -> list[tuple[int, int]]:
 
 
 def bounded(part: Problem, peak: int, saved: int) -> Problem:
-    """A block's problem that has at most `saved` bytes alive in the pause, if its peak is at most `peak`."""
+    """A block's problem that has at most `saved` bytes alive at the barrier, if its peak is at most `peak`."""
     first = part.backward[0]
-    pause = BackwardOp(first.name, 0.0, first.needs, peak - saved, peak - saved)
-    return Problem(part.data, part.forward, (pause, *part.backward[1:]), part.held)
+    barrier = BackwardOp(first.name, 0.0, first.needs, peak - saved, peak - saved)
+    return Problem(part.data, part.forward, (barrier, *part.backward[1:]), part.held)
 
 
 def bounded_plan(part: Problem, peak: int, saved: int, rounds: int) -> Recompute | None:
-    """A fast plan with at most `peak` bytes anywhere and at most `saved` bytes during the pause."""
+    """A fast plan with at most `peak` bytes anywhere and at most `saved` bytes at the barrier."""
     state = PlanState(Tables(bounded(part, peak, saved)))
     rng = random.Random(0)
     if not repair(state, peak, weights_for(state, rng, 1.0, 0.0)):
@@ -344,19 +344,19 @@ def bounded_plan(part: Problem, peak: int, saved: int, rounds: int) -> Recompute
     return None if plan[0] else plan
 
 
-def saved_bytes_in_pause(part: Problem, plan: Recompute) -> int:
-    """Bytes alive during the pause."""
+def saved_bytes_at_barrier(part: Problem, plan: Recompute) -> int:
+    """Bytes alive at the barrier."""
     return sum(part.data[item].size_bytes for item in kept_over_the_turn(part, plan))
 
 
-def option_of(part: Part, plan: Recompute, spared: frozenset[int] = frozenset()) -> Option:
-    """The option of a plan for the block's problem that recomputes nothing before the pause."""
+def option_of(part: SubProblem, plan: Recompute, spared: frozenset[int] = frozenset()) -> BlockOption:
+    """The option of a plan for the block's problem that recomputes nothing before the barrier."""
     problem, count = part.problem, len(part.problem.forward)
     curve = memory_curve(problem, plan)
     again = _rerun(part, plan, frozenset())
-    return Option(
+    return BlockOption(
         recompute_time_ms(problem, plan),
-        saved_bytes_in_pause(problem, plan),
+        saved_bytes_at_barrier(problem, plan),
         int(curve[:count].max(initial=0)),
         int(curve[count + 1 :].max(initial=0)),
         again.time_ms,
@@ -367,13 +367,13 @@ def option_of(part: Part, plan: Recompute, spared: frozenset[int] = frozenset())
     )
 
 
-def _rerun(part: Part, plan: Recompute, spared: frozenset[int]) -> Rerun:
-    """The forward after the pause, without `spared` operations and what only later blocks would read."""
+def _rerun(part: SubProblem, plan: Recompute, spared: frozenset[int]) -> Rerun:
+    """The forward after the barrier, without `spared` operations and what only later blocks would read."""
     problem, count = part.problem, len(part.problem.forward)
     if len(plan) == 1:
         return Rerun(0.0, 0, 0, False)
-    pause = BackwardOp(problem.backward[0].name, 0.0, (), 0, 0)
-    alone = Problem(problem.data, problem.forward, (pause, *problem.backward[1:]), problem.held)
+    barrier = BackwardOp(problem.backward[0].name, 0.0, (), 0, 0)
+    alone = Problem(problem.data, problem.forward, (barrier, *problem.backward[1:]), problem.held)
     everything = {index for index, op in enumerate(problem.forward) if op.recomputable} - spared
     again = normalise(alone, ((), tuple(sorted(everything | set(plan[1]))), *plan[2:]))
     curve = memory_curve(alone, again)[count + 1 :]
@@ -387,15 +387,15 @@ def _rerun(part: Part, plan: Recompute, spared: frozenset[int]) -> Rerun:
     return Rerun(recompute_time_ms(alone, again), *peaks, any(uses))
 
 
-def pareto(options: list[Option]) -> tuple[Option, ...]:
+def pareto(options: list[BlockOption]) -> tuple[BlockOption, ...]:
     """Options that no other one beats in times, saved bytes and peaks."""
 
-    def costs(option: Option) -> tuple[float, ...]:
+    def costs(option: BlockOption) -> tuple[float, ...]:
         memory = (option.saved_bytes, option.backward_bytes, option.forward_bytes, option.again_bytes)
         given = (option.given.time_ms, option.given.peak_bytes) if option.given else ()
         return option.extra_ms, option.again_ms, *memory, *given
 
-    kept: list[Option] = []
+    kept: list[BlockOption] = []
     for option in sorted(options, key=costs):
         if not any(all(a <= b for a, b in zip(costs(other), costs(option), strict=True)) for other in kept):
             kept.append(option)

@@ -5,9 +5,9 @@ efficient re-materialization of neural networks", 2024 (ICML 2025).
 
 The forward sequence is divided into contiguous segments where few bytes are alive across the cuts, these again, down to
 some tens of operations. If a chain is given, its blocks, and pairs of them, are other first divisions. A segment is a
-block of `blocks`: its problem has a pause where the rest of the step runs. A small one gets its options from greedy and
-from the exact program. A larger one is a chain of its segments: under bounds on its peak and on what it saves, rotor
-chooses among their options, and the plan, which may exceed the bounds since rotor counts some data for longer and
+block of `blocks`: its problem has a barrier where the rest of the step runs. A small one gets its options from greedy
+and from the exact program. A larger one is a chain of its segments: under bounds on its peak and on what it saves,
+rotor chooses among their options, and the plan, which may exceed the bounds since rotor counts some data for longer and
 others in slots, is repaired and improved. Few options that no other one beats are handed on. Segments of equal numbers
 are solved once.
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from rk_solvers.chain.blocks import (
     Block,
-    Part,
+    SubProblem,
     blocks_of,
     bounded,
     bounded_plan,
@@ -38,7 +38,7 @@ from rk_solvers.chain.blocks import (
     has_choice,
     option_of,
     pareto,
-    parts_of,
+    sub_problems_of,
 )
 from rk_solvers.chain.merging import LEAST_SLOTS, Limits, fitted
 from rk_solvers.chain.rotor import prepare_table
@@ -47,7 +47,7 @@ from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.groups import normalise
 from rk_solvers.liveness import PlanState, Tables, last_forward_uses, peak_and_time
 from rk_solvers.local.local_search import LARGE, improve, improve_nearby, polish, weights_for
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.local.repair import repair
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.solver import Solution, Solver, best_solution, solution_of
@@ -140,7 +140,7 @@ class Hiremate(Solver):
             else:
                 failed.append(normalise(problem, state.recompute()))
         if not repaired:
-            lowest = PlanState(tables, lowest_peak_plan(problem, [*starts, *failed], self.chain, deadline))
+            lowest = PlanState(tables, min_peak_plan(problem, [*starts, *failed], self.chain, deadline))
             if lowest.peak_bytes > budget_bytes:
                 return [normalise(problem, lowest.recompute()), *starts]
             polish(lowest, budget_bytes, deadline)
@@ -160,19 +160,19 @@ class Hierarchy:
 
     solver: Hiremate
     deadline: float  # of `time.monotonic`
-    solved: dict[Part, list[Recompute]] = field(default_factory=dict)
-    expected: set[Part] = field(default_factory=set)
+    solved: dict[SubProblem, list[Recompute]] = field(default_factory=dict)
+    expected: set[SubProblem] = field(default_factory=set)
 
     def expect(self, problem: Problem, chain: Chain) -> None:
         """Count the segments, of all levels, that this division leads to."""
-        for part in parts_of(problem, chain):
+        for part in sub_problems_of(problem, chain):
             if has_choice(part) and part not in self.expected:
                 self.expected.add(part)
                 if len(part.problem.forward) > self.solver.leaf:
                     self.expect(part.problem, divided(part.problem, self.solver.leaf, self.solver.branch))
 
-    def plans(self, part: Part) -> list[Recompute]:
-        """Plans of a segment's problem that recompute nothing before the pause; keep-all is one of them."""
+    def plans(self, part: SubProblem) -> list[Recompute]:
+        """Plans of a segment's problem that recompute nothing before the barrier; keep-all is one of them."""
         if not has_choice(part):
             return [part.problem.no_recompute]
         if part not in self.solved:
@@ -187,7 +187,7 @@ class Hierarchy:
         now = time.monotonic()
         return now + max(0.0, self.deadline - now) / max(1, len(self.expected))
 
-    def _of_leaf(self, part: Part) -> list[Recompute]:
+    def _of_leaf(self, part: SubProblem) -> list[Recompute]:
         """Greedy plans, in half the time at most, then exact ones."""
         end = self._end()
         half = (time.monotonic() + end) / 2
@@ -201,7 +201,7 @@ class Hierarchy:
         options = pareto([option_of(part, plan) for plan in [part.problem.no_recompute, *found]])
         return found + ExactPlanner(1, end, self.solver.leaf, (4, 4))(part, options)
 
-    def _of_segments(self, part: Part) -> list[Recompute]:
+    def _of_segments(self, part: SubProblem) -> list[Recompute]:
         """What rotor makes of the segments under each pair of bounds, and greedy, repaired and improved."""
         problem = part.problem
         blocks = blocks_of(problem, divided(problem, self.solver.leaf, self.solver.branch), plans_of=self.plans)
@@ -216,10 +216,10 @@ class Hierarchy:
         return found
 
     def _within(self, problem: Problem, blocks: tuple[Block, ...], peak: int, saved: int) -> Recompute | None:
-        """The fastest plan found with at most `peak` bytes, and `saved` in the pause; None if there is none."""
+        """The fastest plan found with at most `peak` bytes, and `saved` in the barrier; None if there is none."""
         limited = bounded(problem, peak, saved)
-        pause = replace(blocks[-1], resident_bytes=peak - saved)
-        table = prepare_table(limited, (*blocks[:-1], pause), peak, slots=150, internal=3)
+        barrier = replace(blocks[-1], resident_bytes=peak - saved)
+        table = prepare_table(limited, (*blocks[:-1], barrier), peak, slots=150, internal=3)
         ranked = sorted((max(0, cost[0] - peak), cost[1], plan) for plan, cost in
                         ((plan, peak_and_time(limited, plan)) for plan in table.plans(peak)))  # fmt: skip
         starts = [plan for _, _, plan in ranked[:1]]
@@ -239,7 +239,7 @@ class Hierarchy:
         return None if found[0] else found
 
 
-def few(part: Part, plans: list[Recompute], most: int) -> list[Recompute]:
+def few(part: SubProblem, plans: list[Recompute], most: int) -> list[Recompute]:
     """At most about `most` of those that no other one beats, spread evenly over the bytes that they save."""
     options = sorted(pareto([option_of(part, plan) for plan in plans]), key=lambda option: -option.saved_bytes)
     places = {round(step * (len(options) - 1) / max(1, most - 1)) for step in range(most)}
@@ -250,7 +250,7 @@ def few(part: Part, plans: list[Recompute], most: int) -> list[Recompute]:
 def divided(problem: Problem, leaf: int, branch: int) -> Chain:
     """A division of the forward into at most about `branch` segments, of few bytes alive across, as a chain.
 
-    The first backward operation, which may be a pause, is that of the chain's loss.
+    The first backward operation, which may be a barrier, is that of the chain's loss.
     """
     count = len(problem.forward)
     places = backward_places(problem)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rk_solvers.chain.blocks import Block, Option, Rerun
+from rk_solvers.chain.blocks import Block, BlockOption, Rerun
 
 Times = NDArray[np.float64]
 Slots = NDArray[np.int64]
@@ -82,12 +82,12 @@ class _Rounding:
         """Bytes as slots."""
         return -(-size // self.slot_bytes)
 
-    def each(self, value: Callable[[Block, Option], float], missing: float = 0) -> Times:
+    def each(self, value: Callable[[Block, BlockOption], float], missing: float = 0) -> Times:
         """[block, option]: a time."""
         rows = [[value(block, option) for option in block.options] for block in self.blocks]
         return np.array([row + [missing] * (self.most - len(row)) for row in rows])
 
-    def bytes_of(self, value: Callable[[Block, Option], int]) -> Slots:
+    def bytes_of(self, value: Callable[[Block, BlockOption], int]) -> Slots:
         """[block, option]: a size."""
         return self.each(value).astype(np.int64)
 
@@ -143,7 +143,7 @@ def _numbers(blocks: tuple[Block, ...], slot_bytes: int, slots: int) -> ChainNum
     )
 
 
-def _rerun(block: Block, option: Option, state: int, *, loss: bool) -> Rerun:
+def _rerun(block: Block, option: BlockOption, state: int, *, loss: bool) -> Rerun:
     """What it takes to run a block in a cell of its own. Nothing runs again before the loss, but the cells of which it
     is the last run the blocks before it for the first time."""
     if loss:

@@ -27,12 +27,12 @@ from functools import partial
 
 from rk_solvers.chain.blocks import (
     Block,
-    Option,
-    Part,
+    BlockOption,
+    SubProblem,
     blocks_of,
     bounded,
     has_choice,
-    saved_bytes_in_pause,
+    saved_bytes_at_barrier,
     with_more_options,
 )
 from rk_solvers.chain.merging import Limits, effort, fitted
@@ -146,8 +146,8 @@ class ExactPlanner:
     backend: str = "scipy"
     proven: int = field(default=0, init=False)  # bounds whose best plan is known
 
-    def __call__(self, part: Part, options: tuple[Option, ...]) -> list[Recompute]:
-        """Plans within bounds on the peak and on the saved bytes; nothing before the pause."""
+    def __call__(self, part: SubProblem, options: tuple[BlockOption, ...]) -> list[Recompute]:
+        """Plans within bounds on the peak and on the saved bytes; nothing before the barrier."""
         now = time.monotonic()
         end = now + max(0.0, self.deadline - now) / max(1, self.classes)
         self.classes -= 1
@@ -166,7 +166,7 @@ class ExactPlanner:
             answer = Checkmate(self.backend).least_time(bounded(part.problem, peak, saved), peak, min(limit, end))
             plan, used = answer.recompute, (-1, -1)
             if plan is not None:
-                used = peak_and_time(part.problem, plan)[0], saved_bytes_in_pause(part.problem, plan)
+                used = peak_and_time(part.problem, plan)[0], saved_bytes_at_barrier(part.problem, plan)
                 if not plan[0]:
                     found.append(plan)
             if answer.proven:
@@ -188,7 +188,7 @@ class _Settled:
         return fits and peak <= self.bounds[0] and saved <= self.bounds[1]
 
 
-def bounds_between(part: Part, options: tuple[Option, ...], steps: tuple[int, int]) -> list[tuple[int, int]]:
+def bounds_between(part: SubProblem, options: tuple[BlockOption, ...], steps: tuple[int, int]) -> list[tuple[int, int]]:
     """Pairs of bounds on (peak, saved) bytes: what the options reach, then a grid between the extremes of these."""
     reached = [(max(option.forward_bytes, option.backward_bytes, option.saved_bytes), option.saved_bytes)
                for option in options]  # fmt: skip

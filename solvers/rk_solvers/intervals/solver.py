@@ -31,7 +31,7 @@ from rk_solvers.intervals.model import IntervalModel, Window
 from rk_solvers.intervals.windows import Windows
 from rk_solvers.liveness import peak_and_time, recompute_of
 from rk_solvers.local.greedy import Greedy
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.side_process import SideProcess
@@ -150,7 +150,7 @@ class _Search:
             self.process.close()
             self.deadline = time.monotonic()
         if not self.best.status.fits:
-            plan = lowest_peak_plan(self.problem, [self._best_plan], self.options.chain, self.deadline)
+            plan = min_peak_plan(self.problem, [self._best_plan], self.options.chain, self.deadline)
             self._take(plan)
             return Bounded(self._final(optimal=False), base_ms + answer.bound_ms, answer.proven)
         bound_ms = min(base_ms + answer.bound_ms, self.best.time_ms)

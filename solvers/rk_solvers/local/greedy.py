@@ -20,7 +20,7 @@ from rk_solvers.baselines.both import baseline_plans
 from rk_solvers.groups import normalise
 from rk_solvers.liveness import Plan, PlanState, Tables, peak_and_time, recompute_of, schedule_of
 from rk_solvers.local.local_search import improve, polish, weights_for
-from rk_solvers.local.min_peak_search import lowest_peak_plan
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.local.repair import repair
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.schedule import Schedule
@@ -63,7 +63,7 @@ class Greedy(Solver):
             elif best is None or state.time_ms < best.time_ms:
                 best = state
         if best is None:
-            start = lowest_peak_plan(problem, failed, None, deadline, budget_bytes)
+            start = min_peak_plan(problem, failed, None, deadline, budget_bytes)
             best = PlanState(tables, start)
             if best.peak_bytes > budget_bytes:
                 return [start]

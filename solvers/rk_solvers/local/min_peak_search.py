@@ -24,7 +24,7 @@ SHAKES = 60  # attempts to get below it, at most
 SHAKEN = 8000  # … times the operations of the forward, at most
 
 
-def lowest_peak_plan(
+def min_peak_plan(
     problem: Problem, plans: Sequence[Plan], chain: Chain | None, deadline: float, budget_bytes: int | None = None
 ) -> Recompute:
     """The plan of least peak found from the baselines by greedy repair; redundant recomputations dropped.
