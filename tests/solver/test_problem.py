@@ -55,3 +55,22 @@ def test_a_chain_is_contiguous_and_its_backward_goes_back():
         Chain((range(0, 1), range(1, 2)), (0, 1))
     with pytest.raises(ValueError, match="cover 2"):
         Chain((range(0, 2),), (0, 0, 0)).check(chain_of(3))
+
+
+def test_options_say_what_each_way_to_have_a_data_takes():
+    forward = (
+        ForwardOp("f", 2.0, (), (0, 1), replay_bytes=5, repeat_ms=0.5),
+        ForwardOp("g", 3.0, (0,), (2,), recomputable=False),
+        ForwardOp("h", 4.0, (2,), (3,)),
+    )
+    data = (Data("y", 8, 0), Data("mask", 4, 0, "phantom"), Data("z", 16, 1), Data("out", 32, 2))
+    problem = Problem(data, forward, (BackwardOp("b", 1.0, (0, 1, 2, 3), 0, 0),), frozenset({3}))
+    kept = [options[0] for options in problem.options]
+    assert [(option.name, option.kept_bytes, dict(option.costs)) for option in kept] == [
+        ("kept", 8, {}), ("kept", 4, {}), ("kept", 16, {}), ("kept", 32, {})
+    ]  # fmt: skip
+    again = [options[1:] for options in problem.options]
+    assert [[(one.name, one.kept_bytes, one.costs) for one in options] for options in again] == [
+        [("recomputed", 5, {"compute": 0.5})], [("recomputed", 5, {"compute": 0.5})], [], []
+    ]  # fmt: skip
+    assert again[0][0] is again[1][0]  # had together, for one cost
