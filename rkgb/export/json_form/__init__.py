@@ -11,8 +11,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from rkgb.export.json_form.checks import check, check_constants
@@ -41,9 +42,19 @@ __all__ = [
 
 FORMAT = "rkgb-graph"
 VERSION = 1
-_HEADER = ("format", "version", "torch", "kind", "graph", "storages")
 
 Functions = Mapping[str, Callable[..., Any]]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """What is at the top of a file. The types of the graph's fields tell what the rest is."""
+
+    format: str
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    torch: str  # the version that wrote it
+    kind: str
+    graph: Any
+    storages: list[Any]  # of bytes, in base64
 
 
 def to_json(graph: Graph) -> dict[str, Any]:
@@ -58,11 +69,11 @@ def to_json(graph: Graph) -> dict[str, Any]:
     if hasattr(graph, "verify"):
         graph.verify()
     writer = Writer()
-    writer.place.enter("graph")
+    writer.place.at("graph")
     written = writer.write(graph, KINDS[kind])
     check_constants(writer.things)
-    storages = writer.tensors.storages()
-    return dict(zip(_HEADER, (FORMAT, VERSION, str(torch.__version__), kind, written, storages), strict=True))
+    file = _File(FORMAT, VERSION, str(torch.__version__), kind, written, writer.tensors.storages())
+    return msgspec.structs.asdict(file)
 
 
 def dumps(graph: Graph) -> str:
@@ -84,7 +95,7 @@ def from_json(value: Any, functions: Functions | None = None) -> Graph:
     """
     kind = _read_header(value)
     reader = Reader(value["storages"], functions or {})
-    reader.place.enter("graph")
+    reader.place.at("graph")
     graph: Graph = reader.read(value["graph"], kind)
     connect(reader.things)
     check(reader.things)
@@ -122,22 +133,14 @@ def _read_header(value: Any) -> type[Any]:
     if type(value) is not dict or value.get("format") != FORMAT:
         raise GraphFormatError(f'at $: this is no graph of rkgb: it does not say "format": "{FORMAT}"')
     version = value.get("version")
-    if type(version) is not int or version < 1:
-        raise GraphFormatError(f"at $.version: the version of the format is {shortly(version)}; it is a number from 1")
-    if version > VERSION:
+    if type(version) is int and version > VERSION:
         raise GraphFormatError(
             f"at $.version: the file is of version {shortly(version)}, this rkgb reads up to {VERSION}. Update rkgb."
         )
-    for key in _HEADER:
-        if key not in value:
-            raise GraphFormatError(f"at $: {key} is missing")
-    if len(value) > len(_HEADER):
-        unknown = min(str(key) for key in value.keys() - set(_HEADER))
-        raise GraphFormatError(f"at $: {shortly(unknown)} is nothing that this version knows")
-    if type(value["kind"]) is not str or value["kind"] not in KINDS:
-        raise GraphFormatError(f"at $.kind: one of {', '.join(KINDS)} is expected, not {shortly(value['kind'])}")
-    if type(value["storages"]) is not list:
-        raise GraphFormatError(f"at $.storages: a list is expected, not {shortly(value['storages'])}")
-    if type(value["torch"]) is not str:
-        raise GraphFormatError(f"at $.torch: a text is expected, not {shortly(value['torch'])}")
-    return KINDS[value["kind"]]
+    try:
+        header = msgspec.convert(value, _File)
+    except msgspec.ValidationError as error:
+        raise GraphFormatError(str(error).replace("`", "'")) from error
+    if header.kind not in KINDS:
+        raise GraphFormatError(f"at $.kind: one of {', '.join(KINDS)} is expected, not {shortly(header.kind)}")
+    return KINDS[header.kind]

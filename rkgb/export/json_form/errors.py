@@ -23,14 +23,17 @@ class Place:
     def __init__(self) -> None:
         self._steps: list[str | int] = []
 
-    def enter(self, step: str | int) -> None:
-        """Go one level down, to a key or an index."""
+    def at(self, step: str | int) -> Place:
+        """Go one level down, to a key or an index; the end of a `with` block comes back."""
         self._steps.append(step)
         if len(self._steps) > self.DEEPEST:
             raise self.error(f"more than {self.DEEPEST} levels are nested here")
+        return self
 
-    def leave(self) -> None:
-        """Come back."""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         self._steps.pop()
 
     def error(self, wrong: str) -> GraphFormatError:

@@ -25,9 +25,8 @@ def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
     if isinstance(function, torch._ops.OpOverload):
         return names.operation_name(function)
     if isinstance(function, Guard):
-        place.enter("expected")
-        expected = trees.write(function.expected)
-        place.leave()
+        with place.at("expected"):
+            expected = trees.write(function.expected)
         return {
             "read": _write_read(function.read, place),
             "expected": expected,
@@ -103,9 +102,8 @@ class FunctionReader:
         if type(name) is not str or type(told) is not str or type(may_vary) is not bool or "expected" not in form:
             raise self._place.error("a guard needs how it reads, what it expects, and the place of the read")
         read = names.READS[name] if name in names.READS else self._operation(name)
-        self._place.enter("expected")
-        expected = self._trees.read(form["expected"])
-        self._place.leave()
+        with self._place.at("expected"):
+            expected = self._trees.read(form["expected"])
         return Guard(read, expected, told, may_vary)
 
     def _custom(self, form: dict[str, Any]) -> Callable[..., Any]:

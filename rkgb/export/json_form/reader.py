@@ -92,9 +92,8 @@ class Reader:
             raise self.place.error(f"{len(hints)} items are expected, not {len(form)}")
         found = []
         for index, (item, kind) in enumerate(zip(form, hints, strict=True)):
-            self.place.enter(index)
-            found.append(self.read(item, kind))
-            self.place.leave()
+            with self.place.at(index):
+                found.append(self.read(item, kind))
         return found
 
     def _one_of(self, form: Any, kinds: Sequence[Any]) -> Any:
@@ -117,9 +116,8 @@ class Reader:
             raise self.place.error(f"an object is expected, not {shortly(form)}")
         found = {}
         for name, thing in form.items():
-            self.place.enter(self._trees.text(name))
-            found[name] = self.read(thing, item)
-            self.place.leave()
+            with self.place.at(self._trees.text(name)):
+                found[name] = self.read(thing, item)
         return found
 
     def _pairs(self, form: Any, key: Any, item: Any) -> dict[Any, Any]:
@@ -141,10 +139,9 @@ class Reader:
         values = {}
         for part in known:
             if part.name in form:
-                self.place.enter(part.name)
-                read = self._trees.read_output if part.is_output else functools.partial(self.read, hint=part.hint)
-                values[part.name] = read(form[part.name])
-                self.place.leave()
+                with self.place.at(part.name):
+                    read = self._trees.read_output if part.is_output else functools.partial(self.read, hint=part.hint)
+                    values[part.name] = read(form[part.name])
             elif part.is_needed:
                 raise self.place.error(f"{part.name} of this {kind.__name__} is missing")
         thing = kind(**values)

@@ -133,20 +133,19 @@ class TensorReader:
 
     def _parts(self, form: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in form.items():
-            self._place.enter(key)
-            if key == "dtype":
-                yield key, self._trees.named(names.DTYPES, value)
-            elif key == "device":
-                yield key, self._trees.device(value)
-            elif key in ("shape", "stride"):
-                yield key, self._trees.whole_numbers(value)
-            elif key == "requires_grad":
-                if type(value) is not bool:
-                    raise self._place.error(f"true or false is expected, not {shortly(value)}")
-                yield key, value
-            else:
-                yield key, self._trees.whole_number(value)
-            self._place.leave()
+            with self._place.at(key):
+                if key == "dtype":
+                    yield key, self._trees.named(names.DTYPES, value)
+                elif key == "device":
+                    yield key, self._trees.device(value)
+                elif key in ("shape", "stride"):
+                    yield key, self._trees.whole_numbers(value)
+                elif key == "requires_grad":
+                    if type(value) is not bool:
+                        raise self._place.error(f"true or false is expected, not {shortly(value)}")
+                    yield key, value
+                else:
+                    yield key, self._trees.whole_number(value)
 
     def _storage(self, number: int, device: torch.device) -> torch.Tensor:
         if not 0 <= number < len(self._forms):

@@ -83,9 +83,8 @@ class TreeWriter:
     def _items(self, items: Any, strict: bool) -> list[Any]:
         written = []
         for index, item in enumerate(items):
-            self._place.enter(index)
-            written.append(self.write(item, strict))
-            self._place.leave()
+            with self._place.at(index):
+                written.append(self.write(item, strict))
         return written
 
     def _dict(self, value: dict[Any, Any], strict: bool) -> dict[str, Any]:
@@ -161,9 +160,8 @@ class TreeReader:
         ((kind, content),) = form.items() if len(form) == 1 else [("", None)]
         if kind not in self._forms or (kind in _OF_OTHER_CLASSES and self._strict):
             raise self._place.error(f"an object with the keys {shortly(sorted(map(str, form)))} is no value")
-        self._place.enter(kind)
-        value = self._forms[kind](content)
-        self._place.leave()
+        with self._place.at(kind):
+            value = self._forms[kind](content)
         return value
 
     def read_output(self, form: Any) -> Any:
@@ -224,9 +222,8 @@ class TreeReader:
             raise self._place.error(f"a list is expected, not {shortly(form)}")
         found = []
         for index, item in enumerate(form):
-            self._place.enter(index)
-            found.append(self.read(item))
-            self._place.leave()
+            with self._place.at(index):
+                found.append(self.read(item))
         return found
 
     def _pairs(self, form: Any) -> list[tuple[Any, Any]]:
@@ -237,28 +234,26 @@ class TreeReader:
 
     def _dict(self, form: dict[str, Any]) -> dict[Any, Any]:
         result = NamedDict(self.text(form["class"])) if "class" in form else {}
-        self._place.enter("dict")
-        for key, item in self._pairs(form["dict"]):
-            try:
-                known = key in result
-            except TypeError as error:
-                raise self._place.error(f"{shortly(key)} cannot be a key of a dictionary") from error
-            if known:
-                raise self._place.error(f"the key {shortly(key)} is there twice")
-            result[key] = item
-        self._place.leave()
+        with self._place.at("dict"):
+            for key, item in self._pairs(form["dict"]):
+                try:
+                    known = key in result
+                except TypeError as error:
+                    raise self._place.error(f"{shortly(key)} cannot be a key of a dictionary") from error
+                if known:
+                    raise self._place.error(f"the key {shortly(key)} is there twice")
+                result[key] = item
         return result
 
     def _object(self, form: dict[str, Any]) -> NamedNamespace:
         result = NamedNamespace(self.text(form["object"]))
         self._objects.append(result)  # before its attributes, which may refer to it
-        self._place.enter("attributes")
-        for name, item in self._pairs(form["attributes"]):
-            # Names of this form belong to Python: an object would no longer behave as one.
-            if type(name) is not str or (name.startswith("__") and name.endswith("__")) or name in vars(result):
-                raise self._place.error(f"{shortly(name)} cannot be an attribute, or is one already")
-            vars(result)[name] = item
-        self._place.leave()
+        with self._place.at("attributes"):
+            for name, item in self._pairs(form["attributes"]):
+                # Names of this form belong to Python: an object would no longer behave as one.
+                if type(name) is not str or (name.startswith("__") and name.endswith("__")) or name in vars(result):
+                    raise self._place.error(f"{shortly(name)} cannot be an attribute, or is one already")
+                vars(result)[name] = item
         return result
 
     def _same(self, form: Any) -> NamedNamespace:

@@ -100,9 +100,8 @@ class Writer:
     def _items(self, values: Sequence[Any], hint: tuple[Any, ...]) -> list[Any]:
         written = []
         for index, (value, kind) in enumerate(zip(values, item_hints(hint, len(values)), strict=True)):
-            self.place.enter(index)
-            written.append(self.write(value, kind))
-            self.place.leave()
+            with self.place.at(index):
+                written.append(self.write(value, kind))
         return written
 
     def _mapping(self, value: Any, key: Any, item: Any) -> Any:
@@ -112,9 +111,8 @@ class Writer:
             return self._items(list(value.items()), (tuple[key, item],))
         written = {}
         for name, thing in value.items():
-            self.place.enter(name)
-            written[self._plain(name, str)] = self.write(thing, item)
-            self.place.leave()
+            with self.place.at(name):
+                written[self._plain(name, str)] = self.write(thing, item)
         return written
 
     def _fields(self, thing: Any, kind: type[Any]) -> Any:
@@ -125,9 +123,8 @@ class Writer:
             value = getattr(thing, part.name)
             if part.is_default(value):
                 continue
-            self.place.enter(part.name)
-            written[part.name] = self.write(value, part.hint, strict=not part.is_output)
-            self.place.leave()
+            with self.place.at(part.name):
+                written[part.name] = self.write(value, part.hint, strict=not part.is_output)
         if is_identity(kind):
             self._keys[id(thing)] = self.things.add(thing)
         return written
