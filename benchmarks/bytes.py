@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.problems import model_named
 from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
+from rk_solvers import Limits
 from rockmate import BudgetTooSmall, PeakMemory, Rockmate, reduce_fragmentation, verify, zoo
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan
@@ -97,7 +98,7 @@ def _status_bytes(field: str) -> int:
 def rows_of(name: str, fractions: Sequence[float], time_limit_s: float) -> list[Row]:
     """`name` under these fractions of its eager peak, under nothing, and under the smallest budget named then."""
     model, sample, loss = model_named(name)
-    base = PlanRequest(None, loss, time_limit_s=time_limit_s)
+    base = PlanRequest(None, loss, limits=Limits().within(time_limit_s))
     measured = measure(model, sample, base)
     rows = [_row(name, f"{fraction:g}", fraction, measured, model, base) for fraction in fractions]
     refusal = _row(name, "none", 1, measured, model, base)
@@ -112,7 +113,7 @@ def _row(
     asked = round(budget * eager_bytes) if isinstance(budget, float) else budget
     started = time.perf_counter()
     try:
-        planned = make_plan(measured, PlanRequest(asked, base.loss, time_limit_s=base.time_limit_s), model)
+        planned = make_plan(measured, PlanRequest(asked, base.loss, limits=base.limits), model)
     except BudgetTooSmall as error:
         return Row(name, label, asked, eager_bytes, error.smallest_budget_bytes, error.proven_bytes)
     planning_s = time.perf_counter() - started

@@ -31,8 +31,7 @@ from benchmarks.reporting import (
     print_bars,
     write_report,
 )
-from rk_solvers import Chain, Data, ForwardOp, Problem
-from rk_solvers.registry import Effort, solver_named
+from rk_solvers import Chain, Data, ForwardOp, Limits, Problem, solver_named
 from rkgb.profile.recompute_cost import CACHES_BYTES, ColdClock, time_of_form
 from rkgb.restore.packed_mask import PackedMask
 from rockmate.planning.measured import measure
@@ -81,7 +80,7 @@ def with_bits(problem: Problem, items: Sequence[int], rate: float) -> Problem:
 
 def solved(problem: Problem, chain: Chain | None, budget_bytes: int, seconds: float) -> tuple[float, float]:
     """Time of the best plan found, infinite where none fits, and a bound of all; both by that of keeping everything."""
-    solver = solver_named("auto", Effort(chain, time_limit_s=seconds, gap=GAIN / 2))
+    solver = solver_named("auto", Limits(gap=GAIN / 2).within(seconds), chain)
     solution = solver.solve(problem, budget_bytes)
     time_ms = solution.time_ms if solution.status.fits else float("inf")
     return time_ms / problem.keep_all_time_ms, (solution.lower_bound_ms or 0.0) / problem.keep_all_time_ms

@@ -20,7 +20,7 @@ from benchmarks.peers.bars import BARS
 from benchmarks.peers.case import Case, peak_of_eager
 from benchmarks.peers.models import case_named
 from benchmarks.reporting import circumstances, code_version, console, option_parser
-from rk_solvers.registry import Effort, solver_named
+from rk_solvers import Limits, solver_named
 from rockmate import keep_freed_memory
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
@@ -53,7 +53,7 @@ def one_round(case: Case, peak_bytes: int, seconds: float) -> dict[str, Any]:
     """Times of keeping everything, in ms, and by share of `peak_bytes` what a plan takes by that, and its bound."""
     measured = measure(case.fresh_model(), case.sample, PlanRequest(1.0, case.loss))
     problem = measured.problem
-    solver = solver_named("auto", Effort(measured.chain, time_limit_s=seconds, gap=GAP))
+    solver = solver_named("auto", Limits(gap=GAP).within(seconds), measured.chain)
     plans = {}
     for share in case.shares:
         plan = solver.solve(problem, int(share * peak_bytes))

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from benchmarks.reporting import code_version, console, option_parser
+from rk_solvers import Limits
 from rockmate import BudgetTooSmall, plan_files, zoo
 from rockmate.plan_files.record import made_here, plan_file_of
 from rockmate.plan_files.zoo import StoredPlan
@@ -62,7 +63,7 @@ def main() -> None:
 def plans_of(name: str, options: argparse.Namespace) -> list[StoredPlan]:
     """Plans for one model, written into the folder; the index has an entry for each budget."""
     entry = zoo.get(name, device=options.device)
-    request = PlanRequest(1.0, entry.loss, time_limit_s=options.time_limit)
+    request = PlanRequest(1.0, entry.loss, limits=Limits().within(options.time_limit))
     for old in options.output.glob(f"{name}-0.*.json.gz"):
         old.unlink()
     rows = []

@@ -32,7 +32,7 @@ from rk_solvers import (
     BackendUnavailable,
     Chain,
     Checkmate,
-    Effort,
+    Limits,
     Problem,
     Solver,
     Status,
@@ -84,7 +84,7 @@ def solvers_for(problem: Problem, chain: Chain | None, options: argparse.Namespa
         too_large = name in ("checkmate", "intervals") and len(problem.forward) > MOST_EXACT
         if not (needs_chain or too_long or too_large):
             limit_s = options.time_limit if name == AUTO else options.others_limit
-            yield name, solver_named(name, Effort(chain, limit_s, seed=0, gap=options.gap))
+            yield name, solver_named(name, Limits(gap=options.gap).within(limit_s), chain)
 
 
 def results(
@@ -218,7 +218,7 @@ def monotone_bar(name: str, problem: Problem, chain: Chain | None, smallest_byte
     """How often a larger budget has the slower plan, in a sweep of ten budgets."""
     most = peak_and_time(problem, problem.no_recompute)[0]
     budgets = [round(smallest_bytes + (most - smallest_bytes) * part / 9) for part in range(10)]
-    solver = solver_named(AUTO, Effort(chain, time_limit_s=1.0))
+    solver = solver_named(AUTO, Limits().within(1.0), chain)
     times = [solution.time_ms for solution in solve_sweep(problem, budgets, solver)]
     slower = sum(second > first for first, second in itertools.pairwise(times))
     return bar(f"{name}: larger budgets with a slower plan, of ten", slower, 0)

@@ -16,8 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from rk_solvers import Solver
-from rk_solvers.registry import DEFAULT_GAP
+from rk_solvers import Limits, Solver
 from rkgb import ModelError, make_sample
 from rkgb.ir.opaque import opaque_paths
 from rockmate.calls.fallbacks import Fallback, FallbackCounts
@@ -35,7 +34,7 @@ from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.pins import Pins, as_pins, check_pins
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan
-from rockmate.planning.request import PlanRequest, check_request, no_progress
+from rockmate.planning.request import PlanRequest, check_request, limits_of, no_progress
 from rockmate.progress import Progress
 from rockmate.proxy import ModuleProxy
 
@@ -110,7 +109,7 @@ class Rockmate(ModuleProxy):
         loss: LossFunction | None = None,
         solver: Solver | str = "auto",
         time_limit: float | None = None,
-        gap: float = DEFAULT_GAP,
+        gap: float = Limits().gap,
         progress: bool | Progress = False,
         pin: Pins = (),
         scope: Scope = "step",
@@ -120,7 +119,8 @@ class Rockmate(ModuleProxy):
         plan: PlanFile | str | os.PathLike[str] | None = None,
         cache: bool = True,
     ) -> None:
-        request = PlanRequest(budget, loss, solver, no_progress, time_limit, gap, as_pins(pin), scope, optimizer)
+        limits = limits_of(time_limit, gap)
+        request = PlanRequest(budget, loss, solver, no_progress, limits, as_pins(pin), scope, optimizer)
         check_request(request)
         _check_model(model)
         request = replace(request, opaque=opaque_paths(model, opaque))

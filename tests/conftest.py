@@ -84,7 +84,7 @@ def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def proofs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals prove what they can in two seconds: nearer bounds on the least peak would take minutes of all tests."""
     if request.node.get_closest_marker("long_proofs") is None:
-        short = tuple((operations, near, 2.0) for operations, near, _ in rk_solvers.anytime.min_budget.EXACT)
+        short = tuple((operations, near, 0.08) for operations, near, _ in rk_solvers.anytime.min_budget.EXACT)
         monkeypatch.setattr("rk_solvers.anytime.min_budget.EXACT", short)
 
 

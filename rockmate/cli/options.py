@@ -13,7 +13,7 @@ import click
 import torch
 
 from rk_solvers import SOLVERS
-from rk_solvers.registry import DEFAULT_EXTRA_S, DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers.limits import USUAL_LIMITS
 from rockmate.cli.samples import SampleTextError, read_sample
 from rockmate.cli.targets import Source, Target, TargetError, find_source
 from rockmate.memory.budget import Budget
@@ -162,14 +162,14 @@ solver_options = combined(
         "--time-limit",
         type=click.FloatRange(min=0),
         default=None,
-        show_default=f"{DEFAULT_TIME_LIMIT_S:g}, and {DEFAULT_EXTRA_S:g} more where the plan may be far from the best",
+        show_default=f"{USUAL_LIMITS.search_s:g}, and {USUAL_LIMITS.extra_s:g} more for a plan far from the best",
         metavar="SECONDS",
         help="For one search; Ctrl-C ends it with the best plan so far.",
     ),
     click.option(
         "--gap",
         type=click.FloatRange(min=0, max=1, max_open=True),
-        default=DEFAULT_GAP,
+        default=USUAL_LIMITS.gap,
         show_default=True,
         help="The search ends once no plan is faster by more than this share of the step's time.",
     ),

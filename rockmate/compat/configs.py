@@ -9,13 +9,14 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from rk_solvers.registry import DEFAULT_GAP
+from rk_solvers import Limits
 from rkgb import RockmateError
 from rockmate import module
 from rockmate.calls.specializations import SHAPES, Shapes
 from rockmate.compat.configured import configured, options_of
 from rockmate.memory.budget import check_budget
 from rockmate.memory.split import Scope
+from rockmate.planning.request import limits_of
 
 FORMAT: Literal["rockmate-config"] = "rockmate-config"
 VERSION: Literal[1] = 1
@@ -35,7 +36,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     budget: int | float | str | None = None
     scope: Scope = "step"
     time_limit: float | None = None
-    gap: float = DEFAULT_GAP
+    gap: float = Limits().gap
     shapes: Shapes = "replan"
 
 
@@ -82,7 +83,7 @@ def from_config(
     Raises what `rockmate.Rockmate` raises.
     """
     config = _checked(config or Config())
-    solver = configured(config.solver, config.solver_options, config.time_limit, config.gap)
+    solver = configured(config.solver, config.solver_options, limits_of(config.time_limit, config.gap))
     said = {"budget": config.budget, "solver": solver, "scope": config.scope, "time_limit": config.time_limit}
     return module.Rockmate(model, sample, **{**said, "gap": config.gap, "shapes": config.shapes, **options})
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rk_solvers import SOLVERS, Chain, Effort, Solver, solver_named
-from rk_solvers.registry import DEFAULT_GAP
+from rk_solvers import SOLVERS, Chain, Limits, Solver, solver_named
+from rk_solvers.limits import USUAL_LIMITS
 from rockmate.errors import SolverError
 from rockmate.planning.graph_solver import GraphSolver
 from rockmate.planning.measured import Measured
 
 Value = int | float | str
 _PLAIN = (int, float, str)
-_OWN = ("chain", "time_limit_s", "extra_s", "gap", "progress")  # come from the module, and from what is asked for
+_OWN = ("chain", "limits", "time_limit_s", "extra_s", "gap", "progress")  # of the module, or asked for elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,7 @@ class Configured(GraphSolver):
 
     solver: str
     options: tuple[tuple[str, Value], ...]
-    time_limit_s: float | None = None
-    gap: float = DEFAULT_GAP
+    limits: Limits = USUAL_LIMITS
 
     @property
     def name(self) -> str:
@@ -33,16 +32,16 @@ class Configured(GraphSolver):
 
     def for_measured(self, measured: Measured) -> Solver:
         """The solver along the blocks of this module."""
-        effort = Effort(measured.chain, self.time_limit_s, gap=self.gap)
-        usual: Any = solver_named(self.solver, effort)  # a dataclass, as all of them are
-        return replace(usual, **dict(self.options))
+        options: dict[str, Any] = dict(self.options)
+        limits = replace(self.limits, seed=options.pop("seed", self.limits.seed))
+        usual: Any = solver_named(self.solver, limits, measured.chain)  # a dataclass, as all of them are
+        return replace(usual, **options)
 
 
 def configured(
     solver: str,
     options: Mapping[str, Value],
-    time_limit_s: float | None = None,
-    gap: float = DEFAULT_GAP,
+    limits: Limits | None = None,
 ) -> Solver | str:
     """The solver of that name with these values of its fields; its name alone where there are none.
 
@@ -61,11 +60,11 @@ def configured(
                 f"the option {name!r} of the solver {solver!r} is {value!r}; give {expected.__name__} such as "
                 f"{usual[name]!r}."
             )
-    return Configured(solver, tuple(sorted(options.items())), time_limit_s, gap) if options else solver
+    return Configured(solver, tuple(sorted(options.items())), limits or Limits()) if options else solver
 
 
 def options_of(solver: str) -> dict[str, Value]:
     """The fields of a solver that may be given other values, with what they are by default."""
-    made: Any = solver_named(solver, Effort(Chain((), ())))
+    made: Any = solver_named(solver, chain=Chain((), ()))
     found = {field.name: getattr(made, field.name) for field in fields(made)}
     return {name: value for name, value in found.items() if name not in _OWN and type(value) in _PLAIN}

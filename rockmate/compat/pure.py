@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from rk_solvers.registry import DEFAULT_GAP
 from rockmate import module
 from rockmate.compat.configured import Value, configured
 from rockmate.memory.budget import Budget
+from rockmate.planning.request import limits_of
 
 
 class _Pure(module.Rockmate):
@@ -38,8 +38,8 @@ class _Pure(module.Rockmate):
         solver_options: Mapping[str, Value] | None = None,
         **options: Any,
     ) -> None:
-        limit_s, gap = options.get("time_limit"), options.get("gap", DEFAULT_GAP)
-        solver = configured(self.solver_name, solver_options or {}, limit_s, gap)
+        limits = limits_of(options.get("time_limit"), options.get("gap"))
+        solver = configured(self.solver_name, solver_options or {}, limits)
         super().__init__(model, sample, budget, solver=solver, **options)
 
 

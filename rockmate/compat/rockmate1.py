@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Problem, RotorTable, Solution, Solver, peak_and_time, schedule_of, simulate
+from rk_solvers import Limits, Problem, RotorTable, Solution, Solver, peak_and_time, schedule_of, simulate
 from rk_solvers.chain.rotor import prepare_table, solved
 from rk_solvers.chain.two_level import Blocks, RockmateSolver
-from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
 from rk_solvers.solver import best_solution
 from rkgb import make_sample
 from rockmate.errors import NotPlanned, SolverError
@@ -81,7 +80,7 @@ class Rockmate(MeasuredRockmate):
         nb_budget_peak: int = 5,
         ilp_solver: str = "highs",
         loss: LossFunction | None = None,
-        time_limit: float = DEFAULT_TIME_LIMIT_S,
+        time_limit: float = Limits().search_s,
     ) -> None:
         if ilp_solver not in _BACKENDS:
             raise SolverError(f'ilp_solver is {ilp_solver!r}; give "highs", or "gurobi". Others are not driven here.')
@@ -111,7 +110,7 @@ class Rockmate(MeasuredRockmate):
         started = time.perf_counter()
         solver = RockmateSolver(
             measured.chain,
-            self._family.request.longest_search_s,
+            self._family.request.limits.longest_s,
             steps=nb_budget_peak,
             saved_steps=nb_budget_save,
             backend=_BACKENDS[self._backend],

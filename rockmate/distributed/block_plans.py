@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rk_solvers import Effort, solver_named
-from rk_solvers.registry import DEFAULT_TIME_LIMIT_S
+from rk_solvers import Limits, solver_named
 from rkgb import RockmateError, Sample, make_sample
 from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.ir.placement import refuse_devices
@@ -37,7 +36,7 @@ from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.real_step import StepFunction, real_peak_bytes, warm_step
-from rockmate.planning.request import PlanRequest, check_request
+from rockmate.planning.request import PlanRequest, check_request, limits_of
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 5  # corrections of the account by real steps
@@ -75,7 +74,7 @@ def plan_blocks(
     blocks: Blocks = None,
     loss: LossFunction | None = None,
     mp_policy: Any = None,
-    time_limit: float = DEFAULT_TIME_LIMIT_S,
+    time_limit: float = Limits().search_s,
 ) -> BlockPlans:
     """Put a planned module in the place of each block of `model`, such that a whole step stays within `budget`.
 
@@ -94,7 +93,8 @@ def plan_blocks(
     With more than one rank, the plans are those of the first rank that makes them. Raises what `Rockmate` raises, and
     `ModelError` for `blocks` that are none; `model` is then as it was before.
     """
-    check_request(PlanRequest(budget, loss, time_limit_s=time_limit))
+    limits = limits_of(time_limit)
+    check_request(PlanRequest(budget, loss, limits=limits))
     refuse_what_spans_ranks(model)
     arguments = make_sample(model, sample)
     refuse_devices(model, arguments)
@@ -106,7 +106,7 @@ def plan_blocks(
     with TURNS.planning(model), checkpointing.switched_off(), computed_as(model, mp_policy), training_mode(model):
         classes = classes_of(Forward(model, arguments, found, mp_policy), _measured)
         step = _WholeStep(model, arguments, loss, mp_policy, classes)
-        search = _Search(step, budget, time_limit)
+        search = _Search(step, budget, limits)
         chosen = search.agreed()
     step.install(chosen.planned)
     pairs = zip(classes, chosen.planned, strict=True)
@@ -121,7 +121,7 @@ def apply(
     sample: Any,
     blocks: Blocks = None,
     loss: LossFunction | None = None,
-    time_limit: float = DEFAULT_TIME_LIMIT_S,
+    time_limit: float = Limits().search_s,
     **sharding: Any,
 ) -> BlockPlans:
     """`plan_blocks`, then FSDP2: ``fully_shard(block, **sharding)`` of each planned block, and of `model`.
@@ -223,10 +223,10 @@ class _Found:
 class _Search:
     """Chooses plans by the account, runs a real step of them, and corrects the account by what was measured."""
 
-    def __init__(self, step: _WholeStep, budget: Budget, time_limit_s: float) -> None:
+    def __init__(self, step: _WholeStep, budget: Budget, limits: Limits) -> None:
         self._step = step
         self._budget = budget
-        self._time_limit_s = time_limit_s
+        self._limits = limits
         self._problems = [BlockProblem.of(blocks) for blocks in step.classes]
         eager_bytes = step.eager_bytes() if is_fraction(budget) else 0
         if eager_bytes is None:
@@ -239,10 +239,10 @@ class _Search:
     def agreed(self) -> _Found:
         """Plans for all classes: chosen here, or by the first rank to come."""
         searches = len(self._problems) * (_LEVELS_SEARCHED + _ATTEMPTS)
-        exchange = default_exchange(searches * self._time_limit_s)
+        exchange = default_exchange(searches * self._limits.longest_s)
         if exchange is None:
             return self._chosen()
-        request = PlanRequest(self._budget, time_limit_s=self._time_limit_s)
+        request = PlanRequest(self._budget, limits=self._limits)
         each = [[plan_key(blocks.measured, request), blocks.calls] for blocks in self._step.classes]
         own: list[_Found] = []
 
@@ -265,8 +265,8 @@ class _Search:
         return self._chosen()
 
     def _chosen(self) -> _Found:
-        efforts = [Effort(problem.chain, self._time_limit_s) for problem in self._problems]
-        chooser = Chooser(self._problems, [solver_named("auto", effort) for effort in efforts])
+        solvers = [solver_named("auto", self._limits, problem.chain) for problem in self._problems]
+        chooser = Chooser(self._problems, solvers)
         best: _Found | None = None
         best_ms, lowest_bytes = math.inf, sys.maxsize
         choice: Choice | None = chooser.leanest()

@@ -143,7 +143,7 @@ def plan_with_others(
     and where this one cannot do as another did, it plans by itself; in the second case it warns
     (`PlanExchangeWarning`). Raises what `make_plan` raises here or there.
     """
-    exchange = default_exchange(_ATTEMPTS * request.longest_search_s)
+    exchange = default_exchange(_ATTEMPTS * request.limits.longest_s)
     if exchange is None or isinstance(request.solver, FixedPlan):
         return measured, make_plan(measured, request, module)
     made: list[P] = []
@@ -222,7 +222,7 @@ def plan_key(measured: Measured, request: PlanRequest) -> str:
         [(op.name, op.needs, op.resident_bytes, op.peak_bytes * (op.name == LOSS)) for op in problem.backward],
         sorted(problem.held),
         ["auto" if is_what_is_free(request.budget) else read_budget(request.budget), request.scope],
-        [solver, request.time_limit_s, request.gap, None if request.follow is None else request.follow.to_json()],
+        [solver, dataclasses.asdict(request.limits), None if request.follow is None else request.follow.to_json()],
         device_of(measured.device).name,
     ]
     return key_of(content)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         [(node.name, node.keep_reason) for node in traced.graph if node.keep_reason],
         [budget, type(budget).__name__, request.scope],  # 1.0 is a share, and 1 is a byte
         traced.state_bytes and traced.state_bytes[0],
-        [solver, request.time_limit_s, request.gap],
+        [solver, asdict(request.limits)],
         None if request.follow is None else request.follow.to_json(),
         None if traced.loss is None else traced.loss.peak_bytes,
         request.opaque,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 
-from rk_solvers import Problem, Solution, Solver
+from rk_solvers import Problem, Solution, Solver, solver_named
 from rockmate.errors import SolverError
 from rockmate.planning.measured import Measured
+from rockmate.planning.request import PlanRequest
 
 
 class GraphSolver(Solver):
@@ -25,3 +27,10 @@ class GraphSolver(Solver):
             f"the solver {self.name!r} needs the graphs of a module, and is given numbers alone: hand it to "
             "Rockmate(model, solver=...), or take a solver of rk_solvers."
         )
+
+
+def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str], None] | None = None) -> Solver:
+    """The solver that was asked for, made for what was measured; it tells `progress` how far its search is."""
+    if isinstance(request.solver, str):
+        return solver_named(request.solver, request.limits, measured.chain, progress)
+    return request.solver.for_measured(measured) if isinstance(request.solver, GraphSolver) else request.solver

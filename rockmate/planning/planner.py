@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from rk_solvers import Effort, KeepAll, Solution, check, simulate, solver_named
+from rk_solvers import KeepAll, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
 from rkgb.devices.out_of_memory import out_of_memory_told
 from rkgb.devices.registry import device_of
@@ -32,7 +32,7 @@ from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, res
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan
-from rockmate.planning.graph_solver import GraphSolver
+from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.plan import Plan
 from rockmate.planning.real_step import real_peak_bytes, warm_step
@@ -46,7 +46,6 @@ from rockmate.units import format_apart, format_bytes
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
-_BOUND_S = 6.0  # most seconds for the lower bound; it is there after one or three for most models
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 
@@ -97,7 +96,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     if peak_bytes > budget_bytes and not request.may_exceed:
         told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
         needed_bytes = _with_margin(tried, measured, request, module)
-        raise too_small(measured, solution, budget_bytes, needed_bytes, told, request.budget)
+        raise too_small(measured, solution, budget_bytes, needed_bytes, told, request)
     planned.is_complete = not solution.interrupted
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
     request.progress("bound", 0, 1)
@@ -121,8 +120,9 @@ def poor_plan_text(planned: LoweredPlan, request: PlanRequest) -> str | None:
     plan = planned.plan
     if not planned.is_out_of_time or plan.gap is None or plan.gap <= _POOR_GAP:
         return None
-    limit = "" if request.time_limit_s is None else f" within time_limit={request.time_limit_s:g} s"
-    more = max(60, math.ceil(4 * request.longest_search_s))
+    limits = request.limits
+    limit = "" if limits.extra_s else f" within time_limit={limits.search_s:g} s"
+    more = max(60, math.ceil(4 * limits.longest_s))
     return (
         f"the plan found{limit} takes {plan.overhead:+.0%} time, and one that is up to {plan.gap:.0%} faster may "
         f"exist under {format_bytes(plan.budget_bytes)}. Let the search go on for longer (time_limit={more}), or "
@@ -248,7 +248,7 @@ def _lower_bound_ms(
         return min(solution.lower_bound_ms, solution.time_ms)
     if request.follow is not None:
         return None
-    limit_s = min(_BOUND_S, request.longest_search_s)
+    limit_s = min(request.limits.bound_s, request.limits.longest_s)
     plan = solution.schedule
     bound_ms = lower_bound_ms(measured.problem, allowed_bytes, measured.chain, limit_s, plan=plan)
     return min(bound_ms, solution.time_ms)
@@ -263,13 +263,7 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
         keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
         if keep_all.status.fits:
             return keep_all
-    solver = request.solver
-    if isinstance(solver, str):
-        tell = partial(_tell_news, request.progress)
-        effort = Effort(measured.chain, request.time_limit_s, gap=request.gap, progress=tell)
-        solver = solver_named(solver, effort)
-    elif isinstance(solver, GraphSolver):
-        solver = solver.for_measured(measured)
+    solver = solver_for(request, measured, partial(_tell_news, request.progress))
     return solver.solve(measured.problem, budget_bytes)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rk_solvers import Effort, Problem, Simulation, Solution, simulate, solver_named
+from rk_solvers import Limits, Problem, Simulation, Solution, simulate, solver_named
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rockmate.errors import BudgetTooSmall
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
 from rockmate.planning.measured import Measured, problem_of
+from rockmate.planning.request import PlanRequest
 from rockmate.units import format_apart, format_bytes
 
-_PROOF_S = 3.0  # most seconds for the proof of how much less might do
 _MUCH = 0.15  # a part of the peak that is worth a word
 
 
@@ -24,9 +24,9 @@ def too_small(
     budget_bytes: int,
     lowest_bytes: int,
     split: MemorySplit | None,
-    written: Budget,
+    request: PlanRequest,
 ) -> BudgetTooSmall:
-    """The error of a budget, `written` by the user, that the plan of lowest peak, `solution`, exceeds.
+    """The error of the budget that was asked for, that the plan of lowest peak, `solution`, exceeds.
 
     `lowest_bytes` was measured: a step of that plan really takes that much.
     """
@@ -35,9 +35,9 @@ def too_small(
     binding = simulation.peak.op
     op = str(binding)
     smallest = max(lowest_bytes, budget_bytes + 1)
-    proven = solution.proven_bytes or peak_bound_bytes(problem, max(solution.peak_bytes, 1), _PROOF_S)
+    proven = solution.proven_bytes or peak_bound_bytes(problem, max(solution.peak_bytes, 1), request.limits.proof_s)
     proven = min(smallest, proven)
-    advice = " ".join(_advice(measured, _moment(problem, simulation), smallest, budget_bytes))
+    advice = " ".join(_advice(measured, _moment(problem, simulation), smallest, budget_bytes, request.limits))
     divided = ""
     if split is not None:
         _, needed = format_apart(split.step_bytes, smallest)
@@ -47,7 +47,7 @@ def too_small(
     return BudgetTooSmall(
         f"budget {' < '.join(format_apart(budget_bytes, smallest))}, the smallest for which a schedule was found "
         f"({_proof(proven, smallest)}; bound at {op}{_where(measured, binding.name)}){divided}. "
-        f"{_of_what(measured, written)}Raise the budget to at least "
+        f"{_of_what(measured, request.budget)}Raise the budget to at least "
         f"{smallest} bytes, or: {advice}",
         smallest,
         op,
@@ -105,13 +105,15 @@ def _moment(problem: Problem, simulation: Simulation) -> _Moment:
     return _Moment(simulation.peak.op.name, held_bytes, once)
 
 
-def _least_above_gradients(measured: Measured, budget_bytes: int) -> int:
+def _least_above_gradients(measured: Measured, budget_bytes: int, limits: Limits) -> int:
     """What a step takes, as predicted, that adds to gradients: under the budget, or the least that was found."""
     problem, chain = problem_of(measured.graphs, measured.loss, None, frozenset(gradients_made(measured.graphs)))
-    return solver_named("greedy", Effort(chain, _PROOF_S)).solve(problem, budget_bytes).peak_bytes
+    return solver_named("greedy", limits.within(limits.guess_s), chain).solve(problem, budget_bytes).peak_bytes
 
 
-def _advice(measured: Measured, moment: _Moment, smallest_bytes: int, budget_bytes: int) -> Iterator[str]:
+def _advice(
+    measured: Measured, moment: _Moment, smallest_bytes: int, budget_bytes: int, limits: Limits
+) -> Iterator[str]:
     """Sentences, the most helpful first."""
     made = gradients_made(measured.graphs)
     parameters_bytes = sum(made[name] for name in made.keys() - measured.gradients)
@@ -130,7 +132,7 @@ def _advice(measured: Measured, moment: _Moment, smallest_bytes: int, budget_byt
         )
     if parameters_bytes > _MUCH * smallest_bytes:
         yield f"freeze parameters (their gradients take {format_bytes(parameters_bytes)} at the end of the step);"
-        above_bytes = _least_above_gradients(measured, budget_bytes)
+        above_bytes = _least_above_gradients(measured, budget_bytes, limits)
         if above_bytes < budget_bytes or above_bytes < (1 - _MUCH) * smallest_bytes:
             does = "this budget does" if above_bytes <= budget_bytes else f"about {format_bytes(above_bytes)} do"
             yield (

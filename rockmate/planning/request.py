@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rk_solvers import SOLVERS, Solver
-from rk_solvers.registry import DEFAULT_EXTRA_S, DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from rk_solvers import SOLVERS, Limits, Solver
+from rk_solvers.limits import USUAL_LIMITS
 from rockmate.errors import LossError, SolverError
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -30,8 +30,7 @@ class PlanRequest:
     loss: LossFunction | None = None
     solver: Solver | str = "auto"
     progress: Progress = no_progress
-    time_limit_s: float | None = None  # for one search, None: as `Effort` says; measuring takes time of its own
-    gap: float = DEFAULT_GAP  # the search ends where no plan is faster by more than this share of the step's time
+    limits: Limits = USUAL_LIMITS  # of searches, bounds and proofs; measuring takes time of its own
     pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
     scope: Scope = "step"  # what the budget is for
     optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
@@ -40,10 +39,18 @@ class PlanRequest:
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
-    @property
-    def longest_search_s(self) -> float:
-        """Seconds that one search may take; a plan may take a few."""
-        return DEFAULT_TIME_LIMIT_S + DEFAULT_EXTRA_S if self.time_limit_s is None else self.time_limit_s
+
+def limits_of(time_limit: float | None = None, gap: float | None = None, limits: Limits | None = None) -> Limits:
+    """`limits` (else the usual ones) with what users say for short. Raises `SolverError` for values that are none."""
+    if time_limit is not None and not time_limit >= 0:
+        raise SolverError(f"time_limit is {time_limit!r}; give the seconds that a search may take.")
+    if gap is not None and not 0 <= gap < 1:
+        raise SolverError(
+            f"gap is {gap!r}; give the share of the step's time that a faster plan may save, such "
+            "as 0.01 for 1 %, and 0 for a proof."
+        )
+    found = (limits or Limits()).within(time_limit)
+    return found if gap is None else replace(found, gap=gap)
 
 
 def check_request(request: PlanRequest) -> None:
@@ -59,12 +66,5 @@ def check_request(request: PlanRequest) -> None:
             f'Greedy(), but is {request.solver!r}. Leave it out, or say "auto", to have the best of several.'
         )
     check_scope(request.scope, request.optimizer)
-    if request.time_limit_s is not None and not request.time_limit_s >= 0:
-        raise SolverError(f"time_limit is {request.time_limit_s!r}; give the seconds that a search may take.")
-    if not 0 <= request.gap < 1:
-        raise SolverError(
-            f"gap is {request.gap!r}; give the share of the step's time that a faster plan may save, such "
-            "as 0.01 for 1 %, and 0 for a proof."
-        )
     if request.loss is not None and not callable(request.loss):
         raise LossError(f"loss must be a function of the model's output, but is {request.loss!r}.")

@@ -22,7 +22,6 @@ from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.queries.batches import MakeBatch, interpolated
 
-_GUESS_S = 2.0  # most seconds to guess whether a batch fits that was not measured
 _GUESSES = 8  # such searches before a batch is measured
 
 
@@ -114,6 +113,11 @@ class BatchSearch:
         assert isinstance(self._request.budget, int)  # since the first trial
         return self._request.budget
 
+    @property
+    def _guess_s(self) -> float:
+        limits = self._request.limits
+        return min(limits.guess_s, limits.longest_s)
+
     # ---- trials --------------------------------------------------------------------------------------
 
     def _try(self, batch: int) -> bool:
@@ -190,7 +194,7 @@ class BatchSearch:
     def _least_bytes(self, known: _Known) -> int:
         """The lowest peak that is predicted for a batch that was measured, after a short search."""
         plans = [one.schedule for one in self._known if one.schedule is not None and _are_alike(one, known)]
-        deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
+        deadline = time.monotonic() + self._guess_s
         plan = min_peak_plan(known.problem, plans, known.chain, deadline)
         return peak_and_time(known.problem, normalise(known.problem, plan))[0]
 
@@ -253,7 +257,7 @@ class BatchSearch:
         allowed_bytes = self._allowed_bytes(batch, pair)
         if problem is None or allowed_bytes <= 0:
             return None
-        deadline = time.monotonic() + min(_GUESS_S, self._request.longest_search_s)
+        deadline = time.monotonic() + self._guess_s
         plan = normalise(problem, min_peak_plan(problem, plans, pair[0].chain, deadline, allowed_bytes))
         return plan if peak_and_time(problem, plan)[0] <= allowed_bytes else None
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Effort, Problem, Schedule, Solution, Solver, peak_and_time, schedule_of, solver_named
+from rk_solvers import Limits, Problem, Schedule, Solution, Solver, peak_and_time, schedule_of
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
-from rk_solvers.registry import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from rk_solvers.solver import solution_of
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
@@ -20,11 +19,11 @@ from rockmate.memory.split import Scope
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.graph_solver import GraphSolver
+from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
-from rockmate.planning.request import PlanRequest, check_request
+from rockmate.planning.request import PlanRequest, check_request, limits_of
 from rockmate.progress import Progress, progress_display
 from rockmate.queries.batch_search import BatchSearch, LargestBatch, Trial
 from rockmate.queries.batches import MakeBatch, find_batch
@@ -32,8 +31,6 @@ from rockmate.queries.batches import MakeBatch, find_batch
 __all__ = ["Attempt", "CheapestBudget", "LargestBatch", "Trial", "max_batch", "smallest_budget"]
 
 _START = 4  # the first batch where nobody says one: of one row alone, some layers cannot be trained
-_GUESS_S = 2.0  # most seconds to guess whether a batch fits that was not measured
-_PROOF_S = 0.5  # … and to prove that it does not
 _PRECISION = 0.002  # of the smallest budget, as a share of the eager peak
 
 
@@ -72,7 +69,7 @@ def max_batch(
     optimizer: OptimizerLike | None = None,
     solver: Solver | str = "auto",
     time_limit: float | None = None,
-    gap: float = DEFAULT_GAP,
+    gap: float = Limits().gap,
     progress: bool | Progress = False,
 ) -> LargestBatch:
     """The largest batch that can be trained within a budget.
@@ -112,7 +109,7 @@ def max_batch(
     if start < 1 or most < start:
         raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
     with progress_display(progress) as tell:
-        request = PlanRequest(budget, loss, solver, tell, time_limit, gap, scope=scope, optimizer=optimizer)
+        request = PlanRequest(budget, loss, solver, tell, limits_of(time_limit, gap), scope=scope, optimizer=optimizer)
         check_request(request)
         return BatchSearch(make, request, most).run(start, found)
 
@@ -127,8 +124,8 @@ def smallest_budget(
     *,
     loss: LossFunction | None = None,
     solver: Solver | str = "auto",
-    time_limit: float = DEFAULT_TIME_LIMIT_S,
-    gap: float = DEFAULT_GAP,
+    time_limit: float = Limits().search_s,
+    gap: float = Limits().gap,
     progress: bool | Progress = False,
 ) -> CheapestBudget:
     """The smallest budget under which a step takes at most `slowdown` times as long as without recomputation.
@@ -148,7 +145,7 @@ def smallest_budget(
     if not slowdown >= 1:
         raise ArgumentError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
     with progress_display(progress) as tell:
-        request = PlanRequest(None, loss, solver, tell, time_limit, gap)
+        request = PlanRequest(None, loss, solver, tell, limits_of(time_limit, gap))
         check_request(request)
         call = make_sample(model, sample)
         with planning(model), left_as_it_was(model, call) as first, first.told():
@@ -171,13 +168,13 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
     limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
     best = schedule_of(problem, {})
     high = peak_and_time(problem, best)[0]
-    low = peak_bound_bytes(problem, high, _PROOF_S) - 1  # proven to be too small
+    low = peak_bound_bytes(problem, high, request.limits.proof_s) - 1  # proven to be too small
     attempts: list[Attempt] = []
     rounds = max(1, ((high - low) / (_PRECISION * high)).__ceil__().bit_length())
     while high - low > max(1, _PRECISION * measured.eager_peak_bytes):
         request.progress("budgets", min(len(attempts), rounds - 1), rounds)
         middle = (low + high) // 2
-        solution = _solved(measured, request, middle)
+        solution = solver_for(request, measured).solve(problem, middle)
         peak_bytes, time_ms = peak_and_time(problem, solution.schedule)
         is_fast_enough = time_ms <= limit_ms
         taken = time_ms / problem.keep_all_time_ms
@@ -188,16 +185,6 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
             low = middle
     request.progress("budgets", rounds, rounds)
     return best, attempts
-
-
-def _solved(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solution:
-    solver = request.solver
-    if isinstance(solver, str):
-        effort = Effort(measured.chain, request.time_limit_s, gap=request.gap)
-        solver = solver_named(solver, effort)
-    elif isinstance(solver, GraphSolver):
-        solver = solver.for_measured(measured)
-    return solver.solve(measured.problem, budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)

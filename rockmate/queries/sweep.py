@@ -12,7 +12,7 @@ import torch
 from rk_solvers import (
     SOLVERS,
     BackendUnavailable,
-    Effort,
+    Limits,
     Problem,
     Solution,
     Solver,
@@ -23,17 +23,15 @@ from rk_solvers import (
 )
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.local.min_peak_search import min_peak_plan
-from rk_solvers.registry import DEFAULT_GAP
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan, planning
-from rockmate.planning.request import PlanRequest, check_request
+from rockmate.planning.request import PlanRequest, check_request, limits_of
 from rockmate.progress import Progress, progress_display
 
 OURS = "auto"  # what `Rockmate` does by default: its plans are run, too
-_PROOF_S = 2.0
 DEFAULT_TIME_LIMIT_S = 5.0  # for each solver and budget
 
 
@@ -89,7 +87,7 @@ def sweep(
     loss: LossFunction | None = None,
     solvers: Sequence[str] | None = None,
     time_limit: float = DEFAULT_TIME_LIMIT_S,
-    gap: float = DEFAULT_GAP,
+    gap: float = Limits().gap,
     progress: bool | Progress = False,
 ) -> Sweep:
     """Measure `model` once, and plan it for each of `budgets` by each of `solvers` (all there are, if None).
@@ -105,7 +103,7 @@ def sweep(
     if unknown or not names or not budgets:
         raise ArgumentError(f"there is no solver {unknown[0]!r}" if unknown else "a sweep needs a budget and a solver")
     with progress_display(progress) as tell:
-        request = PlanRequest(None, loss, OURS, tell, time_limit, gap)
+        request = PlanRequest(None, loss, OURS, tell, limits_of(time_limit, gap))
         for budget in budgets:
             check_request(replace(request, budget=budget))
         with planning(model):
@@ -124,12 +122,12 @@ def sweep(
                 except (BackendUnavailable, ValueError) as error:
                     left_out.append((name, str(error)))
             tell("solvers", len(names), len(names))
-    return _sweep(measured, rows, left_out, time_limit)
+    return _sweep(measured, rows, left_out, request.limits)
 
 
-def _sweep(measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, str]], time_limit: float) -> Sweep:
+def _sweep(measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, str]], limits: Limits) -> Sweep:
     problem = measured.problem
-    plan = min_peak_plan(problem, [], measured.chain, time.monotonic() + time_limit)
+    plan = min_peak_plan(problem, [], measured.chain, time.monotonic() + limits.search_s)
     smallest = peak_and_time(problem, normalise(problem, plan))[0]
     found = [row.measured_peak_bytes or row.peak_bytes for row in rows]
     smallest = min([smallest, *found])
@@ -137,7 +135,7 @@ def _sweep(measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, s
         eager_peak_bytes=measured.eager_peak_bytes,
         keep_all_ms=problem.keep_all_time_ms,
         smallest_bytes=smallest,
-        proven_bytes=min(smallest, peak_bound_bytes(problem, max(1, smallest), _PROOF_S)),
+        proven_bytes=min(smallest, peak_bound_bytes(problem, max(1, smallest), limits.proof_s)),
         rows=tuple(rows),
         left_out=tuple(left_out),
     )
@@ -196,7 +194,7 @@ class _Timed(Solver):
 
 def _baseline(measured: Measured, request: PlanRequest, budgets: list[int], name: str) -> list[SweepRow]:
     problem = measured.problem
-    solver = _Timed(solver_named(name, Effort(measured.chain, request.time_limit_s, gap=request.gap)))
+    solver = _Timed(solver_named(name, request.limits, measured.chain))
     return [
         SweepRow(
             solver=name,

@@ -15,6 +15,7 @@ from rk_solvers.checker import CheckedSchedule, check
 from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.exact.oracle import Oracle
 from rk_solvers.intervals.solver import Bounded, Intervals
+from rk_solvers.limits import Limits
 from rk_solvers.liveness import (
     Evaluation,
     Moment,
@@ -40,7 +41,7 @@ from rk_solvers.problem import (
     problem_from_json,
     problem_to_json,
 )
-from rk_solvers.registry import SOLVERS, Effort, solver_named
+from rk_solvers.registry import SOLVERS, solver_named
 from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
 from rk_solvers.solver import Solution, Solver, Status
 
@@ -57,7 +58,6 @@ __all__ = [
     "Chen",
     "Compute",
     "Data",
-    "Effort",
     "Evaluation",
     "Forget",
     "ForwardOp",
@@ -67,6 +67,7 @@ __all__ = [
     "KeepAll",
     "KeepNone",
     "Knapsack",
+    "Limits",
     "Moment",
     "Op",
     "Option",

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rk_solvers.checker import CheckedSchedule, check
+from rk_solvers.limits import Limits
 from rk_solvers.liveness import peak_and_time
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.problem import Chain, Problem, problem_from_json
-from rk_solvers.registry import DEFAULT_GAP, SOLVERS, Effort, solver_named
+from rk_solvers.registry import SOLVERS, solver_named
 from rk_solvers.schedule import Schedule, ScheduleError
 from rk_solvers.solver import Solution, Status
 
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--solver", choices=sorted(SOLVERS), default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--time-limit", type=_seconds, default=30.0, metavar="S", help="seconds (default 30)")
     parser.add_argument(
-        "--gap", type=float, default=DEFAULT_GAP, help="where the default solver ends, a part of the step's time"
+        "--gap", type=float, default=Limits().gap, help="where the default solver ends, a part of the step's time"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="for the schedule, instead of the standard output")
@@ -95,8 +96,8 @@ def _seconds(text: str) -> float:
 
 
 def _list_of_solvers() -> str:
-    effort = Effort(chain=Chain((), ()))
-    lines = {name: (type(solver_named(name, effort)).__doc__ or "").split("\n")[0] for name in sorted(SOLVERS)}
+    empty = Chain((), ())
+    lines = {name: (type(solver_named(name, chain=empty)).__doc__ or "").split("\n")[0] for name in sorted(SOLVERS)}
     width = max(map(len, lines))
     return "".join(f"{name:{width}}  {line}\n" for name, line in lines.items())
 
@@ -138,7 +139,8 @@ def _prints_aside() -> Iterator[None]:
 
 def _solve(problem: Problem, chain: Chain | None, budget_bytes: int, options: argparse.Namespace) -> int:
     """Find a schedule and write it, once the checker has replayed it."""
-    solver = solver_named(options.solver, Effort(chain, options.time_limit, options.seed, options.gap))
+    limits = Limits(seed=options.seed, gap=options.gap).within(options.time_limit)
+    solver = solver_named(options.solver, limits, chain)
     with _prints_aside():
         solution = solver.solve(problem, budget_bytes)
     if not solution.status.fits:

@@ -39,7 +39,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BackendLimits:
     """When to stop, and the back end's own parameters, passed on as they are."""
 
     time_limit_s: float = 60.0
@@ -103,14 +103,14 @@ class Model:
         return matrix
 
 
-def solve(model: Model, backend: str = "scipy", limits: Limits | None = None) -> Result:
+def solve(model: Model, backend: str = "scipy", limits: BackendLimits | None = None) -> Result:
     """Solve a program with the back end of that name.
 
     Raises `ValueError` for an unknown back end and `BackendUnavailable` for one that is not installed or not licensed.
     """
     if backend not in BACKENDS:
         raise ValueError(f"there is no back end {backend!r}; use one of {', '.join(BACKENDS)}")
-    limits = limits or Limits()
+    limits = limits or BackendLimits()
     if not model.cost:  # no back end takes a program without variables
         fits = all(low <= 0 <= high for low, high in zip(model.row_lower, model.row_upper, strict=True))
         if fits:
@@ -148,7 +148,7 @@ def relaxation_bound(model: Model, time_limit_s: float = 60.0, method: str = "hi
     return Result(Outcome.OPTIMAL, np.asarray(answer.x), float(answer.fun), bound)
 
 
-def _solve_scipy(model: Model, limits: Limits) -> Result:
+def _solve_scipy(model: Model, limits: BackendLimits) -> Result:
     constraints = []
     if model.row_lower:
         constraints.append(optimize.LinearConstraint(model.matrix(), model.row_lower, model.row_upper))
@@ -189,7 +189,7 @@ def gurobi() -> Any:
         ) from error
 
 
-def _solve_gurobi(model: Model, limits: Limits) -> Result:
+def _solve_gurobi(model: Model, limits: BackendLimits) -> Result:
     gp = gurobi()
     settings = {"OutputFlag": 0, "TimeLimit": max(limits.time_limit_s, 0.0), "MIPGap": limits.gap, **limits.parameters}
     try:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from rk_solvers import Greedy, Solver, check, simulate
+from rk_solvers import Greedy, Limits, Solver, check, simulate
 from rkgb.profile.in_context import windows_of_the_step
 from rockmate import BudgetTooSmall, Plan, Rockmate
 from rockmate.memory.split import Residents
@@ -36,7 +36,7 @@ SMALL_BYTES = 16 << 10
 def drawn_request(case: Case, rng: random.Random) -> PlanRequest:
     """All that is asked for but the budget."""
     solver: Solver | str = Greedy(tries=2, rounds=3) if rng.random() < 0.85 else "auto"
-    request = PlanRequest(None, case.loss, solver, time_limit_s=0.3)
+    request = PlanRequest(None, case.loss, solver, limits=Limits().within(0.3))
     if rng.random() < 0.25:
         optimizer = rng.choice([None, torch.optim.SGD, torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
         return replace(request, scope="total", optimizer=optimizer)

@@ -14,7 +14,7 @@ from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.groups import normalise
-from rk_solvers.milp import Limits, Outcome, relaxation_bound, solve
+from rk_solvers.milp import BackendLimits, Outcome, relaxation_bound, solve
 from tests.solver.instances import chain_of, gpt2, random_plan, random_problem, resnet50
 
 
@@ -53,7 +53,7 @@ def both_bounds(relaxation: Relaxation) -> tuple[float, float]:
     """Of the linear and of the integer program, in the unit of the objective."""
     linear = relaxation_bound(relaxation.model)
     relaxation.model.integer = relaxation.integer
-    result = solve(relaxation.model, "scipy", Limits(20))
+    result = solve(relaxation.model, "scipy", BackendLimits(20))
     assert (linear.outcome, result.outcome) == (Outcome.OPTIMAL, Outcome.OPTIMAL)
     assert linear.bound <= result.bound + 1e-6
     return linear.bound, result.bound

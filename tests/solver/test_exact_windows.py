@@ -11,7 +11,7 @@ from rk_solvers import Greedy, Oracle, Problem, peak_and_time
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.exact.windows import LONGEST, ExactWindows
 from rk_solvers.groups import normalise
-from rk_solvers.milp import Limits, solve
+from rk_solvers.milp import BackendLimits, solve
 from rk_solvers.problem import Recompute
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
@@ -24,7 +24,7 @@ def through(problem: Problem, budget: int, plan: Recompute, most: int = 30) -> l
         program = windows.next(plans[-1])
         if program is None:
             break
-        values = solve(program.model, "scipy", Limits(5.0)).values
+        values = solve(program.model, "scipy", BackendLimits(5.0)).values
         if values is not None:
             plans.append(normalise(problem, program.plan(values)))
     return plans

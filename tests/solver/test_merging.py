@@ -10,7 +10,7 @@ from rk_solvers import Auto, BackwardOp, Chain, Data, ForwardOp, Oracle, Problem
 from rk_solvers.bounds.peak_bound import is_infeasible
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.chain.blocks import blocks_of
-from rk_solvers.chain.merging import LEAST_SLOTS, Limits, fitted, joined
+from rk_solvers.chain.merging import LEAST_SLOTS, TableLimits, fitted, joined
 from rk_solvers.chain.rotor import prepare_table
 from rk_solvers.chain.rotor_tables import table_shape
 from rk_solvers.liveness import least_bytes, peak_and_time
@@ -40,12 +40,12 @@ def share(problem: Problem, part: float) -> int:
 
 def test_a_chain_within_the_limits_is_left_as_it_is():
     problem, chain = pairs(100)
-    assert fitted(problem, chain, 500, Limits()) == (chain, 500)
+    assert fitted(problem, chain, 500, TableLimits()) == (chain, 500)
 
 
 def test_a_chain_a_little_above_the_limits_has_fewer_slots_first():
     problem, chain = pairs(260)
-    same, slots = fitted(problem, chain, 500, Limits())
+    same, slots = fitted(problem, chain, 500, TableLimits())
     assert same is chain
     assert 250 <= slots < 500
 
@@ -54,7 +54,7 @@ def test_a_chain_a_little_above_the_limits_has_fewer_slots_first():
 @pytest.mark.parametrize("count", [3, 60, 400, 3000])
 def test_tables_are_within_the_bytes_allowed(count, table_bytes):
     problem, chain = pairs(count)
-    limits = Limits(table_bytes)
+    limits = TableLimits(table_bytes)
     merged, slots = fitted(problem, chain, 500, limits)
     merged.check(problem)
     assert 2 * 8 * (len(merged.blocks) + 1) ** 2 * (slots + 1) <= table_bytes
@@ -63,7 +63,7 @@ def test_tables_are_within_the_bytes_allowed(count, table_bytes):
 
 def test_what_is_allocated_is_what_the_limits_counted():
     problem, chain = pairs(200)
-    limits = Limits(table_bytes=8 << 20)
+    limits = TableLimits(table_bytes=8 << 20)
     table = Rotor(chain, limits=limits, rounds=0).prepare(problem, share(problem, 0.5)).table
     assert table.times.shape == table_shape(table.numbers)
     assert table.times.nbytes <= limits.table_bytes
@@ -73,10 +73,10 @@ def test_tables_that_other_solvers_fill_are_within_the_limits_too():
     problem, chain = pairs(900)
     first = next(RockmateSolver(chain).blocks(problem, time.monotonic() + 2))
     assert len(first) < 900
-    assert Limits.here().slots(len(first), LEAST_SLOTS) == LEAST_SLOTS
+    assert TableLimits.here().slots(len(first), LEAST_SLOTS) == LEAST_SLOTS
     problem, chain = pairs(200)
     blocks = blocks_of(problem, chain, 1, 0)
-    table = prepare_table(problem, blocks, share(problem, 0.5), limits=Limits(table_bytes=4 << 20)).table
+    table = prepare_table(problem, blocks, share(problem, 0.5), limits=TableLimits(table_bytes=4 << 20)).table
     assert table.times.nbytes <= 4 << 20
 
 

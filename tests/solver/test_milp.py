@@ -14,7 +14,7 @@ import pytest
 from scipy import sparse
 
 from rk_solvers.intervals.solver import Intervals
-from rk_solvers.milp import BACKENDS, BackendUnavailable, Limits, Model, Outcome, relaxation_bound, solve
+from rk_solvers.milp import BACKENDS, BackendLimits, BackendUnavailable, Model, Outcome, relaxation_bound, solve
 from tests.solver.instances import chain_of
 
 
@@ -135,15 +135,15 @@ def test_a_program_without_variables():
 
 
 def test_parameters_are_passed_through(stand_in):
-    solve(random_model(1), "gurobi", Limits(7.0, 0.5, {"Seed": 3, "Threads": 1}))
+    solve(random_model(1), "gurobi", BackendLimits(7.0, 0.5, {"Seed": 3, "Threads": 1}))
     assert Env.seen[0] == {"OutputFlag": 0, "TimeLimit": 7.0, "MIPGap": 0.5, "Seed": 3, "Threads": 1}
     with pytest.warns(Warning, match="no_such_option"):  # SciPy names what it does not know
-        solve(random_model(1), "scipy", Limits(parameters={"no_such_option": 1}))
+        solve(random_model(1), "scipy", BackendLimits(parameters={"no_such_option": 1}))
 
 
 def test_a_missing_licence_says_what_to_do(stand_in):
     with pytest.raises(BackendUnavailable, match="select the back end 'scipy'"):
-        solve(random_model(1), "gurobi", Limits(parameters={"LicenseID": 0}))
+        solve(random_model(1), "gurobi", BackendLimits(parameters={"LicenseID": 0}))
 
 
 def test_a_licence_that_is_too_small_says_so(stand_in):

@@ -13,11 +13,12 @@ from dataclasses import replace
 import pytest
 
 from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, peak_and_time
-from rk_solvers.anytime.search import FAR, Search, SearchOptions
+from rk_solvers.anytime.search import FAR, Search
 from rk_solvers.exact.combine import combination
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.groups import normalise
-from rk_solvers.milp import Limits, solve
+from rk_solvers.limits import Limits
+from rk_solvers.milp import BackendLimits, solve
 from rk_solvers.side_process import SideProcess, SideProcessWarning
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
 
@@ -145,7 +146,7 @@ def test_the_combination_is_as_fast_as_any_plan_and_made_of_them():
         program = combination(problem, budget, fitting)
         if program is None:
             continue
-        result = solve(program.model, "scipy", Limits(20))
+        result = solve(program.model, "scipy", BackendLimits(20))
         if result.values is None:
             continue
         plan = program.plan(result.values)
@@ -236,8 +237,8 @@ def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do
         problem = random_problem(seed, 6 + seed % 3)
         budget = middle(problem)
         with SideProcess() as process, SideProcess() as aside:
-            options = SearchOptions(gap=0.0, rounds=4, deadline=time.monotonic() + 60, extra_s=600.0)
-            search = Search(problem, budget, None, options, lambda line: None, process, aside)
+            limits = Limits(gap=0.0, search_s=60.0, extra_s=600.0)
+            search = Search(problem, budget, None, limits, lambda line: None, process, aside, improvements=4)
             search.run()
         entered += search.second_wind
         assert search.bound_ms <= Oracle().solve(problem, budget).time_ms * (1 + 1e-6)

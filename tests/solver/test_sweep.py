@@ -12,11 +12,11 @@ from rk_solvers import (
     Auto,
     Chain,
     Chen,
-    Effort,
     Greedy,
     KeepAll,
     KeepNone,
     Knapsack,
+    Limits,
     Oracle,
     Problem,
     Rotor,
@@ -106,15 +106,15 @@ def test_every_solver_keeps_its_promises_on_a_thousand_problems(batch):
 def check_auto_is_best(seed: int) -> None:
     """Given time, auto is at least as fast as others alone; given next to none, its plan and its bound are true."""
     problem, chain = random_step(seed, count=3 + seed % 16)
-    effort = Effort(chain, time_limit_s=UNLIMITED_S, seed=seed)
+    limits = Limits(seed=seed).within(UNLIMITED_S)
     for budget in budgets_of(problem)[1:4]:
         place = f"random_step({seed}, {3 + seed % 16}), {budget} bytes"
-        best = solver_named("auto", effort).solve(problem, budget)
+        best = solver_named("auto", limits, chain).solve(problem, budget)
         hasty = Auto(chain, seed, time_limit_s=0.05).solve(problem, budget)
         for solution in (best, hasty):
             check(problem, solution.schedule, budget if solution.status.fits else None)
         for name in ("greedy", "knapsack", "rotor"):
-            part = solver_named(name, effort).solve(problem, budget)
+            part = solver_named(name, limits, chain).solve(problem, budget)
             if part.status.fits:
                 assert best.status.fits, f"{place}: {name} fits"
                 assert best.time_ms <= TOLERANCE * part.time_ms, f"{place}: {name}"

@@ -11,8 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from rk_solvers import SOLVERS
-from rk_solvers.registry import DEFAULT_GAP
+from rk_solvers import SOLVERS, Limits
 from rockmate.cli.app import examples
 from rockmate.cli.options import Chosen, OutputFile, output_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, finite, table, tell, tell_json, wants_progress
@@ -96,7 +95,7 @@ def spread(budgets: Any, steps: int) -> list[int | float]:
 @click.option(
     "--gap",
     type=click.FloatRange(min=0, max=1, max_open=True),
-    default=DEFAULT_GAP,
+    default=Limits().gap,
     show_default=True,
     help="A search ends once no plan is faster by more than this share of the time.",
 )

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rk_solvers.anytime.min_budget import smallest_budget
-from rk_solvers.anytime.search import Search, SearchOptions
-from rk_solvers.bounds.peak_bound import PROOF_S, is_infeasible
+from rk_solvers.anytime.search import Search
+from rk_solvers.bounds.peak_bound import is_infeasible
 from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.groups import serving
+from rk_solvers.limits import Limits
 from rk_solvers.liveness import peak_and_time
 from rk_solvers.problem import Chain, Problem
 from rk_solvers.side_process import SideProcess
@@ -39,6 +40,7 @@ class Auto(Solver):
     extra_s: float = 0.0  # beyond it, for as long as a plan may be much faster than the best one (`search.FAR`)
     gap: float = 0.01  # enough: no plan is faster by more than this share of the step's time
     progress: Callable[[str], None] | None = None  # called with a line for each better plan or bound
+    limits: Limits | None = None  # in one record, in place of seed, time_limit_s, extra_s and gap
 
     @property
     def name(self) -> str:
@@ -49,12 +51,11 @@ class Auto(Solver):
         """The fastest schedule found within `budget_bytes`, or the one of lowest peak."""
         if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
             return solution_of(problem, budget_bytes, problem.no_recompute, "keep-all", optimal=True)
-        deadline = time.monotonic() + self.time_limit_s
-        options = SearchOptions(self.seed, self.tries, self.rounds, self.gap, deadline, self.extra_s)
+        limits, tell = self._limits(), self.progress or _silent
         with SideProcess() as process, SideProcess() as aside:
-            search = Search(problem, budget_bytes, self.chain, options, self.progress or _silent, process, aside)
+            search = Search(problem, budget_bytes, self.chain, limits, tell, process, aside, self.tries, self.rounds)
             try:
-                if is_infeasible(problem, budget_bytes, PROOF_S):
+                if is_infeasible(problem, budget_bytes, limits.proof_s):
                     search.bound_ms = float("inf")
                 else:
                     self._search(search)
@@ -65,10 +66,18 @@ class Auto(Solver):
                 return replace(self._solution(search), interrupted=True)
         return self._solution(search)
 
+    def _limits(self) -> Limits:
+        if self.limits is not None:
+            return self.limits
+        return Limits(search_s=self.time_limit_s, extra_s=self.extra_s, gap=self.gap, seed=self.seed)
+
     def _search(self, search: Search) -> None:
+        if search.limits.rounds is not None:
+            search.run_rounds(search.limits.rounds)
+            return
         if _is_small(search.problem):
             search.work(2)
-            limit = min(search.options.deadline, time.monotonic() + 0.3 * self.time_limit_s)
+            limit = min(search.first_deadline, time.monotonic() + 0.3 * search.limits.search_s)
             exact = Checkmate().least_time(search.problem, search.budget_bytes, limit)
             if exact.recompute is not None:
                 search.add("checkmate", exact.recompute)
@@ -89,7 +98,7 @@ class Auto(Solver):
             return replace(solution, lower_bound_ms=min(search.bound_ms, best.time_ms), out_of_time=ended)
         # In time of its own, whatever the search took: the smallest budget that a refusal names was found like this,
         # and must be met when it is asked for.
-        smallest = smallest_budget(problem, self.chain, self.time_limit_s)
+        smallest = smallest_budget(problem, self.chain, limits=search.limits)
         solution = solution_of(problem, budget_bytes, smallest.schedule, self.name)
         proven_bytes = None if solution.status.fits else smallest.proven_bytes
         return replace(solution, lower_bound_ms=search.bound_ms, proven_bytes=proven_bytes)

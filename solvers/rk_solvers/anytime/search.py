@@ -28,12 +28,13 @@ from rk_solvers.exact.checkmate import Program
 from rk_solvers.exact.combine import MOST_BINARIES, combination
 from rk_solvers.exact.windows import ExactWindows
 from rk_solvers.groups import normalise
+from rk_solvers.limits import Limits
 from rk_solvers.liveness import PlanState, Tables, peak_and_time
 from rk_solvers.local.greedy import attempts
 from rk_solvers.local.local_search import improve, improve_nearby, polish, weights_for
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.local.repair import repair
-from rk_solvers.milp import Limits, Outcome, Result, solve
+from rk_solvers.milp import BackendLimits, Outcome, Result, solve
 from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import SAME
@@ -47,24 +48,10 @@ MEANWHILE = 6  # parts of work while an integer program is solved
 FAR = 0.025  # a gap that is worth a second wind
 LONG = 600  # forward operations above which rotor comes first, and plans are improved piece by piece
 HUGE = 2000  # forward operations above which there is no second wind, but all of the time from the start
-COMBINATION_S = 5.0  # for the program of a combination in the second wind
 BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
-WINDOW_S = 3.0  # for the program of a window
 WINDOW_GAP = 0.01  # of the recomputation's time, that it may leave
 POLISH = 0.15  # of the time left, at most, to drop what is redundant of a large plan, and to improve it
 GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
-
-
-@dataclass(frozen=True, slots=True)
-class SearchOptions:
-    """How long to search, and for how little."""
-
-    seed: int = 0
-    tries: int = 6  # of greedy
-    rounds: int = 120  # of local search, in four parts, on each plan
-    gap: float = 0.01  # stop where the best plan is proven to be within this share of the least time
-    deadline: float = 0.0  # of `time.monotonic`
-    extra_s: float = 0.0  # beyond it, for as long as the best plan is not proven to be within `FAR`
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,14 +71,17 @@ class Search:
     problem: Problem
     budget_bytes: int
     chain: Chain | None
-    options: SearchOptions
+    limits: Limits
     say: Callable[[str], None]
     process: SideProcess  # for the relaxation, and for combinations before the second wind
     aside: SideProcess  # for windows and combinations in the second wind, beside the relaxation
+    tries: int = 6  # of greedy
+    improvements: int = 120  # rounds of local search, in four parts, on each plan
     bound_ms: float = 0.0
     plans: list[Candidate] = field(default_factory=list)
     others: list[Recompute] = field(default_factory=list)  # that do not fit
     enough: float = field(init=False)  # the gap to reach
+    first_deadline: float = field(init=False)  # of `time.monotonic`, without extra time
     deadline: float = field(init=False)
     second_wind: bool = False
     refinement: Refinement = field(init=False)
@@ -103,14 +93,15 @@ class Search:
     _work: Iterator[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.enough, self.deadline = max(self.options.gap, SAME), self.options.deadline
-        if len(self.problem.forward) > HUGE and self.options.extra_s > 0:
+        self.enough, self.first_deadline = max(self.limits.gap, SAME), time.monotonic() + self.limits.search_s
+        self.deadline = self.first_deadline
+        if len(self.problem.forward) > HUGE and self.limits.extra_s > 0:
             # What a second wind does is for smaller problems; here, the first one needs all of the time.
-            self.enough, self.deadline = max(self.enough, FAR), self.deadline + self.options.extra_s
+            self.enough, self.deadline = max(self.enough, FAR), self.deadline + self.limits.extra_s
         self.refinement = Refinement(self.problem, self.budget_bytes, self.chain)
         self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.tables = Tables(self.problem)
-        self.rng = random.Random(self.options.seed)
+        self.rng = random.Random(self.limits.seed)
         self.bound_ms = chain_bound_ms(self.problem, self.budget_bytes)
         self._work = self._all_work()
 
@@ -160,6 +151,11 @@ class Search:
             if not (self.second_wind and (self._combine() or self._improve_in_window())):
                 next(self._work, None)
 
+    def run_rounds(self, rounds: int) -> None:
+        """Search for so many rounds here, without the relaxation and other programs."""
+        for _ in range(rounds):
+            self.work()
+
     def run(self) -> None:
         """Search until the gap or the limit is reached, or nothing more is to be expected."""
         if self.problem.backward:
@@ -168,19 +164,19 @@ class Search:
             limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
             self.add("smallest", min_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
         self._go_on()
-        extra = self.options.extra_s > 0 and len(self.problem.forward) <= HUGE
+        extra = self.limits.extra_s > 0 and len(self.problem.forward) <= HUGE
         if extra and self.plans and self.gap > max(self.enough, FAR):
-            self.say(f"gap {100 * self.gap:.2f} %: the search goes on for {self.options.extra_s:.0f} s at most")
+            self.say(f"gap {100 * self.gap:.2f} %: the search goes on for {self.limits.extra_s:.0f} s at most")
             # Logged, and so told at once, before the wait that it explains; warnings may be collected until the end.
             _LOG.warning(
                 "The plan found so far may be up to %.1f %% slower than the best one: the search goes on for %.0f s at "
                 "most. A time limit bounds it (time_limit=15), and Ctrl-C ends it with the best plan so far.",
                 100 * self.gap,
-                self.options.extra_s,
+                self.limits.extra_s,
             )
             self.second_wind, self.enough = True, max(self.enough, FAR)
             self.refinement, self._binaries = self.refinement.with_spans(), BINARIES
-            self.deadline = time.monotonic() + self.options.extra_s
+            self.deadline = time.monotonic() + self.limits.extra_s
             self.aside.prepare()
             self._go_on()
 
@@ -222,7 +218,7 @@ class Search:
         best, rounds = self.plans[0] if self.plans else None, self.refinement.rounds
         incumbent = best.recompute if best else self.problem.no_recompute
         overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
-        gap = min(0.05, 0.25 * self.options.gap / max(overhead, 1e-9))  # of the recomputation's time
+        gap = min(0.05, 0.25 * self.limits.gap / max(overhead, 1e-9))  # of the recomputation's time
         large = self.tables.count > LONG
         limit_s = max(1.0, (0.4 if rounds or large else 0.1) * self._left_s())
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
@@ -249,11 +245,11 @@ class Search:
             return False
         limit_s = max(1.0, 0.2 * self._left_s())
         if self.second_wind:
-            limit_s = min(COMBINATION_S, limit_s)
-            in_time = self._solved("combination", program, Limits(limit_s), self.aside)
+            limit_s = min(self.limits.combination_s, limit_s)
+            in_time = self._solved("combination", program, BackendLimits(limit_s), self.aside)
             self._binaries = max(BINARIES / 3, min(MOST_BINARIES, self._binaries * (1.25 if in_time else 0.75)))
         else:
-            self._solved("combination", program, Limits(limit_s), self.process, meanwhile=1)
+            self._solved("combination", program, BackendLimits(limit_s), self.process, meanwhile=1)
         return True
 
     def _improve_in_window(self) -> bool:
@@ -261,11 +257,13 @@ class Search:
         program = self.windows.next(self.plans[0].recompute) if self.plans else None
         if program is None:
             return False
-        limits = Limits(min(WINDOW_S, self._left_s()), WINDOW_GAP)
+        limits = BackendLimits(min(self.limits.window_s, self._left_s()), WINDOW_GAP)
         self._solved("window", program, limits, self.aside)
         return True
 
-    def _solved(self, name: str, program: Program, limits: Limits, process: SideProcess, *, meanwhile: int = 0) -> bool:
+    def _solved(
+        self, name: str, program: Program, limits: BackendLimits, process: SideProcess, *, meanwhile: int = 0
+    ) -> bool:
         """Take note of the plan that a program finds, with parts of other work meanwhile; whether it ends in time."""
         process.start(limits.time_limit_s + GRACE_S, solve, program.model, "scipy", limits)
         self.work(meanwhile)
@@ -276,7 +274,7 @@ class Search:
 
     def _all_work(self) -> Iterator[None]:
         """Everything that needs no program, in parts of about equal length."""
-        problem, options = self.problem, self.options
+        problem = self.problem
         large = self.tables.count > LONG
         # One repair of a large keep-all takes longer than the chain's table, and gives less; of operations that follow
         # each other, that table has the best plans there are, or nearly.
@@ -290,7 +288,7 @@ class Search:
         if large and self.plans:
             self._add_improved()
             yield
-        starts = attempts(self.tables, self.budget_bytes, baselines, options.seed, options.tries, options.deadline)
+        starts = attempts(self.tables, self.budget_bytes, baselines, self.limits.seed, self.tries, self.first_deadline)
         for number, state in enumerate(starts):
             if state.peak_bytes > self.budget_bytes:
                 self.others.append(normalise(problem, state.recompute()))
@@ -319,4 +317,4 @@ class Search:
     def _add_improved(self) -> None:
         """Take note of what a quarter of the rounds of local search makes of one of the best plans."""
         chosen = self.rng.choice(self.plans[:4])
-        self.add_repaired(chosen.solver, chosen.recompute, max(1, self.options.rounds // 4))
+        self.add_repaired(chosen.solver, chosen.recompute, max(1, self.improvements // 4))

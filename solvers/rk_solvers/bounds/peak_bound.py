@@ -26,7 +26,6 @@ from rk_solvers.liveness import Tables, last_forward_uses, least_bytes
 from rk_solvers.problem import Problem
 
 ROUNDS = 20  # of propagation; a few do for most problems
-PROOF_S = 2.0  # most seconds for such a proof, where nobody says otherwise
 PRECISION = 1 / 10_000  # of the bound, as a share of the budget
 LARGEST = 6_000_000  # data times stages: a second and 100 MiB; of a larger problem only `least_bytes` is told
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.liveness import memory_curve, steps_of
-from rk_solvers.milp import Limits, Outcome, Result, relaxation_bound, solve
+from rk_solvers.milp import BackendLimits, Outcome, Result, relaxation_bound, solve
 from rk_solvers.problem import Chain, Problem, Recompute
 
 CANDIDATES = 48  # places where a group may begin, that are tried at first
@@ -72,7 +72,7 @@ class Refinement:
         if grouped.bound_ms >= target.enough_ms or result.values is None or not target.integer or self._is_brief:
             return grouped
         relaxation.model.integer = relaxation.integer
-        result = solve(relaxation.model, "scipy", Limits(target.time_limit_s, target.gap))
+        result = solve(relaxation.model, "scipy", BackendLimits(target.time_limit_s, target.gap))
         return grouped._noted(relaxation, result, integer=True)
 
     def with_spans(self) -> Refinement:

@@ -6,8 +6,9 @@ import math
 import time
 
 from rk_solvers.bounds.chain_bound import chain_bound_ms
-from rk_solvers.bounds.peak_bound import PROOF_S, is_infeasible
+from rk_solvers.bounds.peak_bound import is_infeasible
 from rk_solvers.bounds.refinement import Refinement, Target
+from rk_solvers.limits import Limits
 from rk_solvers.liveness import Plan, peak_and_time, recompute_of
 from rk_solvers.problem import Chain, Problem
 
@@ -31,7 +32,7 @@ def lower_bound_ms(
         chain.check(problem)
     if peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes:
         return problem.keep_all_time_ms
-    if not problem.backward or is_infeasible(problem, budget_bytes, PROOF_S):
+    if not problem.backward or is_infeasible(problem, budget_bytes, Limits().proof_s):
         return math.inf
     deadline = time.monotonic() + time_limit_s
     incumbent = problem.no_recompute if plan is None else recompute_of(problem, plan)

@@ -40,7 +40,7 @@ from rk_solvers.chain.blocks import (
     pareto,
     sub_problems_of,
 )
-from rk_solvers.chain.merging import LEAST_SLOTS, Limits, fitted
+from rk_solvers.chain.merging import LEAST_SLOTS, TableLimits, fitted
 from rk_solvers.chain.rotor import prepare_table
 from rk_solvers.chain.two_level import ExactPlanner, coarser
 from rk_solvers.exact.checkmate import Checkmate
@@ -103,7 +103,7 @@ class Hiremate(Solver):
         chains = []
         if self.chain is not None:
             self.chain.check(problem)
-            chains += coarser(fitted(problem, self.chain, LEAST_SLOTS, Limits.here())[0], 2)
+            chains += coarser(fitted(problem, self.chain, LEAST_SLOTS, TableLimits.here())[0], 2)
         if len(problem.forward) > 1 and problem.backward:
             chains.append(divided(problem, self.leaf, self.branch))
         hierarchy = Hierarchy(self, deadline)

@@ -1,10 +1,10 @@
 """A chain with neighbouring blocks taken together, so that what a dynamic program over it takes is bounded.
 
-The table of `rotor` grows with the square of the number of blocks in bytes, and with the cube in time. Within `Limits`
-of both, its slots become fewer first, then its blocks: several in a row are one, solved within like any block of
-several operations. All have the same number of blocks, so that a model of repeated layers has few classes of them: that
-number and the first border are chosen for few classes, and for few bytes across the borders that nobody before them has
-kept.
+The table of `rotor` grows with the square of the number of blocks in bytes, and with the cube in time. Within
+`TableLimits` of both, its slots become fewer first, then its blocks: several in a row are one, solved within like any
+block of several operations. All have the same number of blocks, so that a model of repeated layers has few classes of
+them: that number and the first border are chosen for few classes, and for few bytes across the borders that nobody
+before them has kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ SHARE_MERGED = 0.2  # of the sums, for a chain that is merged anyway: fewer, lar
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TableLimits:
     """What a table may take."""
 
     table_bytes: int = 512 << 20
     sums: int = 2_000_000_000  # of two cells: five seconds with numba, ten without
 
     @staticmethod
-    def here() -> Limits:
+    def here() -> TableLimits:
         """Those of this machine: no more than a share of what is free now."""
-        usual = Limits()
+        usual = TableLimits()
         free_bytes = _free_bytes()
-        return usual if free_bytes is None else Limits(min(usual.table_bytes, int(SHARE_FREE * free_bytes)), usual.sums)
+        return (
+            usual
+            if free_bytes is None
+            else TableLimits(min(usual.table_bytes, int(SHARE_FREE * free_bytes)), usual.sums)
+        )
 
     def slots(self, blocks: int, slots: int) -> int:
         """At most `slots` of them, of which a table of so many blocks may consist; 0 where it may not be at all.
@@ -45,12 +49,12 @@ class Limits:
         most = min(self.table_bytes // (8 * cells), self.sums * 6 // (2 * (blocks + 1) ** 3)) - 1
         return max(0, min(slots, most))
 
-    def merged(self) -> Limits:
+    def merged(self) -> TableLimits:
         """Those of a chain of which blocks are taken together."""
-        return Limits(self.table_bytes, int(SHARE_MERGED * self.sums))
+        return TableLimits(self.table_bytes, int(SHARE_MERGED * self.sums))
 
 
-def fitted(problem: Problem, chain: Chain, slots: int, limits: Limits) -> tuple[Chain, int]:
+def fitted(problem: Problem, chain: Chain, slots: int, limits: TableLimits) -> tuple[Chain, int]:
     """The chain, with so many blocks taken together that its table is within `limits`, and the slots of that table.
 
     `slots`, and each block by itself, where that is. One block is always within them, of at least two slots.

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rk_solvers.chain.blocks import Block, blocks_of
-from rk_solvers.chain.merging import Limits, effort, fitted
+from rk_solvers.chain.merging import TableLimits, effort, fitted
 from rk_solvers.chain.rotor_tables import ChainNumbers, ChainTable, fill, least_to_pass, sweeps
 from rk_solvers.chain.sequence import Operation, Sequence, expand
 from rk_solvers.groups import normalise
@@ -60,7 +60,7 @@ class Rotor(Solver):
     grid: int = 4  # bounds per axis when options are made
     rounds: int = 10  # local search on each option
     internal: int = 9  # internal budgets tried for one budget
-    limits: Limits | None = None  # of the table; None: those of the machine
+    limits: TableLimits | None = None  # of the table; None: those of the machine
     time_limit_s: float = math.inf  # to prepare a table
 
     @property
@@ -76,7 +76,7 @@ class Rotor(Solver):
         now = time.monotonic()
         deadline = now + self.time_limit_s
         self.chain.check(problem)
-        limits = self.limits or Limits.here()
+        limits = self.limits or TableLimits.here()
         chain, slots = fitted(problem, self.chain, self.slots, limits)
         grid, rounds = effort(chain, self.chain, self.grid, self.rounds)
         blocks = blocks_of(problem, chain, grid, rounds, deadline=now + self.time_limit_s / 2)
@@ -105,14 +105,14 @@ def prepare_table(
     slots: int = 500,
     internal: int = 9,
     deadline: float = math.inf,
-    limits: Limits | None = None,
+    limits: TableLimits | None = None,
 ) -> RotorTable:
     """The table over these blocks of a problem, for every budget up to `max_budget_bytes`.
 
     It has fewer than `slots` where so many would be beyond `limits`, by default those of the machine. Raises
     `TimeoutError` where it is not filled when `time.monotonic` reaches `deadline`.
     """
-    slots = max(2, (limits or Limits.here()).slots(len(blocks), slots))
+    slots = max(2, (limits or TableLimits.here()).slots(len(blocks), slots))
     fixed_bytes = problem.base_bytes + Tables(problem).held_bytes
     room = max(slots, round(1.3 * max(0, max_budget_bytes - fixed_bytes)))
     slot_bytes = -(-room // slots)

@@ -35,7 +35,7 @@ from rk_solvers.chain.blocks import (
     saved_bytes_at_barrier,
     with_more_options,
 )
-from rk_solvers.chain.merging import Limits, effort, fitted
+from rk_solvers.chain.merging import TableLimits, effort, fitted
 from rk_solvers.chain.rotor import RotorTable, prepare_table, solved
 from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.liveness import peak_and_time, recompute_of
@@ -85,7 +85,7 @@ class RockmateSolver(Solver):
         out if there is less time than the one before has taken.
         """
         self.chain.check(problem)
-        chain, _ = fitted(problem, self.chain, self.slots, Limits.here())
+        chain, _ = fitted(problem, self.chain, self.slots, TableLimits.here())
         grid, rounds = effort(chain, self.chain, self.grid, self.rounds)
         end = math.inf if chain is self.chain else time.monotonic() + 0.5 * (deadline - time.monotonic())
         chains = coarser(chain, self.together)

@@ -37,7 +37,7 @@ from rk_solvers.liveness import (
     schedule_of,
 )
 from rk_solvers.local.greedy import Greedy
-from rk_solvers.milp import Floats, Limits, Model, Outcome, solve
+from rk_solvers.milp import BackendLimits, Floats, Model, Outcome, solve
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.solver import Solution, Solver, Status, solution_of
 
@@ -339,7 +339,9 @@ class Checkmate(Solver):
         if start is not None:
             require_faster(program, start, self.gap)
         while True:
-            result = solve(program.model, self.backend, Limits(deadline - time.monotonic(), self.gap, self.parameters))
+            result = solve(
+                program.model, self.backend, BackendLimits(deadline - time.monotonic(), self.gap, self.parameters)
+            )
             if result.values is None:
                 proven = result.outcome is Outcome.INFEASIBLE
                 return Found(start, proven and (start is None or self.gap < PROVEN))
@@ -360,7 +362,7 @@ class Checkmate(Solver):
     def least_peak(self, problem: Problem, deadline: float) -> Found:
         """A plan of the least peak, at the latest at `deadline`."""
         program = build(problem, None, self.saved_bytes)
-        result = solve(program.model, self.backend, Limits(deadline - time.monotonic(), 0.0, self.parameters))
+        result = solve(program.model, self.backend, BackendLimits(deadline - time.monotonic(), 0.0, self.parameters))
         if result.values is None:
             return Found(None, result.outcome is Outcome.INFEASIBLE)
         plan = program.plan(result.values)
