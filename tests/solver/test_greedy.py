@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rk_solvers import Greedy, Oracle, Status, check, evaluate, improve_plan, peak_and_time
-from rk_solvers.baselines.both import segment_plan
+from rk_solvers.baselines.chen import segment_plan
 from rk_solvers.exact.oracle import least_peak
 from tests.solver.instances import chain_of, gpt2, random_problem, resnet50
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from rk_solvers.baselines.chen import Chen, chen_plans, segment_plan
-from rk_solvers.baselines.keep_all import KeepAll
-from rk_solvers.baselines.keep_none import KeepNone, keep_none_plan
+from rk_solvers.baselines.chen import chen_plans
+from rk_solvers.baselines.keep_none import keep_none_plan
 from rk_solvers.problem import Chain, Problem, Recompute
 
 LARGE = 2000  # forward operations above which fewer of Chen's plans are made: one takes some tenths of a second
-
-__all__ = ["Chen", "KeepAll", "KeepNone", "baseline_plans", "chen_plans", "keep_none_plan", "segment_plan"]
 
 
 def baseline_plans(problem: Problem, chain: Chain | None = None) -> list[Recompute]:

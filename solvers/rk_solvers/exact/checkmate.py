@@ -4,7 +4,7 @@ The sweep is in `state_sweep`. The program is over the events of the step.
 
 Events, in order: each forward operation; then for each backward operation what may be recomputed just before it, and
 itself. One binary per recomputation; for each data one variable per interval between two events that touch it: alive
-or not. Liveness is as in `evaluate`: backward through the touches, data is alive before a use that happens, and before
+or not. Liveness is as in `liveness`: backward through the touches, data is alive before a use that happens, and before
 a computation that does not happen if alive after it. So the alive variables are bounded from below only and need not
 be declared integer. An event that does not happen asks for no more bytes than the next one that does: what is alive
 across it is alive there too, and backward operations have `peak_bytes >= resident_bytes`.
