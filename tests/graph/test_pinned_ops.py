@@ -164,7 +164,7 @@ def test_both_front_ends_know_all_modules_in_whose_calls_an_operation_ran(tracer
 
 
 def test_the_calls_that_an_operation_ran_in_survive_json():
-    from rkgb.export import json as json_form
+    from rkgb.export import json_form
 
     graph: SGraph = simplified(Calls(), rows())
     again = json_form.loads(json_form.dumps(graph))
