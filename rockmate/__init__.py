@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rockmate.moved import tell_of_moved_modules
 
 if TYPE_CHECKING:
+    from rk_solvers.limits import Limits
     from rkgb.errors import (
         GraphError,
         GuardError,
@@ -55,7 +56,9 @@ if TYPE_CHECKING:
     from rockmate.module import Rockmate
     from rockmate.plan_files.content import PlanFile
     from rockmate.planning.plan import Plan
-    from rockmate.queries.inverse import CheapestBudget, LargestBatch, max_batch, smallest_budget
+    from rockmate.queries.batch_search import LargestBatch
+    from rockmate.queries.max_batch import max_batch
+    from rockmate.queries.min_budget import CheapestBudget, smallest_budget
     from rockmate.queries.verification import Verification, verify
 
 __all__ = [
@@ -76,6 +79,7 @@ __all__ = [
     "InputMismatch",
     "IntegrationError",
     "LargestBatch",
+    "Limits",
     "LossError",
     "MemorySplit",
     "ModelError",
@@ -152,12 +156,13 @@ _HOMES = {
         "TransformError",
     ),
     "rockmate.calls.fallbacks": ("Fallback",),
-    "rockmate.queries.inverse": (
+    "rockmate.queries.batch_search": ("LargestBatch",),
+    "rockmate.queries.max_batch": ("max_batch",),
+    "rockmate.queries.min_budget": (
         "CheapestBudget",
-        "LargestBatch",
-        "max_batch",
         "smallest_budget",
     ),
+    "rk_solvers.limits": ("Limits",),
     "rockmate.memory.allocators": (
         "AllocatorSettings",
         "keep_freed_memory",

@@ -74,7 +74,8 @@ class Rockmate(ModuleProxy):
             "checkmate", "intervals", "keep-all", "keep-none"), or an instance of `rk_solvers.Solver`.
         time_limit: seconds that one search for a plan may take. By default 15, and up to 45 more for as long as a
             plan could be faster by more than 2.5 %. Ctrl-C ends it with the best plan so far.
-        gap: the search ends earlier once no plan is faster by more than this share of the step's time.
+        gap: the search ends earlier once no plan is faster by more than this share of the step's time: 0.01 by default.
+        limits: in place of these two, a record of all that searches, bounds and proofs may take (`rk_solvers.Limits`).
         progress: True to show a progress display, or a callable told (stage, done, total).
         pin: what is always saved and never recomputed, beside what must not be anyway: submodules of `model`
             (all that runs while they are called), operators such as ``torch.ops.aten.topk``, and operations
@@ -109,7 +110,8 @@ class Rockmate(ModuleProxy):
         loss: LossFunction | None = None,
         solver: Solver | str = "auto",
         time_limit: float | None = None,
-        gap: float = Limits().gap,
+        gap: float | None = None,
+        limits: Limits | None = None,
         progress: bool | Progress = False,
         pin: Pins = (),
         scope: Scope = "step",
@@ -119,8 +121,8 @@ class Rockmate(ModuleProxy):
         plan: PlanFile | str | os.PathLike[str] | None = None,
         cache: bool = True,
     ) -> None:
-        limits = limits_of(time_limit, gap)
-        request = PlanRequest(budget, loss, solver, no_progress, limits, as_pins(pin), scope, optimizer)
+        within = limits_of(time_limit, gap, limits)
+        request = PlanRequest(budget, loss, solver, no_progress, within, as_pins(pin), scope, optimizer)
         check_request(request)
         _check_model(model)
         request = replace(request, opaque=opaque_paths(model, opaque))

@@ -72,10 +72,8 @@ _MOST_UNUSED = 16  # plans that no later call has used
 _MOST_FAILED = 8  # plannings that failed for one call after another
 _MOST_TOLD = 256
 _MOST_KNOWN = 4096  # measured blocks
-# Plans for one kind of call, each for steps before which other gradients are there.
-_MOST_GRADIENTS = 4
-# Calls that find all gradients there, before they are worth a plan of their own: one or two are no habit.
-_HABIT = 4
+_MOST_GRADIENTS = 4  # plans for one kind of call, each for steps before which other gradients are there
+_HABIT = 4  # calls that find all gradients there, before they are worth a plan of their own
 
 
 def check_shapes(shapes: object) -> None:

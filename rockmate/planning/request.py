@@ -41,7 +41,9 @@ class PlanRequest:
 
 
 def limits_of(time_limit: float | None = None, gap: float | None = None, limits: Limits | None = None) -> Limits:
-    """`limits` (else the usual ones) with what users say for short. Raises `SolverError` for values that are none."""
+    """`limits`, else the usual ones, with what users say for short. Raises `SolverError`."""
+    if limits is not None and (time_limit is not None or gap is not None):
+        raise SolverError("give limits, or time_limit and gap, but not both: limits has search_s, extra_s and gap.")
     if time_limit is not None and not time_limit >= 0:
         raise SolverError(f"time_limit is {time_limit!r}; give the seconds that a search may take.")
     if gap is not None and not 0 <= gap < 1:

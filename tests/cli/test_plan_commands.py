@@ -13,7 +13,7 @@ from rockmate.cli import main
 from rockmate.cli.commands.max_batch import _budget_text
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
 from rockmate.plan_files import cache
-from rockmate.queries.inverse import Attempt, CheapestBudget
+from rockmate.queries.min_budget import Attempt, CheapestBudget
 from rockmate.reports.explain import explain
 from rockmate.runtime.step import Step
 from tests.cli.command_line import MODEL, run, run_json

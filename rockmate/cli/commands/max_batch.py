@@ -15,7 +15,9 @@ from rockmate.cli.output import GOOD, counted, table, tell, tell_json, wants_pro
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Source
 from rockmate.memory.budget import Budget
-from rockmate.queries.inverse import CheapestBudget, LargestBatch, Trial, max_batch, smallest_budget
+from rockmate.queries.batch_search import LargestBatch, Trial
+from rockmate.queries.max_batch import max_batch
+from rockmate.queries.min_budget import CheapestBudget, smallest_budget
 from rockmate.queries.verification import OPTIMIZERS
 from rockmate.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Questions asked the other way round: the largest batch for a budget, the smallest budget for a slowdown."""
+"""The smallest budget under which a step is slower by no more than a factor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.solver import solution_of
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
-from rockmate.errors import ArgumentError, BudgetError, BudgetTooSmall
-from rockmate.memory.budget import Budget, is_fraction
-from rockmate.memory.optimizer_state import OptimizerLike
-from rockmate.memory.split import Scope
+from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
@@ -25,12 +22,7 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request, limits_of
 from rockmate.progress import Progress, progress_display
-from rockmate.queries.batch_search import BatchSearch, LargestBatch, Trial
-from rockmate.queries.batches import MakeBatch, find_batch
 
-__all__ = ["Attempt", "CheapestBudget", "LargestBatch", "Trial", "max_batch", "smallest_budget"]
-
-_START = 4  # the first batch where nobody says one: of one row alone, some layers cannot be trained
 _PRECISION = 0.002  # of the smallest budget, as a share of the eager peak
 
 
@@ -57,66 +49,6 @@ class CheapestBudget:
     eager_peak_bytes: int
 
 
-def max_batch(
-    model: torch.nn.Module | MakeBatch,
-    sample: Any = None,
-    budget: Budget = None,
-    *,
-    loss: LossFunction | None = None,
-    start: int | None = None,
-    most: int = 1 << 20,
-    scope: Scope = "step",
-    optimizer: OptimizerLike | None = None,
-    solver: Solver | str = "auto",
-    time_limit: float | None = None,
-    gap: float = Limits().gap,
-    progress: bool | Progress = False,
-) -> LargestBatch:
-    """The largest batch that can be trained within a budget.
-
-    Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
-    what others will, so that few are needed. The answer was measured: a real step of its plan stays within the budget.
-
-    Args:
-        model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
-            batch dimension is then found by trial.
-        sample: of a module, as for `Rockmate`.
-        budget: bytes, a size, or what is free now; a part of the eager peak is not meant, as that grows with the batch.
-        loss: of a module, a function of the output that takes any batch.
-        start: the batch to begin with.
-        most: no larger batch is tried.
-        scope, optimizer, solver, time_limit, gap, progress: as for `Rockmate`.
-
-    Raises:
-        BudgetTooSmall: the smallest batch that can be tried does not fit.
-        BudgetError: the budget is a part of the eager peak.
-        BatchError: the batch dimension of a module is not found; the message tells what was tried.
-        ArgumentError: `start` or `most` is no batch.
-    """
-    if is_fraction(budget):
-        raise BudgetError(
-            f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
-            'as "8GiB", or None for what is free.'
-        )
-    if isinstance(model, torch.nn.Module):
-        with left_as_it_was(model, make_sample(model, sample)):
-            batches = find_batch(model, sample, loss)
-        make, found = batches.make, batches.tried[-1]
-        start = start or batches.size
-    else:
-        make, found = model, "by the function of the batch"
-    start = start or min(_START, most)
-    if start < 1 or most < start:
-        raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
-    with progress_display(progress) as tell:
-        request = PlanRequest(budget, loss, solver, tell, limits_of(time_limit, gap), scope=scope, optimizer=optimizer)
-        check_request(request)
-        return BatchSearch(make, request, most).run(start, found)
-
-
-# ---- the smallest budget for a slowdown --------------------------------------------------------------------
-
-
 def smallest_budget(
     model: torch.nn.Module,
     sample: Any,
@@ -124,8 +56,9 @@ def smallest_budget(
     *,
     loss: LossFunction | None = None,
     solver: Solver | str = "auto",
-    time_limit: float = Limits().search_s,
-    gap: float = Limits().gap,
+    time_limit: float | None = None,
+    gap: float | None = None,
+    limits: Limits | None = None,
     progress: bool | Progress = False,
 ) -> CheapestBudget:
     """The smallest budget under which a step takes at most `slowdown` times as long as without recomputation.
@@ -134,9 +67,9 @@ def smallest_budget(
     largest that is not. Times are predicted; the bytes of the answer were measured in a real step.
 
     Args:
-        model, sample, loss, solver, gap, progress: as for `Rockmate`.
+        model, sample, loss, solver, gap, limits, progress: as for `Rockmate`.
         slowdown: 1.1 for 10 % more time; 1 for no recomputation that costs any.
-        time_limit: seconds that the search for one budget's plan may take.
+        time_limit: seconds that the search for one budget's plan may take, 15 by default.
 
     Raises:
         ArgumentError: the slowdown is below 1.
@@ -144,8 +77,10 @@ def smallest_budget(
     """
     if not slowdown >= 1:
         raise ArgumentError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
+    if time_limit is None and limits is None:
+        time_limit = Limits().search_s  # many budgets are solved: no extra time for one
     with progress_display(progress) as tell:
-        request = PlanRequest(None, loss, solver, tell, limits_of(time_limit, gap))
+        request = PlanRequest(None, loss, solver, tell, limits_of(time_limit, gap, limits))
         check_request(request)
         call = make_sample(model, sample)
         with planning(model), left_as_it_was(model, call) as first, first.told():

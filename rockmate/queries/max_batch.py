@@ -1,0 +1,82 @@
+"""The largest batch that can be trained within a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rk_solvers import Limits, Solver
+from rkgb import make_sample
+from rkgb.replay.first_call import left_as_it_was
+from rockmate.errors import ArgumentError, BudgetError
+from rockmate.memory.budget import Budget, is_fraction
+from rockmate.memory.optimizer_state import OptimizerLike
+from rockmate.memory.split import Scope
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.request import PlanRequest, check_request, limits_of
+from rockmate.progress import Progress, progress_display
+from rockmate.queries.batch_search import BatchSearch, LargestBatch
+from rockmate.queries.batches import MakeBatch, find_batch
+
+_START = 4  # the first batch where nobody says one: of one row alone, some layers cannot be trained
+
+
+def max_batch(
+    model: torch.nn.Module | MakeBatch,
+    sample: Any = None,
+    budget: Budget = None,
+    *,
+    loss: LossFunction | None = None,
+    start: int | None = None,
+    most: int = 1 << 20,
+    scope: Scope = "step",
+    optimizer: OptimizerLike | None = None,
+    solver: Solver | str = "auto",
+    time_limit: float | None = None,
+    gap: float | None = None,
+    limits: Limits | None = None,
+    progress: bool | Progress = False,
+) -> LargestBatch:
+    """The largest batch that can be trained within a budget.
+
+    Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
+    what others will, so that few are needed. The answer was measured: a real step of its plan stays within the budget.
+
+    Args:
+        model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
+            batch dimension is then found by trial.
+        sample: of a module, as for `Rockmate`.
+        budget: bytes, a size, or what is free now; a part of the eager peak is not meant, as that grows with the batch.
+        loss: of a module, a function of the output that takes any batch.
+        start: the batch to begin with.
+        most: no larger batch is tried.
+        scope, optimizer, solver, time_limit, gap, limits, progress: as for `Rockmate`.
+
+    Raises:
+        BudgetTooSmall: the smallest batch that can be tried does not fit.
+        BudgetError: the budget is a part of the eager peak.
+        BatchError: the batch dimension of a module is not found; the message tells what was tried.
+        ArgumentError: `start` or `most` is no batch.
+    """
+    if is_fraction(budget):
+        raise BudgetError(
+            f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
+            'as "8GiB", or None for what is free.'
+        )
+    if isinstance(model, torch.nn.Module):
+        with left_as_it_was(model, make_sample(model, sample)):
+            batches = find_batch(model, sample, loss)
+        make, found = batches.make, batches.tried[-1]
+        start = start or batches.size
+    else:
+        make, found = model, "by the function of the batch"
+    start = start or min(_START, most)
+    if start < 1 or most < start:
+        raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
+    with progress_display(progress) as tell:
+        request = PlanRequest(
+            budget, loss, solver, tell, limits_of(time_limit, gap, limits), scope=scope, optimizer=optimizer
+        )
+        check_request(request)
+        return BatchSearch(make, request, most).run(start, found)
