@@ -326,8 +326,7 @@ class Specializations:
 
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
         if self._given is None:
-            flags, threads = BackEndFlags().now(), torch.get_num_threads()
-            known = self._known.setdefault((flags, threads), {})
+            known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
             for digest in list(known)[:-_MOST_KNOWN]:
                 del known[digest]
             earlier = [
@@ -336,8 +335,7 @@ class Specializations:
                 if member.measured.was_measured_as_now()  # else what it takes may be another now
             ]
             return plan_or_reuse(self._model, call, request, known, self.use_cache, earlier)
-        found = restore(self._model, call, request, self._given)
-        self._given = None
+        found, self._given = restore(self._model, call, request, self._given), None
         return found
 
     # ---- calls without a plan ----------------------------------------------------------------------
