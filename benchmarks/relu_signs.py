@@ -32,7 +32,7 @@ from benchmarks.reporting import (
     write_report,
 )
 from rk_solvers import Chain, Data, ForwardOp, Limits, Problem, solver_named
-from rkgb.profile.recompute_cost import CACHES_BYTES, ColdClock, time_of_form
+from rkgb.profile.recompute_cost import CACHES_BYTES, ColdClock
 from rkgb.restore.packed_mask import PackedMask
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
@@ -46,7 +46,7 @@ def ms_per_byte(elements: int) -> float:
     """Time of packing a float32 tensor of so many elements into bits and of reading them, by its bytes."""
     form = PackedMask((elements,), (1,), torch.float32, 0, int(torch.ones(()).view(torch.int32)))
     tensor = (torch.rand(elements) < 0.5).float()
-    return time_of_form("ReLU", form, tensor, ColdClock(CACHES_BYTES)) / tensor.nbytes
+    return form.tried(tensor, "ReLU", ColdClock(CACHES_BYTES)).compute_ms / tensor.nbytes
 
 
 def outputs_of_relu(problem: Problem) -> list[int]:

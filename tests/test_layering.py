@@ -30,7 +30,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "devices": ("process",),
         "state": ("errors", "tree", "source", "process", "devices"),
         "ir": ("errors", "tree", "process", "devices", "state"),
-        "restore": ("tree", "devices", "ir"),
+        "restore": ("errors", "tree", "devices", "ir"),
         "passes": ("errors", "tree", "devices", "state", "ir", "restore"),
         "recording": ("errors", "tree", "source", "process", "state", "ir", "passes"),
         "opaque": ("errors", "tree", "process", "devices", "state", "ir", "passes", "recording"),

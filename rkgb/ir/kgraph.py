@@ -15,7 +15,7 @@ from rkgb.errors import GraphError
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DNode
 from rkgb.ir.profiles import OpProfile, SavedKind, SavedTensor
-from rkgb.ir.restoration import Restoration, Statistics
+from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SGraph, SNode
 
 
@@ -58,9 +58,8 @@ class KGraph:
     data: dict[str, KData]
     op_profiles: Mapping[str, OpProfile]  # by operation name
     gradient_bytes: int  # of the model's outputs: what the loss hands to the backward
-    forms: Mapping[SNode, Restoration] = field(default_factory=dict)  # of data that are had again from a smaller form
-    # By operation: the batch normalisations that are had again from their statistics.
-    normalised: Mapping[str, Statistics] = field(default_factory=dict)
+    # Of nodes some of whose operations are not repeated where their data are wanted again: what is done instead.
+    restorations: Mapping[SNode, tuple[Restoration, ...]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[KComp]:
         yield from self.forward

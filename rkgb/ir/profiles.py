@@ -70,10 +70,10 @@ class BlockProfile:
     stages: tuple[StageProfile, ...]  # in the order in which autograd runs them
     parameter_gradient_bytes: Mapping[str, int]  # by leaf name: gradients that stay after the block
     input_gradient_bytes: Mapping[str, int]  # by name: storages of the gradients that it hands to blocks before it
-    # By node: time of having its data again in the backward; with a smaller form, of making that and of reading it.
+    # By node: time of having its data again in the backward, in the way that is taken (`rkgb.restore`).
     repeat_ms: Mapping[str, float] = field(default_factory=dict)
-    # By operation: time of a batch normalisation from its statistics, where that gives the same bits.
-    normalise_ms: Mapping[str, float] = field(default_factory=dict)
+    # By operation: time of having again what it makes, where there is a way that gives the same bits.
+    restore_ms: Mapping[str, float] = field(default_factory=dict)
 
     def with_times(self, op_ms: Mapping[str, float], node_ms: Sequence[float]) -> BlockProfile:
         """The same with times of the operations, by name, and of the autograd nodes, in order."""
@@ -94,7 +94,7 @@ class BlockProfile:
                 for stage, again in zip(self.stages, other.stages, strict=True)
             ),
             repeat_ms=_least(self.repeat_ms, other.repeat_ms),
-            normalise_ms=_least(self.normalise_ms, other.normalise_ms),
+            restore_ms=_least(self.restore_ms, other.restore_ms),
         )
 
     def renamed(self, names: Mapping[str, str]) -> BlockProfile:
@@ -127,7 +127,7 @@ class BlockProfile:
             },
             input_gradient_bytes={rename(name): size for name, size in self.input_gradient_bytes.items()},
             repeat_ms={rename(name): time_ms for name, time_ms in self.repeat_ms.items()},
-            normalise_ms={rename(name): time_ms for name, time_ms in self.normalise_ms.items()},
+            restore_ms={rename(name): time_ms for name, time_ms in self.restore_ms.items()},
         )
 
 

@@ -13,13 +13,13 @@ from rkgb.ir.call import ref_names
 from rkgb.ir.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.ir.sample import Sample
 from rkgb.ir.values import ValueInfo, info_of
-from rkgb.restore.pool_indices import with_indices_apart
+from rkgb.restore import prepared
 from rkgb.state.generators import OwnGenerator, generators_for
 from rkgb.state.module_state import module_devices, module_state_kept, nothing_packed, random_states
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
-    """Run the trace once on the sample to inspect every value, remove dead code, and set indices of pooling apart.
+    """Run the trace once on the sample to inspect every value, remove dead code, and set apart what comes back alone.
 
     Autograd's saved tensors are dropped while inspecting, so this takes no more memory than inference.
     """
@@ -42,7 +42,7 @@ def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
         generators=graph.generators,
         attributes=graph.attributes,
     )
-    result = with_indices_apart(result)
+    result = prepared(result)
     result.verify()
     return result
 

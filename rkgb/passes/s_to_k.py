@@ -8,10 +8,9 @@ from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
 from rkgb.ir.kgraph import KComp, KData, KGraph
 from rkgb.ir.profiles import BlockProfile
-from rkgb.ir.restoration import Statistics
+from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SGraph, SNode
-from rkgb.restore.batch_norm import statistics_of_profile
-from rkgb.restore.packed_mask import compact_forms
+from rkgb.restore import restorations
 
 
 def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> KGraph:
@@ -31,8 +30,7 @@ def s_to_k(graph: SGraph, blocks: list[Block], profiles: list[BlockProfile]) -> 
         builder.data,
         builder.profile_of,
         sum(graph.dgraph.values[name].storage_bytes for name in _differentiable_outputs(graph)),
-        compact_forms(graph.dgraph, graph.nodes),
-        builder.normalised,
+        builder.restorations,
     )
     result.verify()
     return result
@@ -48,11 +46,9 @@ def s_list_to_k_list(graph: SGraph, blocks: list[Block], profiles: list[BlockPro
             builder.add_forward(node, 0)
         builder.add_backward(0, profile, 0)
         outputs = sum(graph.dgraph.values[n].storage_bytes for n in _differentiable(graph, block.outputs))
-        forms = compact_forms(graph.dgraph, block.nodes)
         k_graph = KGraph(
-            graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs, forms,
-            builder.normalised,
-        )  # fmt: skip
+            graph, [block], builder.forward, builder.backward, builder.data, profile.ops, outputs, builder.restorations
+        )
         k_graph.verify()
         result.append(k_graph)
     return result
@@ -120,8 +116,8 @@ class _Builder:
         self._early = early_bytes
         self._staged = staged
         self._repeat_ms = {name: time_ms for profile in profiles for name, time_ms in profile.repeat_ms.items()}
-        self._normalise_ms = {name: time_ms for profile in profiles for name, time_ms in profile.normalise_ms.items()}
-        self.normalised: dict[str, Statistics] = {}
+        self._restore_ms = {name: time_ms for profile in profiles for name, time_ms in profile.restore_ms.items()}
+        self.restorations: dict[SNode, tuple[Restoration, ...]] = {}
 
     def add_forward(self, node: SNode, block: int) -> None:
         values = self.graph.dgraph.values
@@ -138,9 +134,9 @@ class _Builder:
             for phantom in profile.phantoms:
                 comp.outputs[self._add(phantom.name, "phantom", phantom.size_bytes, comp)] = None
                 alive += phantom.size_bytes
-            found = statistics_of_profile(profile)
-            if found is not None and self._normalise_ms.get(op.name, profile.time_ms) < profile.time_ms:
-                self.normalised[op.name] = found
+        found = restorations(self.graph.dgraph, [node], self.profile_of).get(node, ())
+        if taken := tuple(way for way in found if self._is_taken(way, node)):
+            self.restorations[node] = taken
         own = sum(data.size_bytes for data in comp.outputs)
         comp.workspace_bytes = max(0, highest - own) + self._early.get(node, 0)
         read = dict.fromkeys(values[name].owner for op in node.ops for name in op.call.inputs)
@@ -152,6 +148,12 @@ class _Builder:
                 self.data[owner] = KData(owner, "data", size_bytes)
             self._read(comp, self.data[owner])
         self.forward.append(comp)
+
+    def _is_taken(self, way: Restoration, node: SNode) -> bool:
+        """Whether `way` stands for operations of `node`, and not their repetition."""
+        names = [op.name for op in way.ops(node)]
+        repeated_ms = sum(self.profile_of[name].time_ms for name in names)
+        return way.of_node or self._restore_ms.get(names[-1], repeated_ms) < repeated_ms
 
     def add_backward(self, index: int, profile: BlockProfile, outside_bytes: int) -> None:
         for stage in profile.stages:

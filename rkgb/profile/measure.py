@@ -163,5 +163,5 @@ def _timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockPr
         if len(runs) >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
             break
     least = reduce(BlockProfile.least_times, runs)
-    repeat_ms, normalise_ms = repetition_times(graph, block, values, least.ops)
-    return replace(least, repeat_ms=repeat_ms, normalise_ms=normalise_ms)
+    repeat_ms, restore_ms = repetition_times(graph, block, values, least.ops)
+    return replace(least, repeat_ms=repeat_ms, restore_ms=restore_ms)

@@ -2,8 +2,8 @@
 
 An operation of the forward reads what the one before it has just written. When it is repeated, its inputs were written
 long ago, and other data and other code have gone through the caches since: on a CPU small operations take several
-times as long then. They are therefore timed with empty caches, and in the way in which they will be repeated: from a
-smaller form, or from statistics, where these give the same bits. Views of leaves are made again with what reads them,
+times as long then. They are therefore timed with empty caches, and in the way in which they will come back
+(`rkgb.restore`), where that gives the same bits. Views of leaves are made again with what reads them,
 and handling takes its time, too: what stands for a forgotten tensor is made in the forward and asked in the backward.
 """
 
@@ -17,18 +17,16 @@ from typing import Any
 import torch
 
 from rkgb.devices.registry import device_of, host
-from rkgb.errors import GraphError
 from rkgb.ir.blocks import Block
-from rkgb.ir.call import Ref, bind
+from rkgb.ir.call import bind
 from rkgb.ir.dgraph import DGraph, DNode, makers_of
 from rkgb.ir.profiles import OpProfile
-from rkgb.ir.restoration import Restoration
+from rkgb.ir.restoration import Clock, Restoration, Seen
 from rkgb.ir.sgraph import SNode
 from rkgb.process.uncompiled import never_compiled
 from rkgb.profile.block_run import Observer, run_block, stand_ins
-from rkgb.restore.as_saved import writable
-from rkgb.restore.batch_norm import normalised, statistics_among, takes_statistics
-from rkgb.restore.packed_mask import compact_forms
+from rkgb.restore import restorations
+from rkgb.restore.as_saved import as_nonleaf
 from rkgb.state.module_state import never_unpacked
 
 _FIRST_RUNS = 2  # which allocate what the others find free: memory that is new to the process is slower
@@ -68,28 +66,30 @@ class ColdClock:
 def repetition_times(
     graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Times in ms by node, and by batch normalisation that its statistics give again bit by bit.
+    """Times in ms by node, and by operation that comes back in another way than by its repetition, bit by bit.
 
-    A node is missing where the time of its forward will do. Of a node with a smaller form, it is the time of making
-    that form and of reading it. `values` are what the block reads, by name, and `ops` its measured operations.
+    A node is missing where the time of its forward will do. Of a node that is not repeated at all, it is the time of
+    what is done instead. `values` are what the block reads, by name, and `ops` its measured operations.
 
     Raises:
-        GraphError: a smaller form does not give back what it was made of.
+        GraphError: what is kept in the place of data does not give them back.
     """
     others_bytes = _others_bytes(graph, ops)
-    repeat_ms, normalise_ms = _timed(graph, block, values, ops, others_bytes)
-    return {name: time_ms + _handling_ms(others_bytes) for name, time_ms in repeat_ms.items()}, normalise_ms
+    repeat_ms, restore_ms = _timed(graph, block, values, ops, others_bytes)
+    return {name: time_ms + _handling_ms(others_bytes) for name, time_ms in repeat_ms.items()}, restore_ms
 
 
 def _timed(
     graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile], others_bytes: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """As `repetition_times`, without handling, for which there is another clock: not while this one takes memory."""
-    forms = compact_forms(graph, block.nodes)
-    nodes = [node for node in block.nodes if node not in forms and _is_worth_timing(graph, node, ops)]
-    observer = _Repeating(graph, nodes, ops, ColdClock(others_bytes), forms)
+    ways = restorations(graph, block.nodes, ops)
+    whole = {node for node, (first, *_) in ways.items() if first.of_node}
+    nodes = [node for node in block.nodes if node not in whole and _is_worth_timing(graph, node, ops, node in ways)]
+    tried = {node: found for node, found in ways.items() if node in whole or node in nodes}
+    observer = _Repeating(graph, nodes, ops, ColdClock(others_bytes), tried)
     _run(graph, block, values, observer)
-    return observer.repeat_ms, observer.normalise_ms
+    return observer.repeat_ms, observer.restore_ms
 
 
 def _others_bytes(graph: DGraph, ops: Mapping[str, OpProfile]) -> int:
@@ -126,99 +126,105 @@ def _handling_ms(others_bytes: int) -> float:
     return max(0.0, times_ms[0] - times_ms[1])
 
 
-def given_by_statistics(graph: DGraph, block: Block, values: dict[str, Any]) -> set[str]:
-    """The batch normalisations that their statistics give again bit by bit."""
-    observer = _Repeating(graph)
+def still_given(graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile]) -> set[str]:
+    """The operations that come back bit by bit in ways for which code answers that is not ours."""
+    ways = restorations(graph, block.nodes, ops)
+    seen = {node: tuple(way for way in found if way.rests_on_kernels) for node, found in ways.items()}
+    observer = _Repeating(graph, (), ops, _NoClock(), {node: found for node, found in seen.items() if found})
     _run(graph, block, values, observer)
-    return set(observer.given_again)
+    return set(observer.restore_ms)
+
+
+class _NoClock:
+    """Runs what others time: once, in no time."""
+
+    def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """What `run` gives."""
+        with torch.no_grad():
+            return run(), 0.0
 
 
 def _run(graph: DGraph, block: Block, values: dict[str, Any], observer: _Repeating) -> None:
-    if not observer.is_idle(block):
+    if not observer.is_idle:
         with torch.autograd.graph.saved_tensors_hooks(observer.pack, never_unpacked):
             run_block(graph, block, stand_ins(graph, block, values), observer, forward_only=True)
 
 
-def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile]) -> bool:
+def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile], has_ways: bool) -> bool:
     names = [name for op in node.ops for name in op.output_names]
     if not node.recomputable or not all(device_of(graph.values[name].device).times_cold for name in names):
         return False
     is_long = sum(ops[op.name].time_ms for op in node.ops) > _LONG_MS
-    return not is_long or any(takes_statistics(graph, op) for op in node.ops)
-
-
-def time_of_form(name: str, form: Restoration, tensor: torch.Tensor, clock: ColdClock) -> float:
-    """Time in ms of making and of reading the form of `tensor`; `GraphError`, with `name`, if that gives another."""
-    packed, pack_ms = clock.time(partial(form.pack, tensor))
-    given_back, unpack_ms = clock.time(partial(form.unpack, packed))
-    if not torch.equal(given_back, tensor):
-        raise GraphError(f"the smaller form that stands for what {name} makes does not give it back.")
-    return pack_ms + unpack_ms
+    return not is_long or has_ways
 
 
 class _Repeating(Observer):
-    """Repeats batch normalisations from their statistics as soon as they have run, and nodes at their end."""
+    """Tries ways to have data again as soon as their operations have run, and repeats nodes at their end."""
 
     def __init__(
         self,
         graph: DGraph,
-        nodes: Iterable[SNode] = (),
-        ops: Mapping[str, OpProfile] | None = None,
-        clock: ColdClock | None = None,
-        forms: Mapping[SNode, Restoration] | None = None,
+        nodes: Iterable[SNode],
+        ops: Mapping[str, OpProfile],
+        clock: Clock,
+        ways: Mapping[SNode, tuple[Restoration, ...]],
     ) -> None:
         self._graph = graph
-        self._ops = ops or {}
+        self._ops = ops
         self._clock = clock
         self._node_of = {op: node for node in nodes for op in node.ops}
-        self._forms = {node.ops[-1]: (node.name, form) for node, form in (forms or {}).items()}
+        self._ways = {way.ops(node)[-1]: (node, way) for node, found in ways.items() for way in found}
         self._read: dict[SNode, dict[str, Any]] = {node: {} for node in self._node_of.values()}
         self._leaf_views: dict[str, DNode] = {}  # by output
         self._viewed: dict[str, Any] = {}  # leaves that these read, and what is read for its shape or type alone
-        self._saved: list[torch.Tensor] | None = None  # by the normalisation that runs
-        self._quicker: dict[str, Again] = {}  # normalisations of nodes that are not yet at their end
-        self.given_again: set[str] = set()
+        self._saved: list[torch.Tensor] | None = None  # by the operation that runs
+        self._quicker: dict[str, Again] = {}  # operations of nodes that are not yet at their end
         self.repeat_ms: dict[str, float] = {}
-        self.normalise_ms: dict[str, float] = {}
+        self.restore_ms: dict[str, float] = {}
 
-    def is_idle(self, block: Block) -> bool:
-        """Whether there is nothing in `block` to be repeated."""
-        return not (self._node_of or self._forms) and not any(takes_statistics(self._graph, op) for op in block.ops)
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to be repeated."""
+        return not (self._node_of or self._ways)
 
     @never_compiled  # it is no part of the compiled submodules that save
     def pack(self, tensor: torch.Tensor) -> None:
-        """Note what a normalisation saves."""
+        """Note what the operation that runs saves, where a way takes it."""
         if self._saved is not None:
             self._saved.append(tensor.detach())
 
     def before_op(self, op: DNode) -> None:
-        self._saved = [] if takes_statistics(self._graph, op) else None
+        self._saved = [] if op in self._ways and self._ways[op][1].saved else None
 
     def after_op(self, op: DNode, values: dict[str, Any]) -> None:
         saved, self._saved = self._saved, None
-        again = None if saved is None else _again_from(op, values, saved)
-        if again is not None:
-            self.given_again.add(op.name)
-        if self._clock is not None and op in self._node_of:
-            self._time(op, values, again, self._clock)
-        elif self._clock is not None and op in self._forms:
-            name, form = self._forms[op]
-            self.repeat_ms[name] = time_of_form(name, form, values[op.output_names[0]].detach(), self._clock)
+        if op in self._ways:
+            self._try(*self._ways[op], Seen(op, values, saved or ()))
+        if op in self._node_of:
+            self._time(op, values)
         elif not op.written and all(self._graph.owner(name) in self._graph.leaves for name in op.output_names):
             self._leaf_views.update(dict.fromkeys(op.output_names, op))
             self._viewed.update((name, values[name]) for name in op.call.inputs if name not in self._leaf_views)
 
-    def _time(self, op: DNode, values: dict[str, Any], again: Again | None, clock: ColdClock) -> None:
+    def _try(self, node: SNode, way: Restoration, seen: Seen) -> None:
+        trial = way.measured(seen, self._clock)
+        if trial is None:
+            return
+        if way.of_node:
+            self.repeat_ms[node.name] = trial.compute_ms
+            return
+        self.restore_ms[seen.op.name] = trial.compute_ms
+        if trial.compute_ms < sum(self._ops[op.name].time_ms for op in way.ops(node)):
+            self._quicker[seen.op.name] = trial.again
+
+    def _time(self, op: DNode, values: dict[str, Any]) -> None:
         node = self._node_of[op]
-        if again is not None:
-            self.normalise_ms[op.name] = clock.time(again)[1]
-            if self.normalise_ms[op.name] < self._ops[op.name].time_ms:
-                self._quicker[op.name] = again
         made = {name for other in node.ops for name in other.output_names}
         self._read[node].update((name, values[name]) for name in op.call.inputs if name not in made)
         if op is node.ops[-1]:
             ops = [*self._views_read(node), *node.ops]
-            self.repeat_ms[node.name] = clock.time(partial(self._repeat, ops, self._viewed | self._read.pop(node)))[1]
+            repeat = partial(self._repeat, ops, self._viewed | self._read.pop(node))
+            self.repeat_ms[node.name] = self._clock.time(repeat)[1]
             self._quicker.clear()
 
     def _views_read(self, node: SNode) -> list[DNode]:
@@ -234,7 +240,7 @@ class _Repeating(Observer):
             elif op.name in self._ops and self._ops[op.name].phantoms:  # what autograd saves is wanted
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_detached, never_unpacked):
                     targets = {
-                        name: writable(local[name]) if op.tracks(name, self._graph.values) else local[name].detach()
+                        name: as_nonleaf(local[name]) if op.tracks(name, self._graph.values) else local[name].detach()
                         for name in op.written
                         if name not in self._graph.leaves
                     }
@@ -242,37 +248,6 @@ class _Repeating(Observer):
             else:
                 bind(op.outputs, op.call.evaluate(local), local)
         return local
-
-
-def _again_from(op: DNode, values: dict[str, Any], saved: list[torch.Tensor]) -> Again | None:
-    """What gives the batch normalisation `op` again from what it `saved`, if that is the same bit by bit."""
-    given = [values[arg.name] if isinstance(arg, Ref) else None for arg in op.call.args[:5]]
-    found = statistics_among(saved, [tensor for tensor in given if tensor is not None])
-    if len(found) != 2:
-        return None
-    x, weight, bias = given[:3]
-    assert x is not None
-    again = partial(normalised, x, weight, bias, *found)
-    output = values[op.output_names[0]]
-    with torch.no_grad():
-        result = again()
-        same = result.stride() == output.stride() and torch.equal(result, output)
-        del result
-        return again if same and _repeats_for_all(x, weight, bias) else None
-
-
-def _repeats_for_all(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    """Whether statistics give the output again for other parameters too.
-
-    A model starts with weights of one and biases of zero, with which any order of the products and sums gives the same.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    weight, bias = (
-        None if given is None else torch.randn(given.shape, dtype=given.dtype, generator=generator, device="cpu")
-        for given in (weight, bias)
-    )
-    output, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, 1e-5)
-    return torch.equal(normalised(x, weight, bias, mean, inverse), output)
 
 
 @never_compiled

@@ -19,9 +19,9 @@ from rkgb.ir.sgraph import SGraph
 from rkgb.passes.equivalence import canonical_form
 from rkgb.profile.block_run import run_block, stand_ins
 from rkgb.profile.measure import MeasuredBlocks, measure_blocks
-from rkgb.profile.recompute_cost import given_by_statistics
+from rkgb.profile.recompute_cost import still_given
 from rkgb.profile.saved import SavedObserver
-from rkgb.restore.packed_mask import compact_forms
+from rkgb.restore import restorations
 
 
 def recorded_profiles(
@@ -40,12 +40,13 @@ def recorded_profiles(
 
 
 def _compare(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> None:
-    """Raise `RecordMismatch` unless a forward of `block` saves what `profile` tells, of data with the same forms."""
-    forms = {node.name for node in compact_forms(graph, block.nodes)}
-    for name in sorted(forms.difference(profile.repeat_ms)):
-        raise RecordMismatch(f"{name} has a smaller form here, but had none where it was recorded.")
-    for name in sorted(profile.normalise_ms.keys() - given_by_statistics(graph, block, values)):
-        raise RecordMismatch(f"{name} is not given again by its statistics here, but was where it was recorded.")
+    """Raise `RecordMismatch` unless a forward of `block` saves what `profile` tells, and data come back in its ways."""
+    ways = restorations(graph, block.nodes, profile.ops)
+    whole = {node.name for node, (first, *_) in ways.items() if first.of_node}
+    for name in sorted(whole.difference(profile.repeat_ms)):
+        raise RecordMismatch(f"{name} is not repeated here, but was where it was recorded.")
+    for name in sorted(profile.restore_ms.keys() - still_given(graph, block, values, profile.ops)):
+        raise RecordMismatch(f"{name} comes back by its repetition alone here, but did not where it was recorded.")
     observer = SavedObserver(graph, block)
     with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):
         run_block(graph, block, stand_ins(graph, block, values), observer, forward_only=True)

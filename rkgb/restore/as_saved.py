@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 
-def differentiable(value: torch.Tensor) -> torch.Tensor:
+def as_leaf(value: torch.Tensor) -> torch.Tensor:
     """`value` as one that requires a gradient: a leaf with its storage, which an operation may read."""
     return value.detach().requires_grad_()
 
 
-def writable(value: torch.Tensor) -> torch.Tensor:
+def as_nonleaf(value: torch.Tensor) -> torch.Tensor:
     """`value` as one that was computed and requires a gradient, with its storage: an operation may write into it.
 
     Autograd lets nothing write into a leaf that requires a gradient, nor into a view of one.

@@ -1,14 +1,14 @@
-"""Smaller forms, without loss, of what operations leave behind: they stand for it until it is made again.
+"""Dropout masks as bits.
 
-Indices of max pooling have one (`rkgb.restore.pool_indices`), and so have dropout masks. A mask holds two values, 0 and
-``1 / (1 - p)``. One bit an element tells it, and to read these bits takes a small part of the time of drawing the
-numbers again. On an accelerator drawing is as quick as reading, so that only the CPU's masks have a form.
+A mask holds two values, 0 and ``1 / (1 - p)``. One bit an element tells it, and to read these bits takes a small part
+of the time of drawing the numbers again. On an accelerator drawing is as quick as reading, so that only the CPU's masks
+have a form.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import Ref, is_ref
 from rkgb.ir.dgraph import DGraph, DNode
-from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SNode
-from rkgb.restore.pool_indices import LEAST_ELEMENTS, window_indices
+from rkgb.restore.packed_form import LEAST_ELEMENTS, PackedForm
 from rkgb.tree import leaves
 
 # Elements packed at a time, a byte each, which numpy allocates and no budget counts. Not fewer: PyTorch's threads
@@ -38,7 +37,7 @@ _INTEGERS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMask(Restoration):
+class PackedMask(PackedForm):
     """A dense tensor on the CPU of zeros and one other value, as one bit an element."""
 
     shape: tuple[int, ...]
@@ -56,6 +55,10 @@ class PackedMask(Restoration):
         told = np.array([self.low, self.high], f"u{size_bytes}")[bits]
         object.__setattr__(self, "elements", math.prod(self.shape))
         object.__setattr__(self, "_table", told.view(f"i{size_bytes}"))  # few operations take unsigned ones
+
+    @classmethod
+    def of(cls, graph: DGraph, node: SNode) -> PackedMask | None:
+        return _mask_form(graph, node)
 
     @property
     def packed_bytes(self) -> int:
@@ -98,24 +101,13 @@ class PackedMask(Restoration):
         return tensor
 
 
-def compact_forms(graph: DGraph, nodes: Iterable[SNode]) -> dict[SNode, Restoration]:
-    """Those of `nodes` whose data have a smaller form, with it."""
-    forms = ((node, compact_form(graph, node)) for node in nodes)
-    return {node: form for node, form in forms if form is not None}
-
-
-def compact_form(graph: DGraph, node: SNode) -> Restoration | None:
-    """The smaller form of what `node` leaves behind; None where it has none."""
-    return _mask_form(graph, node) if len(node.ops) > 1 else window_indices(graph, node.ops[0])
-
-
 def _mask_form(graph: DGraph, node: SNode) -> PackedMask | None:
     """The form of a dropout mask.
 
     A node makes one if all that it does is to allocate a tensor on the CPU, draw zeros and ones into it, and multiply
     them by numbers.
     """
-    if node.ops[0].call.function not in _ALLOCATIONS or node.ops[1].call.function is not _DRAW:
+    if len(node.ops) < 2 or node.ops[0].call.function not in _ALLOCATIONS or node.ops[1].call.function is not _DRAW:
         return None
     owner = node.ops[0].output_names[0]
     value = graph.values[owner]

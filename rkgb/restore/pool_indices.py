@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, Ref, ref_names
 from rkgb.ir.dgraph import DGraph, DNode
-from rkgb.ir.restoration import Restoration
+from rkgb.ir.sgraph import SNode
 from rkgb.ir.values import ValueInfo
-
-LEAST_ELEMENTS = 16384  # of a tensor worth a smaller form: fewer are made again in less than 0.1 ms
+from rkgb.restore.packed_form import LEAST_ELEMENTS, PackedForm
 
 _aten = torch.ops.aten
 _DIMENSIONS: Mapping[Any, int] = {
@@ -36,7 +35,7 @@ _DISTANCES = (torch.uint8, torch.int16)
 
 
 @dataclass(frozen=True, slots=True)
-class WindowIndices(Restoration):
+class WindowIndices(PackedForm):
     """Indices of a max pooling on the CPU, as distances from where their windows begin."""
 
     shape: tuple[int, ...]  # [..., *windows]
@@ -59,6 +58,14 @@ class WindowIndices(Restoration):
         object.__setattr__(self, "_begin", begin)
         object.__setattr__(self, "_begin_left", begin.astype(str(self.dtype).removeprefix("torch.")))
 
+    @classmethod
+    def prepared(cls, graph: DGraph) -> DGraph:
+        return _with_indices_apart(graph)
+
+    @classmethod
+    def of(cls, graph: DGraph, node: SNode) -> WindowIndices | None:
+        return _window_indices(graph, node.ops[0]) if len(node.ops) == 1 else None
+
     @property
     def packed_bytes(self) -> int:
         """Bytes of the form."""
@@ -77,7 +84,7 @@ class WindowIndices(Restoration):
         return tensor.copy_(packed).add_(torch.from_numpy(self._begin))
 
 
-def with_indices_apart(graph: DGraph) -> DGraph:
+def _with_indices_apart(graph: DGraph) -> DGraph:
     """`graph` with one more operation after each max pooling whose indices have a smaller form.
 
     It takes them over: they keep their name, and what the pooling itself gives is called otherwise, and is `handed`.
@@ -103,7 +110,7 @@ def with_indices_apart(graph: DGraph) -> DGraph:
     return replace(graph, nodes=nodes, values=values, handed=frozenset(handed))
 
 
-def window_indices(graph: DGraph, op: DNode) -> WindowIndices | None:
+def _window_indices(graph: DGraph, op: DNode) -> WindowIndices | None:
     """The smaller form of the indices that `op` takes over from a pooling; None for other operations."""
     if op.call.function is not _TAKE_OVER or op.call.inputs[0] not in graph.handed:
         return None

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from rkgb import AllGraphs, DGraph, RecordMismatch
+from rkgb import AllGraphs, DGraph, RecordMismatch, SNode
 from rkgb.errors import GraphError
 from rkgb.ir.call import Call
 from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.restoration import Restoration
 from rkgb.passes.cut import chain, cut
 from rkgb.passes.equivalence import canonical_form, equivalent_classes
 from rkgb.passes.s_to_k import s_to_k
@@ -223,14 +224,23 @@ def _opened(
     except (NotFollowed, ArithmeticError):
         return None
     computed = {name for name, _ in operands}
-    if any(op.name in computed for node in made[1].program.packs.values() for op in node.ops):
-        return None  # the smaller form of a mask holds what was computed of them
-    # Nor is there to be one in another plan of what was measured.
+    if any(_holds(one.way, one.node, computed) for one in made[1].program.restored.values()):
+        return None
+    # Nor is there to be such a way in another plan of what was measured.
     whole = measured.graphs.K_graph
-    forms = {node: form for node, form in whole.forms.items() if computed.isdisjoint(op.name for op in node.ops)}
-    measured.graphs = replace(measured.graphs, K_graph=replace(whole, forms=forms))
+    ways = {
+        node: tuple(way for way in found if not _holds(way, node, computed))
+        for node, found in whole.restorations.items()
+    }
+    ways = {node: found for node, found in ways.items() if found}
+    measured.graphs = replace(measured.graphs, K_graph=replace(whole, restorations=ways))
     numbers = RunTimeNumbers(tuple(uses.known), tuple(questions), operands)
     return (replace(measured, numbers=numbers), made[1]) if numbers.holds(uses.known) else None
+
+
+def _holds(way: Restoration, node: SNode, computed: set[str]) -> bool:
+    """Whether what was computed of numbers for these operations is in a way to have data again."""
+    return way.holds_arguments and not computed.isdisjoint(op.name for op in way.ops(node))
 
 
 def _left_behind(graph: DGraph) -> Any:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from rk_solvers import BackwardOp, Chain, Data, ForwardOp, Problem
-from rkgb import AllGraphs, KComp, KGraph, SNode
+from rkgb import AllGraphs, KComp, KGraph
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.devices.registry import device_of, host
+from rkgb.devices.registry import device_of
 from rkgb.ir.kgraph import held_storages
-from rkgb.ir.opaque import OpaqueCall
-from rkgb.ir.profiles import SavedKind
+from rkgb.ir.restoration import Restoration
 from rkgb.process.autocast import without_autocast
+from rkgb.restore import ways_back
 from rkgb.tree import leaves, map_leaves
 from rockmate.errors import LossError
 
@@ -126,8 +126,8 @@ def build_problem(graphs: AllGraphs, loss: LossCost) -> tuple[Problem, Chain]:
     held = frozenset(index_of[name] for name in held_storages(graph) if name in index_of)
     producer = {data: place for place, comp in enumerate(graph.forward) for data in comp.outputs}
     data = tuple(Data(d.name, d.size_bytes, producer[d], d.kind) for d in _stored(graph))
-    once = unrepeatable_nodes(graph)
-    forward = tuple(_forward_op(graph, comp, index_of, once) for comp in graph.forward)
+    ways = ways_back(graph)
+    forward = tuple(_forward_op(graph, comp, index_of, ways[comp.node]) for comp in graph.forward)
     backward = (
         BackwardOp(LOSS, loss.time_ms, tuple(sorted(held)), 0, loss.peak_bytes),
         *(_backward_op(comp, index_of) for comp in graph.backward),
@@ -140,38 +140,16 @@ def _stored(graph: KGraph) -> list[Any]:
     return [data for comp in graph.forward for data in comp.outputs]
 
 
-def unrepeatable_nodes(graph: KGraph) -> set[SNode]:
-    """Nodes that must run once: by their nature, or because what they save cannot be given back by hand."""
-    once = {comp.node for comp in graph.forward if not comp.node.recomputable}
-    producer = {name: comp.node for comp in graph.forward for name in comp.node.data}
-    for comp in graph.forward:
-        for op in comp.node.ops:
-            profile = graph.op_profiles[op.name]
-            # With other data, such a call saves other tensors: none of those that it saves is told by its place.
-            varies = isinstance(op.call.function, OpaqueCall) and op.call.function.traits.reads_data
-            for saved in profile.saved:
-                if varies or not saved.refillable:
-                    once.add(comp.node if saved.kind is SavedKind.PHANTOM else producer.get(saved.source, comp.node))
-    return once
-
-
-def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], once: set[SNode]) -> ForwardOp:
-    values = graph.sgraph.dgraph.values
-    if comp.node in graph.forms:
-        replay_bytes = host().allocated_bytes(graph.forms[comp.node].packed_bytes)
-    else:
-        random = [device_of(values[op.output_names[0]].device) for op in comp.node.ops if op.is_random]
-        replay_bytes = sum(device.random_state_bytes for device in random)
-    normalised = {name for op in comp.node.ops for _, name in graph.normalised.get(op.name, ())}
-    replay_bytes += sum(data.size_bytes for data in comp.outputs if data.name in normalised)
+def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], ways: tuple[Restoration, ...]) -> ForwardOp:
+    sizes_bytes = {data.name: data.size_bytes for data in comp.outputs}
     return ForwardOp(
         comp.name,
         comp.time_ms,
         tuple(index_of[data.name] for data in comp.deps),
         tuple(index_of[data.name] for data in comp.outputs),
         comp.workspace_bytes,
-        comp.node not in once,
-        replay_bytes,
+        all(way.comes_back for way in ways),
+        sum(way.kept_bytes(graph.sgraph.dgraph, comp.node, sizes_bytes) for way in ways),
         comp.repeat_ms,
     )
 

@@ -23,7 +23,7 @@ from rkgb.tree import leaves
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.runtime.expressions import Expressions, statistics_of
 from rockmate.runtime.lowering import Program, Segment, Slot, dropped_after
-from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables, packed_key
+from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
 
@@ -57,9 +57,8 @@ def compile_program(
     devices = {str(_device_of(program, op)) for op in repeated}
     profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
     whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
-    normalised = {op for segment in program.segments for op in segment.normalises}
     tables = StepTables(
-        saving={op: _saving(program, op, op in normalised, op in whole) for op in sorted({*program.slots, *whole})},
+        saving={op: _saving(program, op, op in whole) for op in sorted({*program.slots, *whole})},
         segments=[
             SegmentCode(
                 functions[_function_name(segment)],
@@ -67,8 +66,7 @@ def compile_program(
                 makes=frozenset(kept.key for kept in segment.keeps),
                 takes=frozenset(
                     [kept.key for kept, _ in segment.takes]
-                    + [taken.key for taken in segment.unpacks.values()]
-                    + [key for taken in segment.normalises.values() for key in taken.keys]
+                    + [key for one in segment.restores.values() for key in one.kept]
                 ),
                 repeats=frozenset(op.name for op in segment.ops if op.is_random),
                 reads=_leaves_read(program, segment),
@@ -82,17 +80,18 @@ def compile_program(
             for name in _leaves_read(program, segment)
             if dgraph.leaves[name].kind is not LeafKind.INPUT
         },
-        forms={packed_key(node.name): program.graph.forms[node] for node in program.packs.values()},
+        packs={one.key: one.way.pack for one in program.restored.values()},
+        unpacks={one.key: (one.way.unpack, one.kept) for one in program.restored.values()},
     )
     return CompiledProgram(code, functions["forward"], tables)
 
 
-def _saving(program: Program, op: str, is_normalised: bool, is_whole: bool) -> SavingOp:
+def _saving(program: Program, op: str, is_whole: bool) -> SavingOp:
     graph, slots = program.graph, program.slots.get(op, ())
     return SavingOp(
         saved_count=len(graph.op_profiles[op].saved),
         forgotten={s.index: ForgottenTensor(s.segment, s.tensor.size, s.tensor.stride, s.tensor.offset) for s in slots},
-        statistics=(graph.normalised[op][0][0], graph.normalised[op][1][0]) if is_normalised else None,
+        kept=tuple(place for place, _ in program.restored[op].way.saved) if op in program.restored else (),
         is_whole=is_whole,
     )
 
@@ -193,14 +192,17 @@ class _Writer:
             if not op.grad_enabled:
                 self._line(indent, "with torch.no_grad():")
                 indent += 1
-            indent = self._enter_autocast(op, indent)
+            if entered := self._autocast_around(op):
+                self._line(indent, entered)
+                indent += 1
             self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
             for name in op.output_names:
                 if name in self.program.forward_keeps:
                     keep = "keep_output" if self._is_returned(name) else "keep"
                     self._line(1, f"step.{keep}({name!r}, {name})")
-            if op.name in self.program.packs:
-                self._line(1, f"step.pack({packed_key(self.program.packs[op.name].name)!r}, {op.output_names[0]})")
+            if restored := self.program.restored.get(op.name):
+                line = restored.way.forward_line(restored.key, op.output_names[0])
+                self._lines += [f"    {line}"] if line is not None else []
             self._delete(names)
         self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
 
@@ -219,53 +221,56 @@ class _Writer:
         fills = self._fills(segment)
         dropped = self._dropped(segment, fills)
         for position, op in enumerate(segment.ops):
-            if op.is_random:
-                last = segment.index == self.program.random_marks[op.name]
-                self._line(1, f"step.rewind({op.name!r}, {self._stream(op)}, last={last})")
-            self._write_repeated(op, segment)
+            self._lines += [f"    {line}" for line in self._lines_again(op, segment)]
             for fill in fills:
                 if fill.position == position:
                     self._line(1, f"step.fill({fill.slot.op!r}, {fill.slot.index}, {fill.value})")
             for name in op.output_names:
                 if name in keeps:
                     self._line(1, f"step.keep({keeps[name]!r}, {name})")
-            captured = op.name in segment.captured or op.name in segment.normalises
-            self._delete((["saved"] if captured else []) + dropped.get(position, []))
+            restored = segment.restores.get(op.name)
+            has_saved = op.name in segment.captured or (restored is not None and restored.way.saved)
+            self._delete((["saved"] if has_saved else []) + dropped.get(position, []))
         if not segment.ops:
             self._line(1, "pass")
 
-    def _write_repeated(self, op: DNode, segment: Segment) -> None:
-        if op.name in segment.unpacks:
-            unpacked, names = segment.unpacks[op.name], " = ".join(op.output_names)
-            self._line(1, f"{names} = step.unpack({unpacked.key!r}, last={unpacked.last})")
-            return
-        if op.name in segment.normalises:
-            arguments = ", ".join(self.expressions.value(argument) for argument in op.call.args[:3])
-            last = segment.normalises[op.name].last
-            self._line(1, f"{op.output_names[0]}, *saved = step.normalised({op.name!r}, {arguments}, last={last})")
-            return
-        if op.name not in segment.captured:
-            self._line(1, self._assignment(op, self.expressions.call(op, repeated=True, tracked=False)))
-            return
-        self._line(1, f"with step.captures({op.name!r}) as saved:")
-        self._line(
-            self._enter_autocast(op, 2), self._assignment(op, self.expressions.call(op, repeated=True, tracked=True))
-        )
-        for name in op.output_names:
-            if self.graph.values[name].requires_grad:
-                self._line(1, f"{name} = {name}.detach()")
+    def _lines_again(self, op: DNode, segment: Segment) -> list[str]:
+        code = _InSegment(self, segment)
+        restored = segment.restores.get(op.name)
+        if restored is None:
+            return code.repeated(op)
+        return restored.way.lines(op, restored.key, restored.last, code)
 
-    def _enter_autocast(self, op: DNode, indent: int) -> int:
+    def lines_repeated(self, op: DNode, segment: Segment) -> list[str]:
+        """The lines that run `op` again in a segment, on the random numbers that it drew, for what it saves too."""
+        lines = []
+        if op.is_random:
+            last = segment.index == self.program.random_marks[op.name]
+            lines.append(f"step.rewind({op.name!r}, {self._stream(op)}, last={last})")
+        tracked = op.name in segment.captured
+        call = self._assignment(op, self.expressions.call(op, repeated=True, tracked=tracked))
+        if not tracked:
+            return [*lines, call]
+        detached = [f"{name} = {name}.detach()" for name in op.output_names if self.graph.values[name].requires_grad]
+        entered = self._autocast_around(op)
+        inner = [call] if entered is None else [entered, f"    {call}"]
+        return [
+            *lines,
+            f"with step.captures({op.name!r}) as saved:",
+            *(f"    {line}" for line in inner),
+            *detached,
+        ]
+
+    def _autocast_around(self, op: DNode) -> str | None:
         """The autocast in which an opaque call was traced: of other operations, casts are operations of their own."""
         function = op.call.function
         if not isinstance(function, OpaqueCall) or function.autocast == OFF:
-            return indent
+            return None
         texts = [f"{kind}={dtype}" for kind, dtype in function.autocast.regions]
         if function.autocast.off:
             texts.append("off={" + ", ".join(f"{kind!r}: {dtype}" for kind, dtype in function.autocast.off) + "}")
         texts += [] if function.autocast.caches else ["caches=False"]
-        self._line(indent, f"with autocast({', '.join(texts)}):")
-        return indent + 1
+        return f"with autocast({', '.join(texts)}):"
 
     def _fills(self, segment: Segment) -> list[_Fill]:
         """How forgotten tensors are given back: each as soon as its storage is complete."""
@@ -281,8 +286,8 @@ class _Writer:
             maker = source.partition(".saved")[0]
             if slot.tensor.kind is SavedKind.PHANTOM:
                 at, name = place[maker], "saved"
-                if maker in segment.normalises:
-                    index = segment.normalises[maker].phantoms.index(source)
+                if maker in segment.restores:
+                    index = [phantom for _, phantom in segment.restores[maker].way.saved].index(source)
                 else:
                     index = self._phantom_index(source, segment.ops[at])
                 made: SavedTensor | ValueInfo = self._phantom(source)
@@ -335,6 +340,20 @@ class _Writer:
 
     def _line(self, indent: int, text: str) -> None:
         self._lines.append("    " * indent + text)
+
+
+@dataclass(frozen=True, slots=True)
+class _InSegment:
+    """What a way to have data again asks of who writes a segment."""
+
+    writer: _Writer
+    segment: Segment
+
+    def argument(self, value: Any) -> str:
+        return self.writer.expressions.value(value)
+
+    def repeated(self, op: DNode) -> list[str]:
+        return self.writer.lines_repeated(op, self.segment)
 
 
 def _looked_at(made: SavedTensor | ValueInfo, saved: SavedTensor) -> str:

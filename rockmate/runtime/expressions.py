@@ -17,7 +17,7 @@ from rkgb.ir.call import Call, Ref, is_ref, ref_names
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.passes.b_to_d import RUNNING_STATISTICS
 from rkgb.process.autocast import autocast
-from rkgb.restore.as_saved import differentiable, writable
+from rkgb.restore.as_saved import as_leaf, as_nonleaf
 from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.tree import leaves, map_leaves
 from rockmate.guards.numbers import Operand, RunTimeNumbers
@@ -33,8 +33,8 @@ class Expressions:
             "torch": torch,
             "aten": SimpleNamespace(),  # as torch.ops.aten, with the operations that are called
             "autocast": autocast,
-            "differentiable": differentiable,
-            "writable": writable,
+            "as_leaf": as_leaf,
+            "as_nonleaf": as_nonleaf,
             "Step": Step,
         }
         self._graph = graph
@@ -113,8 +113,8 @@ class Expressions:
             requires_grad = tracker.tracks(value.name, self._graph.values)
             if value.name in tracker.written and leaf is None:
                 # The variable stays a tensor without a graph, whatever writes into its storage.
-                return f"writable({text})" if requires_grad else f"{text}.detach()"
-            return f"differentiable({text})" if requires_grad else text
+                return f"as_nonleaf({text})" if requires_grad else f"{text}.detach()"
+            return f"as_leaf({text})" if requires_grad else text
         if isinstance(value, OwnGenerator):
             return self.generator(value)
         if isinstance(value, Operand):

@@ -14,12 +14,13 @@ import torch
 
 from rk_solvers import Schedule
 from rkgb import DNode, KGraph, LeafKind, SNode
-from rkgb.ir.call import Call, Ref
+from rkgb.ir.call import Call, Ref, ref_names
 from rkgb.ir.dgraph import last_uses, makers_of
 from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
-from rockmate.runtime.tables import packed_key, saved_key
+from rkgb.ir.restoration import Restoration
+from rockmate.runtime.tables import saved_key
 
 _aten = torch.ops.aten
 # Operations whose kernels are the same with and without gradients, and return all that their backwards read.
@@ -64,25 +65,19 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
-    """A storage had again from the smaller form that the forward made of it."""
+class Restored:
+    """What operations make, had again in another way than by repeating them."""
 
-    node: str  # the node that fills it
+    way: Restoration
+    node: SNode  # whose operations these are
+    op: DNode  # stands in a segment for them
+    kept: tuple[str, ...]  # names in the step's store of what it is made of
     last: bool  # whether for the last time
 
     @property
     def key(self) -> str:
-        """The name of its form in the step's store."""
-        return packed_key(self.node)
-
-
-@dataclass(frozen=True, slots=True)
-class Normalised:
-    """A batch normalisation had again from the statistics that its forward saved."""
-
-    keys: tuple[str, str]  # names in the step's store: of the mean, and of the inverse deviation
-    phantoms: tuple[str, str]  # the same as data of the K graph
-    last: bool  # whether for the last time
+        """Under which generated code asks for it."""
+        return self.way.key(self.node)
 
 
 @dataclass(slots=True)
@@ -96,8 +91,7 @@ class Segment:
     keeps: list[Kept] = field(default_factory=list)  # its own values that later segments read
     fills: list[Slot] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)  # operations repeated for what autograd saves for them
-    unpacks: dict[str, Unpacked] = field(default_factory=dict)  # by name, the operations in whose place bits are read
-    normalises: dict[str, Normalised] = field(default_factory=dict)  # by operation
+    restores: dict[str, Restored] = field(default_factory=dict)  # by the name of the operation that stands there
 
     @property
     def is_random(self) -> bool:
@@ -114,7 +108,7 @@ class Program:
     slots: dict[str, list[Slot]]  # by operation: its forgotten tensors
     forward_keeps: set[str]  # values of the forward that segments read
     random_marks: dict[str, int]  # random operations that are repeated: the last segment to do so
-    packs: dict[str, SNode] = field(default_factory=dict)  # by its last operation, what is kept in a smaller form
+    restored: dict[str, Restored] = field(default_factory=dict)  # by the last operation that it stands for
 
 
 def make_program(graph: KGraph, schedule: Schedule) -> Program:
@@ -132,7 +126,9 @@ class _Assigner:
         self.dgraph = graph.sgraph.dgraph
         self._leaf_views = {name: op for op in graph.sgraph.leaf_views for name in op.output_names}
         self.segment_of_stage = {stage: index for index, stage in enumerate(sorted(groups))}
-        self.read_packed = {op for node in graph.forms for op in node.ops}  # where a form is read in their place
+        self._ways = {
+            op: (node, way) for node, ways in graph.restorations.items() for way in ways for op in way.ops(node)
+        }
         held = held_storages(graph)
         self.instances: dict[str, list[int]] = {}  # by storage: stages at which it is made anew
         for stage in sorted(groups):
@@ -167,53 +163,38 @@ class _Assigner:
                 segments[index].takes.append((kept, index == max(users)))
         for stage, index in self.segment_of_stage.items():
             self._fill_in(segments[index], self.groups[stage])
-        packs: dict[str, SNode] = {}
-        met: set[str] = set()  # nodes and operations that a later segment has again
+        restored: dict[str, Restored] = {}
         for segment in reversed(segments):
-            self._read_packed(segment, packs, met)
-            self._from_statistics(segment, slots, met)
+            self._restore(segment, slots, restored)
         return Program(
             self.graph,
             segments,
             slots,
             {kept.value for segment in segments for kept, _ in segment.takes if kept.made_by == FORWARD},
             {op.name: segment.index for segment in segments for op in segment.ops if op.is_random},
-            packs,
+            restored,
         )
 
-    def _from_statistics(self, segment: Segment, slots: dict[str, list[Slot]], met: set[str]) -> None:
-        """Repeat batch normalisations from their statistics: those that pack handles, from which these are taken."""
-        for op in segment.ops:
-            if op.name not in self.graph.normalised or op.name not in slots:
-                continue
-            (mean, inverse) = self.graph.normalised[op.name]
-            segment.normalises[op.name] = Normalised(
-                (saved_key(op.name, mean[0]), saved_key(op.name, inverse[0])),
-                (mean[1], inverse[1]),
-                last=op.name not in met,
-            )
-            segment.captured.discard(op.name)
-            met.add(op.name)
+    def _restore(self, segment: Segment, slots: dict[str, list[Slot]], restored: dict[str, Restored]) -> None:
+        """Put, in place of operations for which there is another way, one that reads what is kept for that.
 
-    def _read_packed(self, segment: Segment, packs: dict[str, SNode], met: set[str]) -> None:
-        """Put, in place of the operations that fill a storage with a smaller form, one that reads that form.
-
-        What the forward is to pack is added to `packs`: by the operation after which, the node.
+        What no later segment has again is added to what is `restored`.
         """
-        for node in self.graph.forms:
-            again = [op for op in segment.ops if op in node.ops]
-            if not again:
-                continue
-            names = [name for op in node.ops for name in op.output_names]
-            # Where the last of them stood, all of its values are there.
-            reading = DNode(
-                f"{node.name}_again", Call(_read_form), [Ref(name) for name in names], False, node.ops[-1].source
-            )
-            segment.ops[segment.ops.index(again[-1])] = reading
-            segment.ops = [op for op in segment.ops if op not in node.ops]
-            segment.unpacks[reading.name] = Unpacked(node.name, last=node.name not in met)
-            packs[node.ops[-1].name] = node
-            met.add(node.name)
+        found = dict.fromkeys(self._ways[op] for op in segment.ops if op in self._ways)
+        for node, way in found:
+            ops = way.ops(node)
+            last = ops[-1].name
+            if way.saved and last not in slots:
+                continue  # autograd keeps what it saves to itself
+            # Where the last of them stood, all of their values are there.
+            outputs = ops[0].outputs if len(ops) == 1 else [Ref(name) for op in ops for name in op.output_names]
+            stands = DNode(last, Call(_restored, way.reads(ops[-1])), outputs, False, ops[-1].source)
+            kept = tuple(saved_key(last, place) for place, _ in way.saved) or (way.key(node),)
+            segment.restores[last] = Restored(way, node, stands, kept, last=last not in restored)
+            segment.ops[max(segment.ops.index(op) for op in ops if op in segment.ops)] = stands
+            segment.ops = [op for op in segment.ops if op not in ops]
+            segment.captured.discard(last)
+            restored.setdefault(last, segment.restores[last])
 
     def _slots(self) -> dict[str, list[Slot]]:
         """Forgotten saved tensors, by the operation that saves them."""
@@ -247,7 +228,9 @@ class _Assigner:
 
     def _inputs(self, op: DNode) -> list[str]:
         """What `op` reads when it is repeated."""
-        return [] if op in self.read_packed else op.call.inputs
+        _, way = self._ways.get(op, (None, None))
+        # What is kept of autograd's may not be there: then it is repeated.
+        return op.call.inputs if way is None or way.saved else ref_names(way.reads(op))
 
     def _fill_in(self, segment: Segment, nodes: list[SNode]) -> None:
         phantom_op = {
@@ -290,7 +273,7 @@ class _Assigner:
         return len(fresh) > 1 and any(self.dgraph.values[name].requires_grad for name in op.output_names)
 
 
-def _read_form() -> None:
+def _restored() -> None:
     """Stands in an operation for what the runtime does: it is never called."""
 
 

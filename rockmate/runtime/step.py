@@ -22,7 +22,6 @@ from rkgb.process.autocast import autocast_is_on, without_autocast
 from rkgb.process.surroundings import hooks_allowed
 from rkgb.process.turns import STREAMS
 from rkgb.process.uncompiled import never_compiled
-from rkgb.restore.batch_norm import normalised
 from rkgb.state.module_state import never_unpacked
 from rockmate.errors import PlanMismatch
 from rockmate.runtime.double_backward import DoubleBackward
@@ -152,8 +151,8 @@ class Step:
         self.keep_input(name, value)
 
     def pack(self, key: str, value: torch.Tensor) -> None:
-        """Keep the smaller form of `value` for segments that need it again."""
-        self._values[key] = self._tables.forms[key].pack(value)
+        """Keep what stands for `value` for segments that need it again."""
+        self._values[key] = self._tables.packs[key](value)
 
     def draws(self, op: str, stream: str | torch.Generator = "") -> AbstractContextManager[object]:
         """Context of a random operation; with a `stream`, it will be repeated from the state of now.
@@ -178,11 +177,10 @@ class Step:
                 f"%{op} saved {len(handles)} tensors for its backward, but {saving.saved_count} when it was planned: "
                 "requires_grad flags have changed since. Plan the module again."
             )
-        if saving.statistics is not None:
-            for place in saving.statistics:
-                value = handles[place].value
-                assert value is not None
-                self._values[saved_key(op, place)] = value
+        for place in saving.kept:
+            value = handles[place].value
+            assert value is not None
+            self._values[saved_key(op, place)] = value
         references = self._handles[op] = {}
         for index, forgotten in saving.forgotten.items():
             handle = handles[index]
@@ -298,18 +296,11 @@ class Step:
             del self._values[key]
         return value
 
-    def unpack(self, key: str, last: bool) -> torch.Tensor:
-        """What was packed under `key`, made anew; its form is forgotten after the last use."""
-        return self._tables.forms[key].unpack(self.take(key, last))
-
-    def normalised(
-        self, op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, last: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The batch normalisation `op` again, and the mean and the inverse deviation that it saves."""
-        places = self._tables.saving[op].statistics
-        assert places is not None
-        mean, inverse = (self.take(saved_key(op, place), last) for place in places)
-        return normalised(x, weight, bias, mean, inverse), mean, inverse
+    def unpack(self, key: str, *read: Any, last: bool) -> Any:
+        """What was packed or saved, made anew of that and of what is `read`; what was kept is forgotten after the last
+        use."""
+        unpack, kept = self._tables.unpacks[key]
+        return unpack(*[self.take(name, last) for name in kept], *read)
 
     def _is_over(self, segments: frozenset[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rkgb.ir.restoration import Restoration
+Pack = Callable[[torch.Tensor], torch.Tensor]
+Unpack = tuple[Callable[..., Any], tuple[str, ...]]  # what makes values again, and keys of what is kept for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class SegmentCode:
     run: Callable[[Any], None]  # given the step
     is_random: bool
     makes: frozenset[str]  # keys of kept values that it stores
-    takes: frozenset[str]  # keys of kept values, and of smaller forms, that it reads
+    takes: frozenset[str]  # keys of what is kept that it reads
     repeats: frozenset[str]  # random operations that it repeats
     reads: tuple[str, ...]  # parameters, buffers and inputs that it reads
 
@@ -39,12 +40,12 @@ class SavingOp:
 
     saved_count: int
     forgotten: dict[int, ForgottenTensor]  # by packing order
-    statistics: tuple[int, int] | None = None  # places of a batch normalisation's, where it is repeated from them
+    kept: tuple[int, ...] = ()  # places of what is kept for a way to have its outputs again
     is_whole: bool = False  # the call of a submodule, which may come to run other code: compiled once more
     unread: frozenset[int] = field(init=False)  # places of forgotten tensors at which no step looks
 
     def __post_init__(self) -> None:
-        unread = frozenset() if self.is_whole else frozenset(self.forgotten).difference(self.statistics or ())
+        unread = frozenset() if self.is_whole else frozenset(self.forgotten).difference(self.kept)
         object.__setattr__(self, "unread", unread)
 
 
@@ -56,7 +57,8 @@ class StepTables:
     segments: list[SegmentCode]
     generators: dict[str, torch.Generator]  # by device, PyTorch's own, of the operations that are repeated
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
-    forms: dict[str, Restoration] = field(default_factory=dict)  # by key: of what the forward keeps in a smaller form
+    packs: dict[str, Pack] = field(default_factory=dict)  # by key: what the forward keeps of a value
+    unpacks: dict[str, Unpack] = field(default_factory=dict)  # by key
     makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
     takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
     repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it
@@ -79,8 +81,3 @@ def _by_name(names_of: list[frozenset[str]]) -> dict[str, frozenset[int]]:
 def saved_key(op: str, place: int) -> str:
     """The name in the step's store of the tensor that the operation `op` saves in that place."""
     return f"{op} saved {place}"
-
-
-def packed_key(node: str) -> str:
-    """The name in the step's store of the smaller form of what the S node `node` fills."""
-    return f"{node} packed"

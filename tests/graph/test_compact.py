@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from rkgb import TraceWarning, make_all_graphs
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.restore.packed_mask import PackedMask, compact_form, compact_forms
-from rkgb.restore.pool_indices import LEAST_ELEMENTS
+from rkgb.restore.packed_form import LEAST_ELEMENTS, PackedForm
+from rkgb.restore.packed_mask import PackedMask
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -72,9 +72,14 @@ def bernoulli(y):
     return torch.empty_like(y).bernoulli_(0.9)
 
 
+def forms_of(graph):
+    """The form of each node that has one."""
+    return {node: way for node, ways in graph.restorations.items() for way in ways if isinstance(way, PackedForm)}
+
+
 def forms_in(model, sample, **options):
     graphs = make_all_graphs(model, sample, **options)
-    return graphs, compact_forms(graphs.D_graph, graphs.S_graph.nodes)
+    return graphs, forms_of(graphs.K_graph)
 
 
 @pytest.mark.parametrize("tracer", ["jit", "record"])
@@ -83,7 +88,6 @@ def test_the_mask_of_a_dropout_is_a_bit_an_element(tracer):
     ((node, form),) = forms.items()
     assert not node.deps  # the shape alone is read of what it multiplies
     assert (form.shape, form.packed_bytes) == ((64, 512), 64 * 512 // 8)
-    assert graphs.K_graph.forms == forms
     (comp,) = (comp for comp in graphs.K_graph.forward if comp.node is node)
     assert 0 < comp.repeat_ms
 
@@ -148,12 +152,12 @@ def test_equal_blocks_share_what_was_measured():
     assert len(forms) == 2
     assert all(comp.repeat_ms is not None for comp in graphs.K_graph.forward if comp.node in forms)
     for part in graphs.K_graph_list:
-        assert part.forms == compact_forms(graphs.D_graph, part.blocks[0].nodes)
+        assert forms_of(part) == {node: forms[node] for node in part.blocks[0].nodes if node in forms}
 
 
 def test_a_node_has_the_form_of_its_own_values():
     graphs, forms = forms_in(nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.25)), torch.randn(64, 512))
     ((node, form),) = forms.items()
-    assert compact_form(graphs.D_graph, node) == form
+    assert PackedMask.of(graphs.D_graph, node) == form
     packed = torch.full((form.packed_bytes,), 255, dtype=torch.uint8)
     assert torch.equal(form.unpack(packed), torch.full((64, 512), 1.0) / 0.75)

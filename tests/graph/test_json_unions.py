@@ -24,10 +24,10 @@ def test_smaller_forms_and_sets_of_names_are_written():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.MaxPool2d(2), nn.Dropout(0.1), nn.Conv2d(8, 2, 1))
     sample = torch.randn(4, 3, 80, 80)
     graphs = make_all_graphs(model, sample)
-    assert {type(form) for form in graphs.K_graph.forms.values()} == {PackedMask, WindowIndices}
+    assert {type(way) for ways in graphs.K_graph.restorations.values() for way in ways} == {PackedMask, WindowIndices}
     found = again(graphs)
-    assert {node.name: form for node, form in found.K_graph.forms.items()} == {
-        node.name: form for node, form in graphs.K_graph.forms.items()
+    assert {node.name: ways for node, ways in found.K_graph.restorations.items()} == {
+        node.name: ways for node, ways in graphs.K_graph.restorations.items()
     }
     assert found.D_graph.handed == graphs.D_graph.handed != frozenset()
     assert step_difference(found.D_graph, model, make_sample(model, sample), seed=1) is None
@@ -40,8 +40,8 @@ def test_smaller_forms_and_sets_of_names_are_written():
 def test_a_smaller_form_that_is_none_is_refused(form):
     model = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1))
     written = to_json(make_all_graphs(model, torch.randn(64, 512)).K_graph)
-    ((_, told),) = written["graph"]["forms"]
+    ((_, (told,)),) = written["graph"]["restorations"]
     assert told[0] == "PackedMask"
-    written["graph"]["forms"][0][1] = form
-    with pytest.raises(GraphFormatError, match=r"graph\.forms"):
+    written["graph"]["restorations"][0][1][0] = form
+    with pytest.raises(GraphFormatError, match=r"graph\.restorations"):
         from_json(written)

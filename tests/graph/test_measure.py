@@ -225,7 +225,7 @@ def test_what_slows_the_machine_for_a_while_is_in_no_time(monkeypatch):
         number = sum(name.startswith("tanh") for name in taken) - 1
         op_ms, node_ms, repeat_ms = moments[number] if taken[-1].startswith("tanh") else (1.0, 1.0, 1.0)
         profile = profile.with_times({block.ops[0].name: op_ms}, [node_ms])
-        return replace(profile, repeat_ms={block.nodes[0].name: repeat_ms}, normalise_ms={})
+        return replace(profile, repeat_ms={block.nodes[0].name: repeat_ms}, restore_ms={})
 
     monkeypatch.setattr(measure, "_timed", timed)
     profiles = measure_blocks(graph, blocks, module, make_sample(module, sample))

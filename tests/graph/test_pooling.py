@@ -10,7 +10,7 @@ from rkgb.devices.allocation_log import AllocationLog
 from rkgb.export.json_form import from_json, to_json
 from rkgb.passes.d_to_s import d_to_s
 from rkgb.pipeline import exact_trace
-from rkgb.restore.packed_mask import compact_forms
+from rkgb.restore.pool_indices import WindowIndices
 
 PADDED = {"kernel_size": 3, "stride": 2, "padding": 1}
 
@@ -27,11 +27,17 @@ class Pooled(nn.Module):
         return self.pool(x * self.weight)
 
 
+def forms_of(graph, simple):
+    """The form of each node that fills indices."""
+    found = {node: WindowIndices.of(graph, node) for node in simple.nodes}
+    return {node: form for node, form in found.items() if form is not None}
+
+
 def traced(model, x, **options):
     """The D and the S graph, and the forms of nodes."""
     graph = exact_trace(model, make_sample(model, x), **options)[1]
     simple = d_to_s(graph)
-    return graph, simple, compact_forms(graph, simple.nodes)
+    return graph, simple, forms_of(graph, simple)
 
 
 def awkward(shape, generator):
@@ -103,9 +109,9 @@ def test_they_are_a_node_of_their_own_that_reads_nothing(tracer):
     model = Pooled(**PADDED)
     x = torch.randn(2, 8, 100, 100)
     graphs = make_all_graphs(model, x, tracer=tracer)
-    forms = compact_forms(graphs.D_graph, graphs.S_graph.nodes)
+    forms = forms_of(graphs.D_graph, graphs.S_graph)
     ((node, form),) = forms.items()
-    assert graphs.K_graph.forms == forms
+    assert graphs.K_graph.restorations == {node: (form,)}
     (own,) = (comp for comp in graphs.K_graph.forward if comp.node is node)
     (pooling,) = (comp for comp in graphs.K_graph.forward if own.node.deps == {comp.node: None})
     (indices,) = own.outputs

@@ -85,7 +85,7 @@ def test_training_is_exact(options, plan_of):
     model = network(**options)
     costs = measured_for(model, images())
     module = following(costs, model, plan_of(costs))
-    assert "step.normalised(" in module.code
+    assert "step.unpack(" in module.code
     assert_trains_exactly(module, [images() for _ in range(3)])
 
 
@@ -95,7 +95,7 @@ def test_recorded_normalisations_are_repeated_from_statistics_too():
     costs = measured_for(model, images())
     assert costs.graphs.B_graph.tracer == "record"
     module = following(costs, model, keep_nothing(costs))
-    assert module.code.count("step.normalised(") >= 3
+    assert module.code.count("step.unpack(") >= 3
     assert_trains_exactly(module, [images() for _ in range(3)])
 
 
@@ -147,7 +147,7 @@ def test_statistics_that_are_read_stay_values():
     model = ReturnsStatistics()
     costs = measured_for(model, images())
     assert costs.graphs.B_graph.tracer == "record"
-    assert not costs.graphs.K_graph.normalised
+    assert not costs.graphs.K_graph.restorations
     assert_trains_exactly(following(costs, model, keep_nothing(costs)), [images() for _ in range(2)])
 
 
@@ -157,7 +157,7 @@ def test_channels_last_are_exact():
     x = images().contiguous(memory_format=torch.channels_last)
     costs = measured_for(model, x)
     module = following(costs, model, keep_nothing(costs))
-    assert "step.normalised(" in module.code
+    assert "step.unpack(" in module.code
     assert_trains_exactly(module, [x, -x])
 
 
@@ -201,9 +201,9 @@ def test_statistics_are_counted_from_the_forward_on():
     torch.manual_seed(0)
     costs = measured_for(network(), images())
     graph = costs.graphs.K_graph
-    assert len(graph.normalised) >= 3
+    assert len(graph.restorations) >= 3
     for op in costs.problem.forward:
-        if op.name in graph.normalised:
+        if any(node.name == op.name for node in graph.restorations):
             assert op.replay_bytes == sum(
                 item.size_bytes
                 for item in costs.problem.data
@@ -230,13 +230,13 @@ def test_a_graph_is_walked_twice():
 
 
 def test_what_does_not_give_the_same_bits_is_run_again(monkeypatch):
-    monkeypatch.setattr("rkgb.profile.recompute_cost.normalised", lambda x, *_: x + 1)
+    monkeypatch.setattr("rkgb.restore.batch_norm.normalised", lambda x, *_: x + 1)
     torch.manual_seed(0)
     model = network()
     costs = measured_for(model, images())
-    assert not costs.graphs.K_graph.normalised
+    assert not costs.graphs.K_graph.restorations
     module = following(costs, model, keep_nothing(costs))
-    assert "step.normalised(" not in module.code
+    assert "step.unpack(" not in module.code
     assert_trains_exactly(module, [images()])
 
 
@@ -244,10 +244,10 @@ def test_what_does_not_give_the_same_bits_is_run_again(monkeypatch):
 def test_evaluation_and_mixed_types_are_left_alone(tracer):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8).eval())
     graphs = make_all_graphs(model, images(), tracer=tracer)
-    assert len(graphs.K_graph.normalised) <= 1
+    assert len(graphs.K_graph.restorations) <= 1
     with torch.autocast("cpu"):
         mixed = make_all_graphs(model, images())
-    assert not mixed.K_graph.normalised
+    assert not mixed.K_graph.restorations
 
 
 def test_a_planned_module_stays_in_its_budget():

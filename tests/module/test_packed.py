@@ -62,16 +62,16 @@ def test_what_is_recomputed_several_times_is_read_from_its_form_each_time(either
     _, costs, _ = either
     plan = normalise(costs.problem, keep_nothing(costs))
     program = program_of(costs, plan)
-    uses = [(taken.node, taken.last) for segment in program.segments for taken in segment.unpacks.values()]
-    assert set(program.packs.values()) == set(costs.graphs.K_graph.forms)
-    for node in program.packs.values():
-        lasts = [last for name, last in uses if name == node.name]
+    uses = [(taken.node, taken.last) for segment in program.segments for taken in segment.restores.values()]
+    assert {taken.node for taken in program.restored.values()} == set(costs.graphs.K_graph.restorations)
+    for node in costs.graphs.K_graph.restorations:
+        lasts = [last for other, last in uses if other is node]
         assert lasts == [False] * (len(lasts) - 1) + [True]
 
 
 def test_a_form_is_counted_from_the_forward_to_the_last_recomputation(either):
     _, costs, _ = either
-    packed = {node.name: form.packed_bytes for node, form in costs.graphs.K_graph.forms.items()}
+    packed = {node.name: form.packed_bytes for node, (form,) in costs.graphs.K_graph.restorations.items()}
     assert len(packed) == 3
     for op in costs.problem.forward:
         if op.name in packed:
@@ -156,7 +156,7 @@ def test_the_peak_is_as_simulated_to_the_byte_of_the_masks(masks):
 
 def test_a_mask_takes_a_bit_an_element(masks):
     _, costs = masks
-    assert {form.packed_bytes for form in costs.graphs.K_graph.forms.values()} == {ROWS * WIDTH // 8}
+    assert {form.packed_bytes for (form,) in costs.graphs.K_graph.restorations.values()} == {ROWS * WIDTH // 8}
 
 
 def test_a_planned_module_reads_bits_and_stays_in_its_budget():
@@ -185,7 +185,7 @@ def only(costs, chosen):
 
 def test_indices_alone_are_had_again_without_their_pooling(indices):
     model, costs = indices
-    names = [node.name for node in costs.graphs.K_graph.forms]
+    names = [node.name for node in costs.graphs.K_graph.restorations]
     module = following(costs, model, only(costs, names))
     _, *recomputations = module.code.split("def recompute_")
     assert sum(code.count("step.unpack(") for code in recomputations) == len(names)

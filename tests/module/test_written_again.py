@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.restore.as_saved import writable
+from rkgb.restore.as_saved import as_nonleaf
+from rkgb.restore.kept import never_forgotten
 from rockmate import BudgetTooSmall, Rockmate
-from rockmate.planning.costs import unrepeatable_nodes
 from tests.module.steps import (
     assert_trains_exactly,
     following,
@@ -66,9 +66,9 @@ def test_activations_in_place_are_repeated(name, plan_of):
     torch.manual_seed(0)
     model = network(ACTIVATIONS[name])
     costs = measured_for(model, images())
-    assert not unrepeatable_nodes(costs.graphs.K_graph)
+    assert not never_forgotten(costs.graphs.K_graph)
     module = following(costs, model, plan_of(costs))
-    assert "writable(batch_norm" in module.code
+    assert "as_nonleaf(batch_norm" in module.code
     assert_trains_exactly(module, [images() for _ in range(3)])
 
 
@@ -77,9 +77,9 @@ def test_products_in_place_are_repeated(plan_of):
     torch.manual_seed(0)
     model = Gated()
     costs = measured_for(model, images())
-    assert not unrepeatable_nodes(costs.graphs.K_graph)
+    assert not never_forgotten(costs.graphs.K_graph)
     module = following(costs, model, plan_of(costs))
-    assert "writable(" in module.code
+    assert "as_nonleaf(" in module.code
     assert_trains_exactly(module, [images() for _ in range(3)])
 
 
@@ -98,12 +98,12 @@ def test_such_a_network_fits_budgets_as_small_as_one_that_writes_nothing_in_plac
 
 
 @pytest.mark.parametrize("shaped", [lambda x: x, lambda x: x[1:], lambda x: x.t()], ids=["whole", "part", "turned"])
-def test_a_writable_tensor_is_one_that_autograd_has_computed(shaped):
+def test_a_as_nonleaf_tensor_is_one_that_autograd_has_computed(shaped):
     value = shaped(torch.randn(4, 6))
     expected = torch.relu(value)
     version = value._version
     with torch.enable_grad():
-        given = writable(value)
+        given = as_nonleaf(value)
         torch.relu_(given)
     assert given.requires_grad
     assert not value.requires_grad
