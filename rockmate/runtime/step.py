@@ -152,7 +152,7 @@ class Step:
 
     def pack(self, key: str, value: torch.Tensor) -> None:
         """Keep what stands for `value` for segments that need it again."""
-        self._values[key] = self._tables.packs[key](value)
+        self._values[key] = self._tables.packs[key](value.detach())
 
     def draws(self, op: str, stream: str | torch.Generator = "") -> AbstractContextManager[object]:
         """Context of a random operation; with a `stream`, it will be repeated from the state of now.
