@@ -14,10 +14,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
 
-# Two threads: results and timings that are the same on a laptop and on a small CI machine.
+# Two threads: results and timings that are the same on a laptop and on a small CI machine. Tests have as many workers.
 THREADS ?= 2
 export OMP_NUM_THREADS := $(THREADS)
 export MKL_NUM_THREADS := $(THREADS)
+test test-ci test-all golden: export OMP_NUM_THREADS := 1
+test test-ci test-all golden: export MKL_NUM_THREADS := 1
 # Threads that spin while they wait for each other make small operations a hundred times slower on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -28,7 +30,7 @@ WORKERS ?= 2
 IN_PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 
-.PHONY: help setup test test-all lint format types demo bench notebooks docs golden clean
+.PHONY: help setup test test-ci test-all lint format types demo bench notebooks docs golden clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,10 +56,13 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(call install,.)
 	@touch $@
 
-test: $(STAMP) ## Run the tests that take seconds
+test: $(STAMP) ## Run the tests that take minutes: each promise, all units, oracles and golden files
+	$(PYTEST) $(IN_PARALLEL) -m "not ci and not slow" $(PYTEST_ARGS)
+
+test-ci: $(STAMP) ## Run all tests but long sweeps, as CI does
 	$(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(STAMP) ## Run every test, the slow ones too
+test-all: $(STAMP) ## Run every test, long sweeps too
 	$(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and formatting

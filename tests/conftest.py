@@ -1,5 +1,6 @@
 """What every test shares: fixed threads, a fixed seed, visible skips, golden files."""
 
+import gc
 import os
 import random
 import signal
@@ -17,8 +18,10 @@ os.environ["ROCKMATE_CACHE"] = "0"
 import torch
 
 import rk_solvers.anytime.min_budget
+from tests.tiers import assign_tiers
 
-THREADS = 2
+# Workers share the cores: of several threads each, they would wait for one another.
+THREADS = 1
 SEED = 20_240
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 
@@ -37,6 +40,18 @@ def pytest_configure() -> None:
     # A job in the background of a script ignores Ctrl-C, and so does what it starts: tests that send one would wait.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses: the marks of the tiers."""
+    assign_tiers(items)
+
+
+def pytest_collection_finish() -> None:
+    # What is there now stays to the end: a test that collects garbage need not walk through it, ten thousand times.
+    gc.collect()
+    gc.freeze()
 
 
 def required_features() -> frozenset[str]:

@@ -226,6 +226,7 @@ def test_the_four_graphs_are_drawn_from_the_code_of_their_page(tmp_path):
         assert (ROOT / "docs" / "images" / picture.name).exists()
 
 
+@pytest.mark.ci
 def test_the_small_example_trains():
     text = run_script("examples/train_with_budget_string.py", "--budget", "600 KiB")
     assert "Plan(budget 600 KiB" in text

@@ -45,6 +45,7 @@ def assert_trains_exactly_within_its_budget(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.ci
 def test_a_family_trains_exactly_at_three_fifths_of_its_peak(name):
     assert_trains_exactly_within_its_budget(name)
 

@@ -25,6 +25,7 @@ def stem(path: Path) -> str:
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in NOTEBOOKS], ids=stem
 )
+@pytest.mark.ci
 def test_notebook_runs(path, tmp_path):
     """In a process of its own: Jupyter's event loops and sockets outlive a test."""
     command = [sys.executable, str(ROOT / "notebooks" / "execute.py"), str(path), "--output", str(tmp_path)]

@@ -48,6 +48,7 @@ def named(peers, text):
     return next(peer for peer in peers if text in peer.label)
 
 
+@pytest.mark.ci
 def test_all_kinds_of_checkpoint_train_exactly_and_save_memory():
     eager, *others = contenders_of(chain_case(), *checkpointing.PEERS[1:])
     assert eager.status == "exact"
@@ -60,6 +61,7 @@ def test_all_kinds_of_checkpoint_train_exactly_and_save_memory():
     assert by_label["checkpoint, per block, BatchNorm mended"].reason == "it has no BatchNorm"
 
 
+@pytest.mark.ci
 def test_a_batch_counted_twice_is_wrong_unless_it_is_mended():
     case = chain_case(norm=True)
     peers = [named(checkpointing.PEERS, text) for text in ("per block", "per block, BatchNorm", "matmuls, BatchNorm")]
@@ -68,6 +70,7 @@ def test_a_batch_counted_twice_is_wrong_unless_it_is_mended():
     assert (mended.status, selective.status) == ("exact", "exact")
 
 
+@pytest.mark.ci
 def test_wrong_gradients_are_wrong_and_failures_have_a_reason():
     def half(case: Case, eager_peak_bytes: int) -> Built:
         model = case.fresh_model()
@@ -105,6 +108,7 @@ def test_contenders_share_weights_and_nothing_else():
     assert not torch.equal(first.get_buffer("0.4.running_mean"), second.get_buffer("0.4.running_mean"))
 
 
+@pytest.mark.ci
 def test_other_random_numbers_are_judged_by_the_slope_of_the_loss():
     def of_seed(case: Case, eager_peak_bytes: int, *, seed: int, late: int | None = None) -> Built:
         """Draws its masks from another seed; with `late`, its gradients are those of a third one."""
@@ -130,6 +134,7 @@ def test_other_random_numbers_are_judged_by_the_slope_of_the_loss():
     assert "slope" in wrong.reason
 
 
+@pytest.mark.ci
 def test_sums_in_another_order_are_judged_by_the_loss_and_statistics_by_eagers():
     def built(
         case: Case, eager_peak_bytes: int, *, factor: float = 1.0, noise: float = 0.0, twice: bool = False
@@ -179,6 +184,7 @@ def test_the_slope_leaves_the_weights_as_they_were():
     assert not draws(first_trace(still, EAGER.build(still, 0)), torch.device("cpu"))
 
 
+@pytest.mark.ci
 def test_ours_keeps_its_budget_and_a_refusal_tells_bytes():
     shares = (0.7, 0.001)
     peers = [peer for peer in ours.peers(shares) if peer.family is Family.OURS]
@@ -201,6 +207,7 @@ def test_compiled_code_is_compared_within_a_tolerance():
     assert all(len(contender.step_ms) == 2 for contender in contenders)
 
 
+@pytest.mark.ci
 def test_every_round_times_all_that_run():
     contenders = contenders_of(chain_case(), *checkpointing.PEERS[1:4])
     time_all(chain_case(), contenders, 2, lambda text: None)
@@ -243,6 +250,7 @@ def test_eager_alone_needs_no_sitting():
     assert sit("vgg16", contenders, argparse.Namespace(sittings=5), lambda text: None) == 0
 
 
+@pytest.mark.ci
 def test_what_a_library_does_not_offer_is_told():
     _, hugging_face, offloaded, automatic = contenders_of(chain_case(), *library.PEERS, auto_sac.PEERS[0])
     assert (hugging_face.status, hugging_face.reason) == ("does not apply", "no model of the transformers library")
@@ -347,6 +355,7 @@ def report_of(case: Case) -> dict:
     }
 
 
+@pytest.mark.ci
 def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
     report = report_of(chain_case(norm=True, blocks=6))
     path = tmp_path / "peers-gpt2-cpu.json"

@@ -82,6 +82,7 @@ def test_relu_benchmark_writes_its_results(tmp_path):
     assert all(row["outputs"] > 0 for row in result["rows"])
 
 
+@pytest.mark.ci
 def test_replanning_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/replanning.py", "--quick", "--seconds", "1", "--output", str(tmp_path))
     result = json.loads((tmp_path / "replanning-cpu.json").read_text(encoding="utf-8"))

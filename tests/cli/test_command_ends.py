@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import pytest
 import torch
 
 from rockmate import plan_files
@@ -37,6 +38,7 @@ def started(*arguments):
     )
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_a_process_with_status_130(tmp_path):
     (tmp_path / "forever.py").write_text(
         "import sys, time\n\ndef make():\n    print('here', flush=True)\n    time.sleep(300)\n"
@@ -50,6 +52,7 @@ def test_ctrl_c_ends_a_process_with_status_130(tmp_path):
     assert err.endswith("interrupted\n")
 
 
+@pytest.mark.ci
 def test_a_reader_that_goes_away_ends_a_process_quietly():
     with started("zoo", "list", "--json") as process:
         process.stdout.close()

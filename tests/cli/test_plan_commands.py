@@ -393,6 +393,7 @@ def test_graphs_are_drawn_in_the_format_that_the_file_s_name_tells(capsys, tmp_p
 # ---- report ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_reports_are_text_pages_or_figures(plan_path, capsys, tmp_path):
     status, out, _ = run(capsys, "report", plan_path)
     assert status == GOOD

@@ -24,6 +24,7 @@ def found():
     return sweep(target.model, target.sample, FRACTIONS, loss=target.loss, solvers=SOME, time_limit=0.5)
 
 
+@pytest.mark.ci
 def test_every_solver_has_a_row_for_every_budget(found):
     assert found.solvers == SOME
     assert len(found.rows) == len(SOME) * len(FRACTIONS)
@@ -112,6 +113,7 @@ def test_wrong_options_are_told_before_anything_is_measured(capsys):
         sweep(find_source(TARGET).target().model, None, [0.5], solvers=["best"])
 
 
+@pytest.mark.ci
 def test_the_command_writes_what_it_prints(capsys, tmp_path):
     path = tmp_path / "sweep.json"
     command = ("sweep", TARGET, "--batch", "16", "--budgets", "0.1,1.0", "--solvers", "keep-none,keep-all")

@@ -64,6 +64,7 @@ def test_a_factory_is_verified(name, capsys):
     assert " 0 recomputations" not in plan
 
 
+@pytest.mark.ci
 def test_a_zoo_name_is_verified_in_a_process_of_its_own():
     command = [sys.executable, "-m", "rockmate", "verify", "mixer-tiny", "--budget", "0.9", "--threads", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -189,6 +189,7 @@ def test_a_step_stays_within_the_budget_and_is_exact(budget):
     assert (sum(plan.recomputations for _, plan in plans.plans) > 0) == (budget < 1)
 
 
+@pytest.mark.ci
 def test_equal_blocks_share_a_plan_and_others_have_their_own():
     model = built(Mixed)
     eager = copy.deepcopy(model)
@@ -200,6 +201,7 @@ def test_equal_blocks_share_a_plan_and_others_have_their_own():
     assert "2 blocks such as first.0" in str(plans)
 
 
+@pytest.mark.ci
 def test_a_short_last_batch_follows_the_same_decisions():
     model, eager = built(lambda: Stack(2)), built(lambda: Stack(2))
     plan_blocks(model, 0.7, tokens(32), loss=squares)

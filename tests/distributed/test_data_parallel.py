@@ -35,6 +35,7 @@ def test_a_module_planned_in_its_first_step_trains_as_eager_ones(two: Ranks, nam
 
 
 @pytest.mark.parametrize("name", ["dropout", "tied"])
+@pytest.mark.ci
 def test_training_on_four_ranks_is_equal_to_eager(four: Ranks, name):
     four.run(data_parallel.assert_equal_to_eager, name, data_parallel.SMALL_BUCKETS)
     four.run(data_parallel.assert_ranks_agree, name)

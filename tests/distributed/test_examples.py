@@ -16,6 +16,7 @@ from tests.scripts import run_script
     ],
     ids=["ddp", "fsdp2", "fsdp2 in bfloat16"],
 )
+@pytest.mark.ci
 def test_training_on_two_ranks_gets_somewhere(script, options):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     text = run_script(*launcher, script, "--steps", "10", *options)

@@ -94,6 +94,7 @@ def test_with_a_limit_the_first_batch_is_planned_for_it(keep_all_bytes):
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.ci
 def test_batches_of_another_size_are_planned_within_the_same_limit(keep_all_bytes):
     limit = int(0.8 * keep_all_bytes)
     model = rotor.Checkpointable(network(), limit)
@@ -107,6 +108,7 @@ def test_batches_of_another_size_are_planned_within_the_same_limit(keep_all_byte
         model.plan_for(images().repeat(2, 1, 1, 1))
 
 
+@pytest.mark.ci
 def test_a_limit_that_nothing_fits_leaves_the_sequence_as_it_was(measured, keep_all_bytes, no_measuring):
     before = str(measured.compute_sequence(int(0.9 * keep_all_bytes)))
     with pytest.raises(BudgetTooSmall, match="^budget 1000 B < ") as refusal:
@@ -116,6 +118,7 @@ def test_a_limit_that_nothing_fits_leaves_the_sequence_as_it_was(measured, keep_
     assert str(measured.compute_sequence()) == before  # the limit before
 
 
+@pytest.mark.ci
 def test_nested_sequentials_are_planned_as_flat_ones(keep_all_bytes):
     limit = int(0.8 * keep_all_bytes)
     flat = nn.Sequential(*(network().get_submodule(path) for path in layers_of(network())))
@@ -165,6 +168,7 @@ def test_it_stands_for_its_model_and_can_be_copied_and_pickled(measured, keep_al
         assert str(twin.sequence) == str(measured.sequence)
 
 
+@pytest.mark.ci
 def test_a_module_that_is_no_sequential_is_planned_along_its_graph():
     entry = zoo.get("gpt2-tiny")
     model = rotor.Checkpointable(copy.deepcopy(entry.model), loss=entry.loss)
@@ -255,6 +259,7 @@ def test_a_relu_at_the_end_is_one_with_its_module():
     assert torch.equal(rotor.models.utils.ReLUAtEnd(module)(data), module(data).relu())
 
 
+@pytest.mark.ci
 def test_the_example_learns_its_digits():
     text = run_script("examples/train_mnist_rotor.py", "--steps", "12", "--batch-size", "32", "--mem-limit", "9MiB")
     losses = [float(line.split("loss ")[1].split()[0]) for line in text.splitlines() if "loss " in line]

@@ -185,6 +185,7 @@ def alike(mine: Any, theirs: Any) -> bool:
 
 @given(st.lists(VALUES, max_size=3), st.dictionaries(st.text(max_size=3), VALUES, max_size=2))
 @settings(max_examples=200, deadline=None)
+@pytest.mark.ci
 def test_arguments_of_calls_come_back_with_their_types(args, kwargs):
     call = again(around(*args)).nodes[0].call
     assert alike(list(call.args), args)

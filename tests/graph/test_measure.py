@@ -302,6 +302,7 @@ def test_progress_is_told_block_by_block():
     s_to_k(graph, blocks, profiles).verify()
 
 
+@pytest.mark.ci
 def test_measuring_holds_the_input_of_a_block_and_no_earlier_values():
     module = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), nn.GELU())))
     sample = rows(7, 4)

@@ -55,6 +55,7 @@ def test_a_small_block_is_its_own_leaf():
 
 @pytest.mark.parametrize("max_nodes", WIDEST)
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.ci
 def test_leaves_are_small_parts_few_and_every_node_is_in_one_leaf(name, max_nodes):
     graph = zoo_graphs(name).S_graph
     tree = partition(graph, whole(graph), max_nodes)

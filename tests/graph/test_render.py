@@ -33,6 +33,7 @@ def test_structure_of_operations_has_each_node_leaf_and_dependency_once(name, ki
 
 
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.ci
 def test_structure_of_s_has_the_nodes_deps_and_sizes(name):
     of = zoo_graphs(name).S_graph
     structure = structure_of(of)

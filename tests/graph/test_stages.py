@@ -72,6 +72,7 @@ def test_every_block_is_a_tree_of_parts_of_at_most_forty_nodes():
     assert all(len(part.block.nodes) <= 40 for tree in graphs.sub_graphs for part in parts(tree))
 
 
+@pytest.mark.ci
 def test_gradients_flow_from_the_outputs_to_the_leaves_without_a_gap():
     for name in ("gpt2-tiny", "resnet18-tiny", "unet-tiny", "transformer-tiny", "mixer-tiny"):
         entry = zoo.get(name)

@@ -25,6 +25,7 @@ def _marks(loop: Loop) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("loop", [pytest.param(one, id=one.name, marks=_marks(one)) for one in LOOPS])
+@pytest.mark.ci
 def test_a_planned_module_trains_as_the_module_itself_in(loop: Loop) -> None:
     planned = run_both(loop)
     plans = [plan for model in planned.models for plan in model.plans]

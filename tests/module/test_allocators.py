@@ -357,6 +357,7 @@ def printed_with_glibc(program: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+@pytest.mark.ci
 def test_freed_tensors_go_back_to_the_system():
     """Every second of 1000 tensors of 100 KiB is freed: their pages are returned, though others lie between them."""
     program = (
@@ -372,6 +373,7 @@ def test_freed_tensors_go_back_to_the_system():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+@pytest.mark.ci
 def test_freed_memory_is_kept_until_it_is_to_be_returned():
     """One tensor of 64 MiB after the other is in the pages of those before, and another setting later is followed, too.
 

@@ -468,6 +468,7 @@ def into_a_variable():
     ],
     ids=["global", "class", "variable"],
 )
+@pytest.mark.ci
 def test_tensors_that_outlive_forward_elsewhere_are_refused_by_the_name_of_the_place(leave, name):
     model = Outer(leave)
     with pytest.raises(TraceError, match=f"puts the tensor %mean_.*{name}"):
@@ -494,6 +495,7 @@ def test_both_front_ends_record_what_is_left_and_files_of_graphs_hold_it():
         assert again.attributes == graph.attributes
 
 
+@pytest.mark.ci
 def test_a_plan_file_holds_for_a_module_that_leaves_the_same_and_for_no_other():
     planned, sample = compared(fills_dict)
     file = planned.plan_file()
@@ -562,6 +564,7 @@ def goes_by_an_entry(m, h):
     return h * m.table.setdefault("scale", 2.0)
 
 
+@pytest.mark.ci
 def test_other_entries_of_a_dictionary_that_forward_writes_into_are_settings():
     planned, sample = compared(goes_by_an_entry)
     planned.first.table.pop("mean")

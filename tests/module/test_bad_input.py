@@ -255,6 +255,7 @@ def test_a_budget_that_is_too_small_names_the_smallest_and_what_binds_it():
     assert_trains_exactly(model, [rows(1)[:256]])
 
 
+@pytest.mark.ci
 def test_less_than_the_proven_bytes_is_refused_with_the_same_figures():
     network = built(Layers)
     with pytest.raises(BudgetTooSmall) as refusal:
@@ -420,6 +421,7 @@ def reports_of(model: nn.Module, sample: Tensor) -> list[tuple[str, int, int]]:
 @pytest.mark.both_walks
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("stage", ["trace", "measure", "time", "loss", "eager step", "solve", "check", "bound"])
+@pytest.mark.ci
 def test_an_interruption_of_any_stage_leaves_everything_as_it_was(trained, stage, which):
     model, sample = trained
     wanted = [told for told in reports_of(model, sample) if told[0] == stage][which]

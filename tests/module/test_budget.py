@@ -178,6 +178,7 @@ def test_what_is_available_is_within_a_groups_limit(tmp_path, monkeypatch):
     assert device_of(CPU).available_bytes() == 4000
 
 
+@pytest.mark.ci
 def test_a_budget_one_byte_too_small_is_told_in_bytes():
     network, sample = built(Layers), rows()
     with pytest.raises(BudgetTooSmall) as refused:
@@ -234,6 +235,7 @@ class Transforms(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Transforms, Layers, lambda: nn.Sequential(nn.Linear(32, 8), nn.Tanh())])
+@pytest.mark.ci
 def test_the_smallest_budget_that_is_named_works_when_asked_for(make):
     network = built(make)
     sample = rows() if make is Layers else torch.randn(64, 32)
@@ -247,6 +249,7 @@ def test_the_smallest_budget_that_is_named_works_when_asked_for(make):
 
 
 @pytest.mark.parametrize("scope", ["step", "total"])
+@pytest.mark.ci
 def test_the_whole_step_is_never_refused(scope):
     network, sample = built(Transforms), torch.randn(64, 32)
     for budget in (1.0, "100%", 1.0, 1.0):

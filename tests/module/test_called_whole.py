@@ -276,6 +276,7 @@ def test_a_layer_that_comes_to_run_other_code_is_refused():
         output.sum().backward()
 
 
+@pytest.mark.ci
 def test_an_opaque_layer_can_be_pinned_and_nothing_inside_it():
     original = built(Stack)
     model = Rockmate(original, BATCHES[0], 1.0, opaque=original.layers, pin=[original.layers[1]])

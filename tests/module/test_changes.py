@@ -209,6 +209,7 @@ def test_a_module_planned_under_autocast_wants_it_in_every_call():
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet-tiny", "transformer-tiny")),
     ],
 )
+@pytest.mark.ci
 def test_a_step_under_autocast_is_that_of_eager(name, recomputes, inside):
     # Not by a budget: what kernels of low precision take beside their tensors is the processor's own, and may bind.
     entry = zoo.get(name)

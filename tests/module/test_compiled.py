@@ -98,6 +98,7 @@ def test_compiled_layers_stay_compiled_and_exact(compile_layers: Callable[..., S
 
 
 @ORDERS
+@pytest.mark.ci
 def test_a_budget_is_met_by_recomputing_compiled_layers(compile_layers: Callable[..., Stack]):
     eager = train(compile_layers(built(Stack), "aot_eager"), BATCHES)
     model = Rockmate(compile_layers(built(Stack), "aot_eager"), BATCHES[0], 0.7, loss=squares)
@@ -162,6 +163,7 @@ class Reads(Layer):
 
 
 @pytest.mark.filterwarnings("ignore:submodule.*depends on its data")
+@pytest.mark.ci
 def test_a_compiled_layer_may_read_its_data():
     batches = [*BATCHES, *(-batch for batch in BATCHES)]
     eager = train(in_place(built(Stack, Reads), "aot_eager"), batches)
@@ -203,6 +205,7 @@ def test_compiled_layers_under_autocast():
 
 
 @ORDERS
+@pytest.mark.ci
 def test_what_is_verified_is_compiled_as_the_model_is(compile_layers: Callable[..., Stack]):
     compiled = []
 
@@ -218,6 +221,7 @@ def test_what_is_verified_is_compiled_as_the_model_is(compile_layers: Callable[.
 
 
 @pytest.mark.filterwarnings("ignore:Stack was planned once more")
+@pytest.mark.ci
 def test_what_is_compiled_after_planning_is_planned_once_more():
     eager = train(in_place(built(Stack), "aot_eager"), BATCHES)
     model = Rockmate(built(Stack), BATCHES[0], 0.8, loss=squares)

@@ -142,6 +142,7 @@ def alone() -> Rockmate:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.ci
 def test_a_first_batch_is_planned_as_with_nothing_around_and_its_step_is_exact(name: str, alone: Rockmate) -> None:
     eager, module = model(), planned()
     for _ in range(2):
@@ -232,6 +233,7 @@ PROFILERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", PROFILERS)
+@pytest.mark.ci
 def test_within_a_profiler_the_plan_is_the_same_and_an_epoch_goes_on(name: str, alone: Rockmate) -> None:
     eager, module = model(), planned()
     with PROFILERS[name](), pytest.warns(ReplanWarning, match="planned while a profiler runs"):
@@ -242,6 +244,7 @@ def test_within_a_profiler_the_plan_is_the_same_and_an_epoch_goes_on(name: str, 
         assert same(step(module, batch(40)), step(eager, batch(40)))  # the short last batch
 
 
+@pytest.mark.ci
 def test_planning_is_not_in_the_profile() -> None:
     module, counts = planned(), []
     for _ in range(2):
@@ -251,6 +254,7 @@ def test_planning_is_not_in_the_profile() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.ci
 def test_a_profiler_whose_schedule_warms_up_survives_planning_and_so_does_the_process(alone: Rockmate) -> None:
     module, profiled = planned(), []
     with torch.profiler.profile(
@@ -271,6 +275,7 @@ def test_a_profiler_whose_schedule_warms_up_survives_planning_and_so_does_the_pr
     assert costs(module) == costs(alone)
 
 
+@pytest.mark.ci
 def test_autocast_is_in_force_where_a_step_is_measured_apart() -> None:
     def cast(module: nn.Module, data: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -378,6 +383,7 @@ def test_default_devices_stay() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:Sequential was planned while a profiler runs:rockmate.ReplanWarning")
+@pytest.mark.ci
 def test_a_step_that_is_planned_while_its_peak_is_measured_goes_on() -> None:
     module = planned()
     eager = copy.deepcopy(module.original)

@@ -26,6 +26,7 @@ def chain_of(operations: int) -> nn.Module:
         pytest.param(1000, 0.5, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.ci
 def test_a_long_chain_is_planned_near_the_best_and_trains_exactly(operations, share):
     sample = torch.randn(512, 16)
     planned = Rockmate(chain_of(operations), sample, share, loss=squares, cache=False)

@@ -66,6 +66,7 @@ def squares(output):
 
 
 @every_default
+@pytest.mark.ci
 def test_planning_checking_and_training(default, tmp_path):
     model, sample = built()
     with default():
@@ -89,6 +90,7 @@ def test_graphs_by_both_front_ends_and_on_disk():
             rkgb.test_rkgb(model, sample, tracer=tracer)
 
 
+@pytest.mark.ci
 def test_the_largest_batch():
     model, sample = built()
     with by_setting():

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
@@ -98,6 +99,7 @@ class WithPenalty(nn.Module):
         return output.square().mean() + gradient.square().sum()
 
 
+@pytest.mark.ci
 def test_what_the_warning_advises_is_planned_within_its_budget_and_exact():
     model, expected = WithPenalty(), WithPenalty()
     planned = Rockmate(model, rows(), 0.9, cache=False, time_limit=1)

@@ -195,6 +195,7 @@ def test_two_hundred_steps_leave_what_two_leave(make, batch):
         gc.enable()
 
 
+@pytest.mark.ci
 def test_two_hundred_steps_of_which_every_other_fails_leave_nothing():
     model, fault = planned(Layers, rows), MemoryError
     data = rows(1)
@@ -255,6 +256,7 @@ class Masks(nn.Module):
         return tuple(F.dropout(torch.sin(hidden * self.scale * (k + 1)), 0.5, self.training) for k in range(6))
 
 
+@pytest.mark.ci
 def test_threads_that_share_a_random_stream_repeat_each_its_own_numbers():
     """No step of theirs can be eager's to the bit; but each one's gradients must be those of its own outputs."""
     data = torch.rand(8, WIDTH).add_(0.1).requires_grad_()

@@ -391,6 +391,7 @@ def test_hooks_that_a_first_call_makes_are_there_whenever_the_module_itself_runs
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning", "ignore::rkgb.TraceWarning")
+@pytest.mark.ci
 def test_a_flag_that_decides_more_than_hooks_is_written():
     class Warms(Captures):
         def between(self, h):

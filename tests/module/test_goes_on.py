@@ -121,6 +121,7 @@ def test_packed_sequences_go_on_for_many_batches_under_the_limits_as_they_are():
     assert [record.cause for record in model.fallbacks] == ["GuardError"]
 
 
+@pytest.mark.ci
 def test_where_its_own_step_does_not_fit_each_branch_is_planned_within_the_budget_and_few_are_kept(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 2)
     batches = [rows(seed) for seed in range(6)]
@@ -132,6 +133,7 @@ def test_where_its_own_step_does_not_fit_each_branch_is_planned_within_the_budge
     assert all(plan.measured_peak_bytes <= plan.budget_bytes for plan in model.plans)
 
 
+@pytest.mark.ci
 def test_a_submodule_that_reads_something_else_of_every_batch_becomes_one_operation(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 2)
     batches = sentences(6)
@@ -158,6 +160,7 @@ class CheckedCodes(Layers):
         return super().forward(hidden) + self.codes[indices]
 
 
+@pytest.mark.ci
 def test_a_quantiser_whose_check_reads_another_number_in_every_batch_goes_on(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_BRANCHES", 3)
     batches = [rows(seed) for seed in range(9)]
@@ -213,6 +216,7 @@ def graphs(count: int, least: int = 20) -> Iterator[tuple[Tensor, Tensor, Tensor
         yield torch.randn(nodes, 8, generator=generator), edges, torch.arange(nodes) % 3
 
 
+@pytest.mark.ci
 def test_mini_batches_of_graphs_of_which_each_has_another_size_are_not_planned_for_ever(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_UNUSED", 3)
     batches = list(graphs(9))
@@ -224,6 +228,7 @@ def test_mini_batches_of_graphs_of_which_each_has_another_size_are_not_planned_f
     assert "3 plans or more are there that no later call has used" in str(told[0].message)
 
 
+@pytest.mark.ci
 def test_graphs_whose_own_steps_do_not_fit_are_planned_and_the_oldest_plans_go(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_UNUSED", 2)
     monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 4)
@@ -235,6 +240,7 @@ def test_graphs_whose_own_steps_do_not_fit_are_planned_and_the_oldest_plans_go(m
     assert len(model.plans) == 4
 
 
+@pytest.mark.ci
 def test_more_lengths_than_plans_are_kept_go_on_and_few_of_them_are_compared_with_a_call(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 6)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows()[:100])
@@ -339,6 +345,7 @@ def test_before_the_first_plan_and_if_so_asked_errors_are_raised(monkeypatch):
         planned(built(Layers), rows(), "8MiB").plan_for(rows()[:100])
 
 
+@pytest.mark.ci
 def test_what_was_not_planned_is_when_asked_for_again(monkeypatch):
     model = planned(built(Layers), rows(), "8MiB")
     with monkeypatch.context() as failing:
@@ -511,6 +518,7 @@ def test_evaluation_between_steps_is_no_fallback():
 # ---- the record -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_the_record_is_copied_and_pickled_with_the_module(monkeypatch):
     model = Rockmate(built(Layers), rows(), "8MiB", time_limit=1)
     attempts = ending_with(monkeypatch, ENDS["replay"])
@@ -523,6 +531,7 @@ def test_the_record_is_copied_and_pickled_with_the_module(monkeypatch):
     assert len(attempts) == 3
 
 
+@pytest.mark.ci
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("rockmate.calls.by_itself._MOST_SETTLED", 5)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows())
@@ -535,6 +544,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert sum(record.calls for record in model.fallbacks) == 9
 
 
+@pytest.mark.ci
 def test_planning_that_fails_for_every_size_is_not_tried_for_ever(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_FAILED", 3)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows())
@@ -555,6 +565,7 @@ def test_shapes_run_eagerly_are_counted_too():
     assert calls_of(model) == {("InputMismatch", "by itself"): 1}
 
 
+@pytest.mark.ci
 def test_a_plan_that_exceeds_is_not_kept_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("ROCKMATE_CACHE", str(tmp_path))
     kept: list[Any] = []

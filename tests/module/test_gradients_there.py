@@ -74,6 +74,7 @@ WHICH = {
 
 
 @pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+@pytest.mark.ci
 def test_a_step_takes_to_the_byte_what_is_predicted_above_the_gradients_that_are_there(which):
     model = with_gradients(built(Wide), which)
     there = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -86,6 +87,7 @@ def test_a_step_takes_to_the_byte_what_is_predicted_above_the_gradients_that_are
     assert [step_bytes(module, batch())] == [module.plan.peak_bytes]
 
 
+@pytest.mark.ci
 def test_a_budget_that_fits_where_gradients_are_there_is_refused_with_that_advice_where_they_are_not():
     least, without = smallest(with_gradients(built(Wide))), smallest(built(Wide))
     assert least < 0.6 * without
@@ -108,6 +110,7 @@ def test_accumulated_gradients_are_eagers_and_each_step_takes_what_its_plan_says
     assert_same(seen(module.original, (), ()), seen(eager, (), ()))
 
 
+@pytest.mark.ci
 def test_each_step_of_accumulation_has_its_plan_and_both_are_kept():
     """The first makes the gradients; the others add to them, and have as many bytes more for activations."""
     model = built(Wide)
@@ -130,6 +133,7 @@ def test_each_step_of_accumulation_has_its_plan_and_both_are_kept():
     assert module.plan.budget_bytes == first.budget_bytes == budget
 
 
+@pytest.mark.ci
 def test_a_plan_above_gradients_makes_room_for_another_where_they_are_gone():
     model = with_gradients(built(Wide))
     budget = smallest(built(Wide)) + 4096
@@ -144,6 +148,7 @@ def test_a_plan_above_gradients_makes_room_for_another_where_they_are_gone():
     assert [plan.gradient_bytes for plan in module.plans] == [GRADIENT_BYTES, 0]
 
 
+@pytest.mark.ci
 def test_gradients_that_go_and_come_between_forward_and_backward_stay_within_the_budget():
     model = with_gradients(built(Wide))
     least = smallest(model)
@@ -161,6 +166,7 @@ def test_gradients_that_go_and_come_between_forward_and_backward_stay_within_the
     assert all(parameter.grad.abs().sum() > 0 for parameter in other.parameters())
 
 
+@pytest.mark.ci
 def test_frozen_and_sparse_gradients_and_those_of_unused_parameters_count_as_what_they_are():
     model = built(Wide)
     model.unused = nn.Parameter(torch.ones(1000))
@@ -181,6 +187,7 @@ def test_tied_parameters_have_one_gradient_that_is_there():
     assert plan.peak_bytes == plan.measured_peak_bytes
 
 
+@pytest.mark.ci
 def test_a_budget_for_all_of_training_counts_gradients_once_whether_or_not_they_are_there():
     without = planned(built(Wide), 0.9, scope="total")
     there = planned(with_gradients(built(Wide)), 0.9, scope="total")
@@ -189,6 +196,7 @@ def test_a_budget_for_all_of_training_counts_gradients_once_whether_or_not_they_
     assert there.memory_split.residents.gradient_bytes == GRADIENT_BYTES
 
 
+@pytest.mark.ci
 def test_a_plan_file_tells_for_which_gradients_its_plan_is(tmp_path):
     model = with_gradients(built(Wide))
     module = planned(model, smallest(model))
@@ -200,6 +208,7 @@ def test_a_plan_file_tells_for_which_gradients_its_plan_is(tmp_path):
     assert step_bytes(again, batch()) == module.plan.peak_bytes
 
 
+@pytest.mark.ci
 def test_the_cache_keeps_plans_for_other_gradients_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("ROCKMATE_CACHE", "1")
     monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path))
@@ -208,6 +217,7 @@ def test_the_cache_keeps_plans_for_other_gradients_apart(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.ci
 def test_a_report_of_such_a_plan_measures_steps_above_the_gradients():
     model = with_gradients(built(Wide))
     module = planned(model, smallest(model))
@@ -228,6 +238,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.ci
 def test_other_gradients_and_other_branches_go_together():
     model = built(Branching)
     sample = batch().abs()
@@ -260,6 +271,7 @@ def test_a_profile_measures_steps_above_the_gradients():
 
 
 @pytest.mark.parametrize(("fraction", "rows"), [(0.95, 48), (1.0, 48), (1.0, 12), ("100%", 12)])
+@pytest.mark.ci
 def test_a_fraction_is_of_what_the_steps_of_the_loop_take_whatever_gradients_a_warm_up_left(fraction, rows):
     """Warnings are errors: that the steps make their gradients is no news."""
     warmed, fresh = built(Wide), built(Wide)
@@ -278,6 +290,7 @@ def test_a_fraction_is_of_what_the_steps_of_the_loop_take_whatever_gradients_a_w
     assert len(module.plans) == 2
 
 
+@pytest.mark.ci
 def test_a_fraction_is_of_the_first_calls_step_where_calls_of_another_shape_make_gradients():
     warmed = with_gradients(built(Wide))
     module = planned(warmed, 1.0, batch()[:12])
@@ -290,6 +303,7 @@ def test_a_fraction_is_of_the_first_calls_step_where_calls_of_another_shape_make
     assert [plan.gradient_bytes for plan in module.plans] == [0, GRADIENT_BYTES]
 
 
+@pytest.mark.ci
 def test_what_a_fraction_is_of_outlives_a_copy():
     module = copy.deepcopy(planned(with_gradients(built(Wide)), 1.0, batch()[:12]))
     module.zero_grad()

@@ -311,6 +311,7 @@ def test_fifty_steps_are_within_a_budget_for_all_of_training(name, treatment):
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny", "unet-tiny"])
+@pytest.mark.ci
 def test_a_lower_budget_has_no_higher_measured_peak(name):
     entry = zoo.get(name)
     costs = measured_for(entry.model, entry.sample, entry.loss)

@@ -212,6 +212,7 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::rkgb.TraceWarning", "ignore::rockmate.ReplanWarning")
+@pytest.mark.ci
 def test_what_a_call_counts_before_its_plan_proves_to_be_another_s_is_taken_back():
     model = Rockmate(Counting(), (torch.randn(16, 8), torch.tensor([3])), 1.0, solver="greedy", cache=False)
     for call, number in enumerate((3, 4, 3)):

@@ -110,6 +110,7 @@ QUICK = ("forces with a norm", "residual", "pairs")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.ci
 def test_gradients_taken_inside_are_planned_and_exact(name):
     build, sample = CASES[name]
     torch.manual_seed(1)
@@ -122,6 +123,7 @@ def test_gradients_taken_inside_are_planned_and_exact(name):
     assert result.plan.recomputations
 
 
+@pytest.mark.ci
 def test_an_input_that_forward_lets_require_a_gradient_is_told_as_the_cause():
     class Within(Forces):
         def forward(self, x):

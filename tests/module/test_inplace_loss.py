@@ -62,6 +62,7 @@ def test_a_loss_may_write_into_the_output(loss):
     assert all(torch.equal(one, parameter.grad) for one, parameter in zip(found, model.parameters(), strict=True))
 
 
+@pytest.mark.ci
 def test_what_is_recomputed_from_an_output_is_recomputed_from_what_it_was(tmp_path):
     torch.manual_seed(0)
     model, sample = TwoOutputs(), rows()
@@ -75,5 +76,6 @@ def test_what_is_recomputed_from_an_output_is_recomputed_from_what_it_was(tmp_pa
     assert verify(Rockmate(model, sample, plan=tmp_path / "plan.json", loss=both), sample, loss=both).exact
 
 
+@pytest.mark.ci
 def test_the_largest_batch_for_such_a_loss():
     assert max_batch(network(), rows()[:8], "256KiB", loss=scaled, time_limit=1, most=64).batch >= 8

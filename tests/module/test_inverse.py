@@ -93,6 +93,7 @@ def test_the_search_goes_down_where_the_first_batch_does_not_fit(largest):
     assert found.batch == largest.batch
 
 
+@pytest.mark.ci
 def test_a_budget_that_not_even_one_row_fits_is_too_small():
     with pytest.raises(BudgetTooSmall) as error:
         max_batch(make, budget=2_000, **GREEDY)
@@ -215,6 +216,7 @@ def problem_of(batch) -> Problem:
     return measure(model, sample, PlanRequest(None, loss)).problem
 
 
+@pytest.mark.ci
 def test_steps_of_other_batches_are_those_between_and_beyond():
     problems = {batch: problem_of(batch) for batch in (16, 32, 48, 96)}
     for batch in (48, 96):
@@ -241,6 +243,7 @@ def cheapest():
     return {slowdown: smallest_budget(model, sample, slowdown, loss=loss, **GREEDY) for slowdown in (1, 1.1, 2)}
 
 
+@pytest.mark.ci
 def test_the_plan_of_the_smallest_budget_is_fast_enough_and_was_measured_to_fit(cheapest):
     for slowdown, found in cheapest.items():
         assert 1 <= found.slowdown <= slowdown * (1 + 1e-6)

@@ -93,6 +93,7 @@ def living(kind: type) -> list[object]:
 
 
 @every_plan
+@pytest.mark.ci
 def test_steps_and_handles_die_with_the_graph(recompute):
     model = recomputing(built(Layers), rows(), recompute)
     before = len(living(Step)), len(living(Handle))
@@ -148,6 +149,7 @@ def test_a_module_dies_with_its_last_reference():
 # ---- threads ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_two_modules_train_in_two_threads():
     """Without random operations: all threads of a process draw from one random stream."""
     entry = zoo.get("mixer-tiny")
@@ -201,6 +203,7 @@ def test_the_backward_may_run_in_another_thread_than_the_forward():
     assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True))
 
 
+@pytest.mark.ci
 def test_the_sample_is_not_kept_alive():
     sample = rows()
     data = weakref.ref(sample.untyped_storage())

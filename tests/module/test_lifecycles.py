@@ -310,6 +310,7 @@ def test_a_module_goes_with_the_last_reference_to_it(trained):
         gc.enable()
 
 
+@pytest.mark.ci
 def test_threads_that_share_a_module_plan_it_one_after_the_other() -> None:
     torch.manual_seed(0)
     model = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), budget=AMPLE_BYTES)

@@ -147,6 +147,7 @@ def marked(names):
 
 
 @pytest.mark.parametrize("name", marked(ARGUMENTS))
+@pytest.mark.ci
 def test_an_argument_that_changes_is_exact_and_rarely_planned(name, monkeypatch):
     use, values, most_plans, most_traces = ARGUMENTS[name]
     both = LoweredPlan(monkeypatch, Scheduled(use), values[:1])
@@ -176,6 +177,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", marked(SETTINGS))
+@pytest.mark.ci
 def test_a_setting_that_changes_is_exact_and_rarely_planned(name, monkeypatch):
     change, use, values, most_traces = SETTINGS[name]
     both = LoweredPlan(monkeypatch, Scheduled(use), (1.5,))
@@ -185,6 +187,7 @@ def test_a_setting_that_changes_is_exact_and_rarely_planned(name, monkeypatch):
     assert both.counts["trace_model"] <= most_traces
 
 
+@pytest.mark.ci
 def test_two_numbers_that_change_together_and_then_apart_are_not_confused(monkeypatch):
     both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x * m.beta + x.tanh() / t, 1.5), (1.5,))
     for beta, temperature in ((1.5, 1.5), (1.75, 1.75), (1.25, 1.25), (1.25, 3.5), (4.5, 3.5), (4.25, 2.5)):
@@ -201,6 +204,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.ci
 def test_a_number_that_changes_in_every_call_beside_another_value_that_alternates(name, monkeypatch):
     use, others, most_plans, most_traces = OTHERS[name]
     both = LoweredPlan(monkeypatch, Scheduled(use), ((1.5, others[0]),))
@@ -210,6 +214,7 @@ def test_a_number_that_changes_in_every_call_beside_another_value_that_alternate
     assert both.counts["trace_model"] <= most_traces
 
 
+@pytest.mark.ci
 def test_a_number_that_changes_in_every_call_beside_a_setting_that_alternates(monkeypatch):
     both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: {"x": x / t} if m.beta else (x / t,), True), (1.5,))
     for index in range(12):
@@ -218,6 +223,7 @@ def test_a_number_that_changes_in_every_call_beside_a_setting_that_alternates(mo
     assert both.counts == {"make_plan": 1, "trace_model": 4}
 
 
+@pytest.mark.ci
 def test_a_step_keeps_its_numbers_until_its_backward(monkeypatch):
     both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: (x / t).exp() * m.beta), (1.5,))
     both.train(1.75)
@@ -257,6 +263,7 @@ def test_values_that_the_code_cannot_compute_with_are_kept_to_a_number(monkeypat
     assert len(both.planned._family.members) <= 64
 
 
+@pytest.mark.ci
 def test_a_copy_computes_with_numbers_of_its_own(monkeypatch):
     both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x / t * m.beta), (1.5,))
     both.set(set_beta, 0.4)
@@ -270,6 +277,7 @@ def test_a_copy_computes_with_numbers_of_its_own(monkeypatch):
     assert both.counts["make_plan"] == 1
 
 
+@pytest.mark.ci
 def test_a_whole_float_is_not_the_integer_that_it_equals(monkeypatch):
     both = LoweredPlan(monkeypatch, Scheduled(lambda m, x, t: x * (2 if isinstance(t, int) else 3)), (2,))
     for value in (2, 2.0, True, 2):

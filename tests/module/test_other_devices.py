@@ -56,6 +56,7 @@ def test_a_sample_on_such_a_device_is_refused():
         Rockmate(nn.Linear(4, 4), sample, AMPLE_BYTES)
 
 
+@pytest.mark.ci
 def test_tensors_without_data_are_refused():
     with torch.device("meta"):
         model, sample = nn.Linear(4, 4), torch.randn(2, 4)

@@ -180,6 +180,7 @@ def test_a_forward_that_sets_the_seed_itself_draws_the_same_at_every_call():
 
 
 @pytest.mark.parametrize("often", [True, False])
+@pytest.mark.ci
 def test_what_another_thread_draws_meanwhile_is_no_draw_of_the_models(often):
     stop = threading.Event()
 

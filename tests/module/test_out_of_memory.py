@@ -75,6 +75,7 @@ def operations_counted() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("places", [6, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("make", "batch"), [(Layers, rows), (Normalised, images)], ids=["layers", "normalised"])
+@pytest.mark.ci
 def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make, batch, places, monkeypatch):
     # Planning takes the user's modes aside, and the one of this test with them.
     monkeypatch.setattr("rkgb.process.surroundings._disable_current_modes", nullcontext)

@@ -159,6 +159,7 @@ def test_a_mask_takes_a_bit_an_element(masks):
     assert {form.packed_bytes for (form,) in costs.graphs.K_graph.restorations.values()} == {ROWS * WIDTH // 8}
 
 
+@pytest.mark.ci
 def test_a_planned_module_reads_bits_and_stays_in_its_budget():
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Dropout(0.1), nn.GELU())))

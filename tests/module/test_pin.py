@@ -120,6 +120,7 @@ PINS: dict[str, tuple[Callable[[Model], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", PINS)
+@pytest.mark.ci
 def test_what_is_pinned_runs_as_often_as_in_eager_training(kind):
     """Under a plan that repeats all that it may; without a pin it repeats these operations, too."""
     model, x = Model(), rows()
@@ -154,6 +155,7 @@ def test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned():
     assert_trains_exactly(planned, [x, rows()])
 
 
+@pytest.mark.ci
 def test_a_budget_below_what_pins_save_is_refused_with_the_smallest():
     model, x = Model(), rows()
     without = Rockmate(model, x, 0.6, loss=squares, solver="greedy")

@@ -174,6 +174,7 @@ def test_the_parts_add_up_and_the_step_is_what_is_left(make, batch):
         *(pytest.param("parameters", name, marks=pytest.mark.slow) for name in USUAL[:-1]),
     ],
 )
+@pytest.mark.ci
 def test_real_training_stays_within_the_total(model_name, name, set_to_none):
     """Everything that is allocated from before the model is there: its bytes, then training's highest level."""
     (make, batch), make_optimizer = MODELS[model_name], OPTIMIZERS[name]
@@ -233,6 +234,7 @@ class Viewed(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "values"), [("view", 7), ("cast", 7), ("itself", 8)])
+@pytest.mark.ci
 def test_a_gradient_that_goes_through_a_view_or_a_cast_is_not_counted_twice(kind, values):
     torch.manual_seed(0)
     model, x = Viewed(kind), torch.randn(256, 256)
@@ -275,6 +277,7 @@ def test_a_copy_keeps_the_split():
 
 
 @pytest.mark.parametrize("budget", [10_000, "250 KiB"])
+@pytest.mark.ci
 def test_a_total_that_is_too_small_tells_its_parts_and_what_would_do(budget):
     with pytest.raises(BudgetTooSmall) as refusal:
         planned(budget, depth_of(5), optimizer=ADAMW, time_limit=1.0)

@@ -135,6 +135,7 @@ class Switched(nn.Module):
         return torch.tanh(self.layer(x)) * 2 if self.on else torch.tanh(x) * 2
 
 
+@pytest.mark.ci
 def test_calls_that_train_nothing_are_run_by_the_module_itself_and_traced_but_once(monkeypatch):
     model, x = Switched(), torch.randn(64, 32)
     planned = Rockmate(model, budget=1.0)

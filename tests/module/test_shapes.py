@@ -59,6 +59,7 @@ def test_a_batch_of_another_shape_is_planned_when_it_first_comes_and_the_plan_is
     assert all(plan.budget_bytes == budget_bytes >= plan.measured_peak_bytes for plan in model.plans)
 
 
+@pytest.mark.ci
 def test_the_bytes_of_the_first_plan_bound_all_others():
     model = planned(built(Layers), rows()[:100], budget=1.0)
     with pytest.warns(ReplanWarning):
@@ -71,6 +72,7 @@ def test_the_bytes_of_the_first_plan_bound_all_others():
     squares(model(rows()[:100])).backward()
 
 
+@pytest.mark.ci
 def test_plans_made_ahead_are_used_without_a_word():
     model = planned(built(Layers))
     lengths = (512, 100, 300)
@@ -84,6 +86,7 @@ def test_plans_made_ahead_are_used_without_a_word():
     assert len(model.plans) == 3
 
 
+@pytest.mark.ci
 def test_the_plan_that_was_not_used_for_longest_goes_when_there_are_many(monkeypatch):
     monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 2)
     model = planned(built(Layers), budget=1.0)
@@ -215,6 +218,7 @@ def test_a_module_that_changed_is_planned_again_and_trains_exactly(change):
     trains_like(model, eager, batch + 1)
 
 
+@pytest.mark.ci
 def test_autocast_is_followed():
     model = planned(built(Layers), rows())
     eager = copy.deepcopy(model.original)
@@ -244,6 +248,7 @@ class Branching(Layers):
         return super().forward(hidden) * (1 + ways)
 
 
+@pytest.mark.ci
 def test_data_that_take_another_branch_are_planned_by_themselves():
     """The plan that refuses them has drawn random numbers and counted a batch by then: both are undone."""
     batches = [rows(seed) for seed in range(6)]
@@ -268,6 +273,7 @@ class Counting(nn.Module):
         return torch.sigmoid(self.layer(hidden)) * float(hidden.sum())
 
 
+@pytest.mark.ci
 def test_a_module_that_reads_something_else_of_every_batch_is_not_planned_for_ever():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

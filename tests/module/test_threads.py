@@ -66,6 +66,7 @@ def assert_trains_as_itself(planned, batch):
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+@pytest.mark.ci
 def test_several_models_are_planned_in_several_threads():
     planned = at_once(*(partial(Rockmate, network(), rows(count=n), AMPLE_BYTES) for n in (64, 96, 128)))
     assert_nothing_is_left()

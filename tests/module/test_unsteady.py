@@ -71,6 +71,7 @@ def test_what_holds_the_reads_and_what_becomes_of_them_is_one_operation():
 
 
 @OPAQUE
+@pytest.mark.ci
 def test_training_is_eager_s_to_the_bit_on_batches_that_go_other_ways():
     network = built(Network)
     eager = copy.deepcopy(network)

@@ -231,6 +231,7 @@ class Leaving(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.ci
 def test_what_forward_leaves_in_attributes_is_compared(monkeypatch):
     model = Leaving()
     assert verify(model, rows(), budget=0.8, loss=squares).exact
@@ -253,6 +254,7 @@ def test_what_forward_leaves_in_attributes_is_compared(monkeypatch):
         assert found.eager_is_deterministic
 
 
+@pytest.mark.ci
 def test_a_loss_that_reads_an_attribute_of_the_model_is_verified():
     model = Leaving()
     assert verify(model, rows(), budget=0.8, loss=lambda output: squares(output) + model.aux).exact
@@ -301,6 +303,7 @@ def test_an_optimizer_that_nobody_knows_is_refused():
         verify(built(Layers), rows(), optimizer="adamm")
 
 
+@pytest.mark.ci
 def test_the_streams_are_put_back_after_a_failure():
     stream = torch.get_rng_state()
     with pytest.raises(BudgetTooSmall):

@@ -83,6 +83,7 @@ def test_products_in_place_are_repeated(plan_of):
     assert_trains_exactly(module, [images() for _ in range(3)])
 
 
+@pytest.mark.ci
 def test_such_a_network_fits_budgets_as_small_as_one_that_writes_nothing_in_place():
     smallest_bytes = {}
     for inplace in (True, False):

@@ -85,6 +85,7 @@ def test_the_default_solver_trains_exactly_on_batches_it_has_not_seen(name):
     assert_same_training(train(model, batches, entry.loss), train(eager, batches, entry.loss))
 
 
+@pytest.mark.ci
 def test_the_smallest_budget_of_a_refusal_is_enough():
     entry, costs = measured("resnet18-tiny")
     with pytest.raises(BudgetTooSmall) as refusal:

@@ -185,6 +185,7 @@ def test_a_flipped_byte_is_seen(plan_file: PlanFile, data: st.DataObject):
 @pytest.mark.filterwarnings("ignore::rockmate.errors.PlanFileWarning")  # of another PyTorch, where that was forged
 @settings(max_examples=30, deadline=None, phases=UNSHRUNK)
 @given(data=st.data())
+@pytest.mark.ci
 def test_what_was_forged_is_refused_or_trains_exactly(plan_file: PlanFile, data: st.DataObject):
     content = json.loads(plan_files.dumps(plan_file))
     *above, last = data.draw(st.sampled_from(list(places(content))[1:]))

@@ -95,6 +95,7 @@ def test_a_plan_tells_its_processor_and_the_flags(plan_file: PlanFile):
         ({"flags": ("mkldnn_enabled=False",)}, r"mkldnn_enabled is True, but was False .*decisions are followed"),
     ],
 )
+@pytest.mark.ci
 def test_elsewhere_its_decisions_are_followed_and_what_differs_is_told(plan_file: PlanFile, other: Any, told: str):
     with pytest.warns(PlanFileWarning, match=told):
         module = Rockmate(model(), batch(), plan=made_by(plan_file, **other))
@@ -103,6 +104,7 @@ def test_elsewhere_its_decisions_are_followed_and_what_differs_is_told(plan_file
     assert same(step(module), step(model()))
 
 
+@pytest.mark.ci
 def test_of_an_older_file_that_tells_no_processor_one_real_step_is_run(plan_file: PlanFile, monkeypatch: Any):
     older = made_by(plan_file, processor="", flags=())
     content = plan_files.dumps(older)
@@ -117,6 +119,7 @@ def test_of_an_older_file_that_tells_no_processor_one_real_step_is_run(plan_file
     assert same(step(module), step(model()))
 
 
+@pytest.mark.ci
 def test_the_cache_keeps_plans_of_each_place_apart():
     for flags in (True, False, True):
         with mkldnn(flags):
@@ -127,6 +130,7 @@ def test_the_cache_keeps_plans_of_each_place_apart():
 # ---- flags that change while a module is trained -----------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_flag_that_is_changed_has_its_own_plan_and_the_first_comes_back_with_it():
     module, eager = planned(cache=False), model()
     assert same(step(module), step(eager))
@@ -160,6 +164,7 @@ def test_attention_runs_the_implementation_that_is_chosen_for_the_step():
         assert same(step(module), step(eager))
 
 
+@pytest.mark.ci
 def test_with_other_threads_a_plan_is_made_again_where_its_promise_may_not_hold():
     module, eager = planned(cache=False), model()
     step(module)

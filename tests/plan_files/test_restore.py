@@ -100,6 +100,7 @@ def test_the_same_plan_runs_and_trains_exactly(plan_file: PlanFile, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny", "unet-tiny", "transformer-tiny"])
+@pytest.mark.ci
 def test_real_models_run_by_the_plans_of_files(name: str, request: pytest.FixtureRequest):
     entry = zoo.get(name)
     text = plan_files.dumps(Rockmate(entry.model, entry.sample, 0.8, loss=entry.loss, solver=Greedy()).plan_file())
@@ -150,6 +151,7 @@ def test_another_graph_is_refused_and_the_difference_told(plan_file: PlanFile, w
         Rockmate(model, given, plan=plan_file)
 
 
+@pytest.mark.ci
 def test_outputs_that_the_loss_trains_are_part_of_the_graph():
     both = Rockmate(Network(), sample(), 0.9, loss=squares, solver=Greedy()).plan_file()
     one = Rockmate(Network(), sample(), 0.9, loss=only_logits, solver=Greedy()).plan_file()
@@ -230,6 +232,7 @@ def test_a_plan_that_takes_more_here_than_its_budget_is_refused(plan_file: PlanF
 # ---- what goes with a plan -------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_pins_opaque_parts_and_scope_come_from_the_file():
     model = Network()
     pin = {"pin": model.blocks[1], "opaque": model.blocks[2], "scope": "total", "optimizer": torch.optim.AdamW}

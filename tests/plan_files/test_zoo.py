@@ -71,6 +71,7 @@ QUICK = "unet-demo"  # tells whether plans that were stored can be loaded by the
         for model in sorted({entry.model for entry in STORED})
     ],
 )
+@pytest.mark.ci
 def test_models_train_exactly_by_their_plans(model: str):
     made = made_here(zoo.get("mixer-tiny").sample[0].device)
     stored = [entry for entry in STORED if entry.model == model and entry.exists]
@@ -85,6 +86,7 @@ def test_models_train_exactly_by_their_plans(model: str):
     assert_trains_exactly(planned, [entry.sample], entry.loss)
 
 
+@pytest.mark.ci
 def test_the_script_makes_such_a_folder(tmp_path, monkeypatch):
     script = load_script("benchmarks/schedule_zoo.py")
     options = ["--models", "mixer-tiny", "--time-limit", "0.5", "--output", str(tmp_path)]

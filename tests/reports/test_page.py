@@ -34,6 +34,7 @@ def rows_of(page, section: str) -> list[list[str]]:
     return [row.locator("th, td").all_inner_texts() for row in rows]
 
 
+@pytest.mark.ci
 def test_hovering_tells_the_operation_and_its_bytes(page_of, path, plan_file):
     moments = simulate(plan_file.problem, plan_file.parsed_schedule).moments
     page = page_of(path)

@@ -25,6 +25,7 @@ def files(plan_file, hostile_file):
     return [plan_file, hostile_file, *(plan_file_of_layers(30, budget=budget) for budget in (0.3, 0.6, 1.0))]
 
 
+@pytest.mark.ci
 def test_parts_of_the_memory_add_up_to_what_the_simulator_counts(files):
     for file in files:
         moments = simulate(file.problem, file.parsed_schedule).moments
@@ -126,6 +127,7 @@ def test_thinning_keeps_ends_and_extremes():
         thinned(levels, 3)
 
 
+@pytest.mark.ci
 def test_observed_steps_take_what_was_measured_and_leave_the_module_as_it_was(planned, tmp_path):
     entry = zoo.get("gpt2-tiny")
     parameters = list(planned.parameters())
@@ -155,6 +157,7 @@ def test_a_module_reports_its_plan_as_text(planned):
         planned.report(loss=lambda output: output.sum())
 
 
+@pytest.mark.ci
 def test_a_report_for_other_calls_is_of_their_plan(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
     planned = Rockmate(model, torch.randn(4, 8), "1 MiB", solver="greedy")

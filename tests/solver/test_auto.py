@@ -28,6 +28,7 @@ def test_never_slower_than_its_parts(build):
         assert best.time_ms * (1 - 0.002) <= part.solve(problem, budget).time_ms
 
 
+@pytest.mark.ci
 def test_more_memory_never_costs_time():
     problem, _ = gpt2(layers=3)
     most = evaluate(problem, problem.no_recompute).peak_bytes
@@ -37,6 +38,7 @@ def test_more_memory_never_costs_time():
 
 @given(st.integers(0, 10**6), st.integers(0, 60))
 @settings(max_examples=40, deadline=None)
+@pytest.mark.ci
 def test_schedules_pass_the_checker(seed, budget):
     problem = random_problem(seed, 1 + seed % 7)
     solution = QUICK.solve(problem, budget)
@@ -57,6 +59,7 @@ def test_the_smallest_budget_is_that_of_the_oracle_on_nearly_all_small_problems(
     assert equal >= 55
 
 
+@pytest.mark.ci
 def test_the_smallest_budget_is_feasible_and_names_its_operation():
     problem, chain = resnet50(layers=(1, 1, 1, 1))
     smallest = smallest_budget(problem, chain)
@@ -64,6 +67,7 @@ def test_the_smallest_budget_is_feasible_and_names_its_operation():
     assert Auto(chain, tries=1, rounds=0).solve(problem, smallest.budget_bytes).status.fits
 
 
+@pytest.mark.ci
 def test_the_same_seed_gives_the_same_plan():
     problem, chain = gpt2(layers=2, vocabulary=3000)
     budget = int(0.6 * evaluate(problem, problem.no_recompute).peak_bytes)
@@ -71,6 +75,7 @@ def test_the_same_seed_gives_the_same_plan():
     assert solver.solve(problem, budget) == solver.solve(problem, budget)
 
 
+@pytest.mark.ci
 def test_progress_is_reported():
     lines: list[str] = []
     problem, chain = gpt2(layers=2, vocabulary=3000)

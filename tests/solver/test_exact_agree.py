@@ -111,6 +111,7 @@ def require(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.ci
 def test_costs_and_statuses_are_equal(name):
     require(name)
     taken = [agree(name, seed, 2 + seed % 5) for seed in range(24)]

@@ -51,6 +51,7 @@ def test_each_plan_is_faster_and_fits_and_none_is_better_than_the_best():
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.4, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_other_stages_leave_out_alone(share):
     problem, _ = resnet50(layers=(2, 2, 2, 2))
     budget = int(share * peak_and_time(problem, problem.no_recompute)[0])

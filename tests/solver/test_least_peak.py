@@ -35,6 +35,7 @@ def test_no_plan_is_below_the_bound_and_most_bounds_are_reached():
     [range(8), pytest.param(range(8, 40), marks=[pytest.mark.slow, pytest.mark.long_proofs])],
     ids=["few", "more"],
 )
+@pytest.mark.ci
 def test_no_plan_of_a_larger_step_is_below_the_bound(seeds):
     for seed in seeds:
         problem, chain = random_step(seed)
@@ -78,6 +79,7 @@ def test_a_step_without_a_backward_is_no_more_than_its_forward():
 
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 12), marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.ci
 def test_the_smallest_budget_does_not_depend_on_times(seeds):
     """A model measured anew has other times, and the budget that was named as the smallest is met again."""
     rng = random.Random(0)

@@ -137,6 +137,7 @@ def chain_with_skips(seed: int) -> tuple[Problem, Chain]:
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.ci
 def test_values_that_several_blocks_read_are_counted_once(seed):
     problem, chain = chain_with_skips(seed)
     peak, time_ms = peak_and_time(problem, problem.no_recompute)

@@ -183,6 +183,7 @@ def test_small_problems_are_solved_to_the_optimum():
         assert solution.status is Status.OPTIMAL
 
 
+@pytest.mark.ci
 def test_what_cannot_fit_is_proven_and_the_least_is_named():
     proven = 0
     for seed in range(30):
@@ -195,6 +196,7 @@ def test_what_cannot_fit_is_proven_and_the_least_is_named():
     assert proven == 30
 
 
+@pytest.mark.ci
 def test_no_search_is_longer_than_its_limit():
     problem, chain = resnet50(layers=(3, 4, 23, 3))
     start = time.monotonic()
@@ -203,6 +205,7 @@ def test_no_search_is_longer_than_its_limit():
     assert solution.status.fits
 
 
+@pytest.mark.ci
 def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best(caplog):
     problem, chain = resnet50(layers=(3, 4, 23, 3))
     budget = budget_of(problem, 0.3)
@@ -230,6 +233,7 @@ def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best(caplog):
     assert not caplog.records
 
 
+@pytest.mark.ci
 def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do(monkeypatch):
     monkeypatch.setattr("rk_solvers.anytime.search.FAR", 0.0)
     entered = 0
@@ -246,6 +250,7 @@ def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do
     assert entered
 
 
+@pytest.mark.ci
 def test_news_tell_of_better_plans_and_bounds():
     problem, chain = gpt2(layers=3, vocabulary=3000)
     news: list[str] = []

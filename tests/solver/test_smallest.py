@@ -34,6 +34,7 @@ def test_the_time_limit_is_kept_on_a_large_graph(time_limit_s):
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 10), marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.ci
 def test_a_limit_that_is_not_reached_changes_nothing(seeds):
     for seed in seeds:
         problem, chain = random_step(seed)

@@ -104,6 +104,7 @@ def test_prepared_modules_train_as_the_module_itself(precision):
     assert_planned_once_for_each_kind_of_batch(planned)
 
 
+@pytest.mark.ci
 def test_a_module_that_was_planned_for_mixed_precision_ahead_is_not_planned_again():
     expected = after_two_epochs(built(), mixed_precision="bf16")
     planned = Rockmate(built(), budget=0.75)
@@ -114,6 +115,7 @@ def test_a_module_that_was_planned_for_mixed_precision_ahead_is_not_planned_agai
     assert_planned_once_for_each_kind_of_batch(planned)
 
 
+@pytest.mark.ci
 def test_unwrapping_gives_the_planned_module_as_it_was():
     signature = inspect.signature(Classifier().forward)
     for keep in (True, False):
@@ -133,6 +135,7 @@ def test_unwrapping_gives_the_planned_module_as_it_was():
         assert len(planned.plans) == (plans if keep else plans + 1)
 
 
+@pytest.mark.ci
 def test_a_saved_state_is_loaded_into_another_planned_module(tmp_path):
     torch.manual_seed(3)
     eager = Run(built())
@@ -157,6 +160,7 @@ def test_a_saved_state_is_loaded_into_another_planned_module(tmp_path):
     assert plain.module.state_dict().keys() == expected.keys() - {"losses", "random stream"}
 
 
+@pytest.mark.ci
 def test_a_module_that_was_prepared_before_it_is_planned_trains_alike():
     expected = after_two_epochs(built(), mixed_precision="bf16")
     run = Run(built(), mixed_precision="bf16")

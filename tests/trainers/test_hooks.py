@@ -129,6 +129,7 @@ def test_hooks_on_submodules_before_planning_do_not_fire_in_planned_steps_and_a_
     assert len(logger.means) == 2
 
 
+@pytest.mark.ci
 def test_hooks_on_submodules_after_planning_are_told_of_too():
     planned, logger = planned_for(built(Layers)), Logger()
     expected = step(planned)
@@ -148,6 +149,7 @@ def test_hooks_on_submodules_after_planning_are_told_of_too():
 
 
 @pytest.mark.filterwarnings("ignore::rkgb.TraceWarning", "ignore::rockmate.ReplanWarning")
+@pytest.mark.ci
 def test_hooks_on_submodules_that_change_what_they_return_are_part_of_the_plan():
     eager = built(Layers)
     planned = planned_for(copy.deepcopy(eager))
@@ -167,6 +169,7 @@ def double(module: nn.Module, *gradients: tuple[Tensor | None, ...]) -> tuple[Te
 
 
 @pytest.mark.parametrize("register", BACKWARD)
+@pytest.mark.ci
 def test_backward_hooks_on_submodules_are_refused_before_planning_and_told_after_it(register):
     model = built(Layers)
     planned = planned_for(copy.deepcopy(model))
@@ -194,6 +197,7 @@ def test_with_backward_hooks_on_submodules_the_module_itself_runs_if_it_may(regi
 
 
 @pytest.mark.parametrize("register", BACKWARD)
+@pytest.mark.ci
 def test_backward_hooks_on_the_module_fire_before_and_after_planning(register):
     eager, fired = built(Layers), []
     before, after = planned_for(copy.deepcopy(eager)), copy.deepcopy(eager)

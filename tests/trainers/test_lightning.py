@@ -185,6 +185,7 @@ class Alternating(TwoParts):
         return [torch.optim.AdamW(part.parameters(), lr=0.01) for part in (self.model, self.head)]
 
 
+@pytest.mark.ci
 def test_parts_that_are_trained_in_turns_have_a_plan_for_each_turn(tmp_path):
     eager, planned = made(Alternating), made(Alternating)
     trained(eager, folder=tmp_path)
@@ -196,6 +197,7 @@ def test_parts_that_are_trained_in_turns_have_a_plan_for_each_turn(tmp_path):
     assert [len(callback.planned[path].plans) for path in ("model", "head")] == [2, 4]
 
 
+@pytest.mark.ci
 def test_a_fit_that_is_resumed_from_a_checkpoint_ends_as_one_that_was_not_interrupted(tmp_path):
     eager, first, second = (made(Classifier) for _ in range(3))
     stream = StreamAtSecondEpoch()
@@ -210,6 +212,7 @@ def test_a_fit_that_is_resumed_from_a_checkpoint_ends_as_one_that_was_not_interr
     assert_same(result_of(second), expected)
 
 
+@pytest.mark.ci
 def test_checkpoints_written_while_it_trains_hold_the_module_itself(tmp_path):
     planned = made(Classifier)
     checkpoints = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
@@ -220,6 +223,7 @@ def test_checkpoints_written_while_it_trains_hold_the_module_itself(tmp_path):
     assert loaded.state_dict().keys() == planned.state_dict().keys()
 
 
+@pytest.mark.ci
 def test_a_second_fit_keeps_the_plans_of_the_first(tmp_path):
     planned, callback = made(Classifier), integration.RockmateCallback(0.9)
     trained(planned, callback, folder=tmp_path)
@@ -245,6 +249,7 @@ def test_what_cannot_be_planned_is_refused_and_the_module_given_back(tmp_path, k
     assert "forward" not in vars(planned)
 
 
+@pytest.mark.ci
 def test_an_error_while_training_gives_the_module_back(tmp_path):
     class Fails(Classifier):
         def training_step(self, batch, batch_idx):
@@ -259,6 +264,7 @@ def test_an_error_while_training_gives_the_module_back(tmp_path):
     assert type(planned.model) is nn.Sequential
 
 
+@pytest.mark.ci
 def test_a_planned_module_within_a_lightning_module_needs_no_callback(tmp_path):
     eager, planned = made(Classifier), made(Classifier)
     trained(eager, folder=tmp_path)
@@ -270,6 +276,7 @@ def test_a_planned_module_within_a_lightning_module_needs_no_callback(tmp_path):
         trained(planned, integration.RockmateCallback(0.9), folder=tmp_path)
 
 
+@pytest.mark.ci
 def test_fabric_sets_planned_modules_up_as_the_modules_themselves():
     results = []
     for make in (tokenwise, lambda: Rockmate(tokenwise(), budget="2 MiB")):

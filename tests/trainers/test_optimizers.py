@@ -216,6 +216,7 @@ def another_layer(module: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 @pytest.mark.parametrize("change", [symmetric, pruned, another_layer])
+@pytest.mark.ci
 def test_weights_parametrized_pruned_or_replaced_after_planning_are_exact(change):
     planned = Rockmate(built(Layers), rows(), 0.75, loss=squares)
 

@@ -26,6 +26,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.ci
 def test_a_module_that_checkpoints_is_planned_without_its_own_checkpointing():
     plain, model = built(Checkpointed), built(Checkpointed)
     model.grad_checkpointing = True
@@ -40,6 +41,7 @@ def test_a_module_that_checkpoints_is_planned_without_its_own_checkpointing():
 
 @pytest.mark.filterwarnings("ignore::rockmate.CheckpointingWarning")
 @pytest.mark.parametrize("scope", ["step", "total"])
+@pytest.mark.ci
 def test_a_fraction_is_of_what_a_step_takes_now_with_the_checkpointing_that_is_on(scope):
     model, x = built(Checkpointed), torch.randn(64, 16)
     model.grad_checkpointing = True
@@ -63,6 +65,7 @@ def test_a_fraction_is_of_what_a_step_takes_now_with_the_checkpointing_that_is_o
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.CheckpointingWarning")
+@pytest.mark.ci
 def test_a_refused_fraction_tells_what_it_is_of():
     model, x = built(Checkpointed), torch.randn(64, 16)
     with pytest.raises(BudgetTooSmall, match=r"0\.1 is of the \S+ KiB that the eager step takes\. Raise"):
@@ -85,6 +88,7 @@ def test_switches_are_put_back_where_they_were_also_after_errors():
     assert model.grad_checkpointing
 
 
+@pytest.mark.ci
 def test_it_is_told_once_also_where_it_is_switched_on_after_planning():
     """Planned steps stay as they are: checkpointing changes no value, and there is nothing to plan again."""
     model, x = built(Checkpointed), torch.randn(32, 16)

@@ -61,6 +61,7 @@ def trained(model: nn.Module, inputs: dict[str, torch.Tensor], steps: int = 3) -
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "bert"])
+@pytest.mark.ci
 def test_adapters_over_a_frozen_model_need_no_inputs_with_gradients(name):
     """Its inputs are integers and its first layers frozen: no gradient reaches them, and the plan knows."""
     inputs = batch(name)
@@ -74,6 +75,7 @@ def test_adapters_over_a_frozen_model_need_no_inputs_with_gradients(name):
     assert planned.get_nb_trainable_parameters() == planned.original.get_nb_trainable_parameters()
 
 
+@pytest.mark.ci
 def test_a_model_planned_before_it_gets_its_adapters_is_planned_again():
     inputs = batch("llama")
     expected = trained(adapted("llama"), inputs)
@@ -117,6 +119,7 @@ def scaled(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
 @pytest.mark.parametrize(
     "use", [disabled, merged, *(pytest.param(use, marks=pytest.mark.slow) for use in (another_adapter, scaled))]
 )
+@pytest.mark.ci
 def test_what_is_done_to_adapters_after_planning_is_seen(use: Callable[..., Any]):
     """Flags, lists and numbers in the adapters decide what their forward computes."""
     inputs = batch("llama", 2)

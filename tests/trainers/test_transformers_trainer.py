@@ -26,6 +26,7 @@ def planned_for(model: nn.Module, sample: Any = None) -> Rockmate:
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "t5", "vit"))])
+@pytest.mark.ci
 def test_training_is_that_of_the_model_itself_resumed_or_not(tmp_path, name):
     """Two epochs, accumulation, a short last batch, evaluation, checkpoints."""
     family = FAMILIES[name]
@@ -127,6 +128,7 @@ def checkpointed_by_the_trainer(model):
 @pytest.mark.parametrize(
     "make", [pytest.param(checkpointed_before, marks=slow), checkpointed_after, checkpointed_by_the_trainer]
 )
+@pytest.mark.ci
 def test_the_librarys_own_checkpointing_is_left_out_and_told_of(tmp_path, make):
     family, settings = FAMILIES["bert"], {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
     expected = train(trainer_of(family.build(), family, tmp_path, **settings))
@@ -181,6 +183,7 @@ def test_a_planned_model_generates_and_is_saved_as_the_model_itself(tmp_path):
     assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.ci
 def test_replicas_for_several_devices_in_one_process_are_refused():
     """What the Trainer would do on a machine with several GPUs: `torch.nn.DataParallel` makes replicas so."""
     planned = planned_for(FAMILIES["gpt2"].build())

@@ -1,0 +1,72 @@
+"""Which tests run when: `make test` runs the quick ones, `make test-ci` all but long sweeps, `make test-all` every one.
+
+A test is quick unless it is marked `ci` or `slow`. Of a test with many sets of parameters, the quick tier and the tier
+of CI run as many as `SETS` says for its file, evenly spread from the first to the last: neighbours are alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+
+EVERY = 1_000_000
+
+
+class Sets(NamedTuple):
+    """How many sets of parameters of one test a tier runs at most."""
+
+    quick: int
+    ci: int
+
+
+# By file or folder; the longest that matches counts, and all sets are quick where none does.
+SETS = {
+    "tests/cli/": Sets(4, EVERY),
+    "tests/distributed/": Sets(2, EVERY),
+    "tests/front_doors/": Sets(3, 12),
+    "tests/graph/": Sets(8, EVERY),
+    "tests/graph/test_json_refusals.py": Sets(EVERY, EVERY),
+    "tests/graph/test_measure.py": Sets(6, EVERY),
+    "tests/graph/test_render.py": Sets(4, 32),
+    "tests/graph/test_show.py": Sets(4, 32),
+    "tests/graph/test_undetected.py": Sets(EVERY, EVERY),
+    "tests/loops/": Sets(1, 8),
+    "tests/module/": Sets(2, 8),
+    "tests/plan_files/": Sets(2, 8),
+    "tests/solver/": Sets(4, EVERY),
+    "tests/test_docs.py": Sets(3, EVERY),
+    "tests/test_hf_families.py": Sets(1, 4),
+    "tests/test_notebooks.py": Sets(2, EVERY),
+    "tests/test_peers.py": Sets(2, EVERY),
+    "tests/trainers/": Sets(1, 4),
+}
+
+
+def assign_tiers(items: Iterable[pytest.Item]) -> None:
+    """Mark those `ci` and `slow` that are neither by themselves and that `SETS` leaves to these tiers."""
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for name, sets in tests.items():
+        quick, ci = sets_of(name)
+        for tier, most in (("ci", quick), ("slow", ci)):
+            taken = spread(len(sets), most)
+            for place, item in enumerate(sets):
+                if place not in taken:
+                    item.add_marker(tier)
+
+
+def sets_of(name: str) -> Sets:
+    """What `SETS` says for the test of that name."""
+    found = [folder for folder in SETS if name.startswith(folder)]
+    return SETS[max(found, key=len)] if found else Sets(EVERY, EVERY)
+
+
+def spread(number: int, most: int) -> set[int]:
+    """At most `most` places of `number`, evenly spread from the first to the last."""
+    if number <= most:
+        return set(range(number))
+    return {round(index * (number - 1) / max(most - 1, 1)) for index in range(most)}
