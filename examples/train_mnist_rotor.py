@@ -59,7 +59,7 @@ def build_model() -> nn.Sequential:
 def main() -> None:
     """Plan with the first batch, then train."""
     parser = argparse.ArgumentParser(description="Train a classifier of digits under a limit for its activations.")
-    parser.add_argument("--mem-limit", default=None, help='such as "18MiB"; what is free, where it is left out')
+    parser.add_argument("--mem-limit", default=None, help='such as "18MiB"; the free memory, where it is left out')
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
     from rockmate.module import Rockmate
+    from rockmate.options import PlanOptions
     from rockmate.plan_files.content import PlanFile
     from rockmate.planning.plan import Plan
     from rockmate.queries.batch_search import LargestBatch
@@ -95,6 +96,7 @@ __all__ = [
     "PlanFileMismatch",
     "PlanFileWarning",
     "PlanMismatch",
+    "PlanOptions",
     "PoorPlanWarning",
     "ReplanWarning",
     "ReplayMismatch",
@@ -171,6 +173,7 @@ _HOMES = {
     "rockmate.memory.peak": ("PeakMemory",),
     "rockmate.memory.split": ("MemorySplit",),
     "rockmate.module": ("Rockmate",),
+    "rockmate.options": ("PlanOptions",),
     "rockmate.planning.plan": ("Plan",),
     "rockmate.plan_files.content": ("PlanFile",),
     "rockmate.queries.verification": (

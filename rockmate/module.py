@@ -21,21 +21,22 @@ from rkgb import ModelError, make_sample
 from rkgb.ir.opaque import opaque_paths
 from rockmate.calls.fallbacks import Fallback, FallbackCounts
 from rockmate.calls.specialization import Specialization
-from rockmate.calls.specializations import Shapes, Specializations
+from rockmate.calls.specializations import Specializations
 from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.memory.split import MemorySplit, Scope
+from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
-from rockmate.planning.pins import Pins, as_pins, check_pins
+from rockmate.planning.pins import Pins, check_pins
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan
-from rockmate.planning.request import PlanRequest, check_request, limits_of, no_progress
-from rockmate.progress import Progress
+from rockmate.planning.request import PlanRequest
+from rockmate.progress import ProgressCallback, no_progress
 from rockmate.proxy import ModuleProxy
 
 _NOT_COMPILED = (
@@ -61,8 +62,8 @@ class Rockmate(ModuleProxy):
         sample: a tensor, a tuple of positional arguments, or a dict of keyword arguments of one step. None to plan
             with the first training batch.
         budget: most bytes that a training step may allocate above what was resident before it: an int,
-            a size such as "2GiB", a float fraction of the eager peak, or None or "auto" for what is free now, when
-            the first plan is made, less 10 %.
+            a size such as "2GiB", a float fraction of the eager peak, or None or "auto" for the free memory when the
+            first plan is made, less 10 %.
         scope: "step" for a budget as above. "total" for one that bounds parameters, their gradients, buffers, the
             inputs and the optimizer's state as well: a fraction is then of what eager training takes in all.
         optimizer: under scope "total", whose state is counted: an optimizer of the model's parameters, a class such
@@ -88,6 +89,7 @@ class Rockmate(ModuleProxy):
         plan: a plan file, or the path of one, for calls like `sample` (or the first training batch): it is compared
             with the module and run, without measuring or solving. Its budget is for all plans; calls of another shape
             are planned as the other arguments say.
+        options: all of the above but `plan` as one record, in place of them.
         cache: False to neither look for the plan in the user's cache (`rockmate.plan_files.cache`) nor keep it there.
 
     Raises:
@@ -112,7 +114,7 @@ class Rockmate(ModuleProxy):
         time_limit: float | None = None,
         gap: float | None = None,
         limits: Limits | None = None,
-        progress: bool | Progress = False,
+        progress: bool | ProgressCallback = False,
         pin: Pins = (),
         scope: Scope = "step",
         optimizer: OptimizerLike | None = None,
@@ -120,14 +122,26 @@ class Rockmate(ModuleProxy):
         opaque: torch.nn.Module | Iterable[torch.nn.Module] = (),
         plan: PlanFile | str | os.PathLike[str] | None = None,
         cache: bool = True,
+        options: PlanOptions | None = None,
     ) -> None:
-        within = limits_of(time_limit, gap, limits)
-        request = PlanRequest(budget, loss, solver, no_progress, within, as_pins(pin), scope, optimizer)
-        check_request(request)
+        said = {
+            "loss": loss,
+            "solver": solver,
+            "limits": limits,
+            "progress": progress,
+            "pin": pin,
+            "scope": scope,
+            "optimizer": optimizer,
+            "shapes": shapes,
+            "opaque": opaque,
+            "cache": cache,
+        }
+        options = PlanOptions.of(options, said, time_limit, gap)
+        request = options.request(budget)
         _check_model(model)
-        request = replace(request, opaque=opaque_paths(model, opaque))
+        request = replace(request, opaque=opaque_paths(model, options.opaque))
         check_pins(model, request.pin)
-        family = Specializations(model, request, shapes, progress, cache)
+        family = Specializations(model, request, options.shapes, options.progress, options.cache)
         if plan is not None:
             _check_alone(plan, request)
             family.take(plan if isinstance(plan, PlanFile) else load(plan))

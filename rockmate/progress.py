@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Told the stage's name, how many of its parts are done, and how many there are. A name may have news in brackets."""
 
 
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Nobody asked to be told."""
+
+
 @contextlib.contextmanager
-def progress_display(wanted: bool | Progress) -> Iterator[Progress]:
+def progress_display(wanted: bool | ProgressCallback) -> Iterator[ProgressCallback]:
     """A callable to report to: the user's own, a display on standard error, or one that ignores what it is told."""
     if callable(wanted):
         yield wanted
     elif not wanted:
-        yield lambda stage, done, total: None
+        yield no_progress
     else:
         # Here, so that who wants no display does not load it.
         from rich.console import Console
-        from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Display
+        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
-        with Display(*columns, console=Console(stderr=True)) as display:
+        with Progress(*columns, console=Console(stderr=True)) as display:
             tasks: dict[str, TaskID] = {}
 
             def tell(stage_and_news: str, done: int, total: int) -> None:

@@ -89,22 +89,26 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "memory": ("errors", "units"),
         "guards": ("errors",),
         "runtime": ("errors", "guards"),
-        "planning": ("errors", "units", "memory", "guards", "runtime"),
+        "planning": ("errors", "units", "progress", "memory", "guards", "runtime"),
+        "options": ("errors", "progress", "memory", "planning"),
         "plan_files": ("errors", "units", "memory", "guards", "planning"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
-        "calls": ("errors", "units", "progress", "memory", "guards", "runtime", "planning", "plan_files"),
-        "module": ("errors", "progress", "proxy", "memory", "planning", "plan_files", "reports", "calls"),
+        "calls": ("errors", "units", "progress", "memory", "guards", "runtime", "planning", "options", "plan_files"),
+        "module": ("errors", "progress", "proxy", "memory", "planning", "options", "plan_files", "reports", "calls"),
         "queries": (
-            "errors", "units", "progress", "memory", "runtime", "planning", "plan_files", "calls", "module",
+            "errors", "units", "progress", "memory", "runtime", "planning", "options", "plan_files", "calls", "module",
         ),
-        "distributed": ("errors", "units", "memory", "guards", "planning", "plan_files", "module"),
+        "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
         "integrations": ("errors", "memory", "module"),
-        "compat": ("errors", "units", "zoo", "memory", "planning", "plan_files", "calls", "module", "queries"),
+        "compat": ("errors", "units", "zoo", "memory", "planning", "options", "plan_files", "module", "queries"),
         "cli": (
             "errors", "units", "progress", "zoo", "memory", "planning", "plan_files", "reports", "module", "queries",
         ),
         "__main__": ("cli",),
-        "": ("moved", "errors", "memory", "planning", "plan_files", "calls", "module", "queries", "distributed"),
+        "": (
+            "moved", "errors", "memory", "planning", "options", "plan_files", "calls", "module", "queries",
+            "distributed",
+        ),
     },
 }  # fmt: skip
 # What rockmate may use of the other two packages, beside what their own `__init__` offers.
@@ -160,6 +164,7 @@ FACADES = {
     "rockmate/compat/rockmate1.py",
     "rockmate/queries/max_batch.py",
     "rockmate/queries/min_budget.py",
+    "rockmate/queries/sweep.py",
     "rockmate/module.py",
 }
 

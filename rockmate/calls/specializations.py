@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -35,7 +35,6 @@ from rockmate.errors import (
     NothingToTrain,
     PlanMismatch,
     ReplanWarning,
-    ShapesError,
     TransformError,
 )
 from rockmate.guards.checkpointing import OwnCheckpointing
@@ -46,6 +45,7 @@ from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.guards.transforms import reason_to_run_unplanned, refuse_transforms
 from rockmate.memory.budget import AboveResidents
 from rockmate.memory.optimizer_state import with_parameters
+from rockmate.options import Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_or_reuse
@@ -54,14 +54,9 @@ from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.share import Share, asked_now
-from rockmate.progress import Progress, progress_display
+from rockmate.progress import ProgressCallback, progress_display
 from rockmate.runtime.double_backward import DoubleBackward, frames_to_the_user
 from rockmate.units import format_bytes
-
-Shapes = Literal["replan", "nearest", "eager", "error"]
-"""What happens to a call that no plan holds for."""
-
-SHAPES: tuple[str, ...] = get_args(Shapes)
 
 # Enough for every length that a collator pads to; what has not been used for longest goes.
 _MOST_PLANS = 64
@@ -76,15 +71,6 @@ _MOST_GRADIENTS = 4  # plans for one kind of call, each for steps before which o
 _HABIT = 4  # calls that find all gradients there, before they are worth a plan of their own
 
 
-def check_shapes(shapes: object) -> None:
-    """Raise `ShapesError` for no answer to a call of another shape."""
-    if shapes not in SHAPES:
-        raise ShapesError(
-            f'shapes is {shapes!r}; say what to do with a call unlike those that were planned: "replan", "nearest" '
-            '(plan it, but follow the decisions of the plan next in size), "eager" or "error".'
-        )
-
-
 class Specializations:
     """Runs a module's calls by their plans, and makes those that are missing."""
 
@@ -93,10 +79,9 @@ class Specializations:
         model: torch.nn.Module,
         request: PlanRequest,
         shapes: Shapes,
-        progress: bool | Progress,
+        progress: bool | ProgressCallback,
         use_cache: bool = False,
     ) -> None:
-        check_shapes(shapes)
         self.request = replace(request, may_branch=shapes != "error")
         self.shapes: Shapes = shapes
         self.progress = progress

@@ -12,10 +12,10 @@ import torch
 from rk_solvers import Limits
 from rkgb import RockmateError
 from rockmate import module
-from rockmate.calls.specializations import SHAPES, Shapes
 from rockmate.compat.configured import configured, options_of
 from rockmate.memory.budget import check_budget
 from rockmate.memory.split import Scope
+from rockmate.options import SHAPES, Shapes
 from rockmate.planning.request import limits_of
 
 FORMAT: Literal["rockmate-config"] = "rockmate-config"
@@ -27,7 +27,7 @@ class ConfigError(RockmateError, ValueError):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Arguments of `rockmate.Rockmate` that are plain values. None for `budget` is what is free."""
+    """Arguments of `rockmate.Rockmate` that are plain values. None for `budget` is the free memory."""
 
     format: Literal["rockmate-config"] = FORMAT
     version: Literal[1] = VERSION

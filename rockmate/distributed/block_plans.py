@@ -29,6 +29,7 @@ from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.budget import Budget, is_fraction, resolve_budget
 from rockmate.memory.split import Residents
 from rockmate.module import Rockmate
+from rockmate.options import PlanOptions
 from rockmate.plan_files.rank_agreement import default_exchange, key_of, plan_key, warn_alone
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
@@ -36,7 +37,7 @@ from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.real_step import StepFunction, real_peak_bytes, warm_step
-from rockmate.planning.request import PlanRequest, check_request, limits_of
+from rockmate.planning.request import PlanRequest
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 5  # corrections of the account by real steps
@@ -74,7 +75,8 @@ def plan_blocks(
     blocks: Blocks = None,
     loss: LossFunction | None = None,
     mp_policy: Any = None,
-    time_limit: float = Limits().search_s,
+    time_limit: float | None = None,
+    options: PlanOptions | None = None,
 ) -> BlockPlans:
     """Put a planned module in the place of each block of `model`, such that a whole step stays within `budget`.
 
@@ -83,18 +85,22 @@ def plan_blocks(
     Args:
         model: a module on this rank, whole: planning runs its training step.
         budget: most bytes that a step of the model may take above its parameters and their gradients: an int, a size
-            such as "2GiB", a float fraction of what the eager step takes so, or None for what is free, less 10 %.
+            such as "2GiB", a float fraction of what the eager step takes so, or None for the free memory, less 10 %.
         sample: the arguments of one step of `model`, as for `Rockmate`.
         blocks: classes of modules, or modules; None for the classes that the model repeats.
         loss: called on the model's output, as for `Rockmate`.
         mp_policy: the `MixedPrecisionPolicy` under which blocks and root will be sharded.
-        time_limit: seconds for each search of a plan.
+        time_limit: seconds for each search of a plan, 15 by default.
+        options: as for `Rockmate`, in place of `loss` and `time_limit`; of these, limits and loss are used.
 
     With more than one rank, the plans are those of the first rank that makes them. Raises what `Rockmate` raises, and
     `ModelError` for `blocks` that are none; `model` is then as it was before.
     """
-    limits = limits_of(time_limit)
-    check_request(PlanRequest(budget, loss, limits=limits))
+    if time_limit is None and options is None:
+        time_limit = Limits().search_s
+    options = PlanOptions.of(options, {"loss": loss}, time_limit)
+    options.request(budget)
+    loss, limits = options.loss, options.limits
     refuse_what_spans_ranks(model)
     arguments = make_sample(model, sample)
     refuse_devices(model, arguments)
@@ -121,7 +127,8 @@ def apply(
     sample: Any,
     blocks: Blocks = None,
     loss: LossFunction | None = None,
-    time_limit: float = Limits().search_s,
+    time_limit: float | None = None,
+    options: PlanOptions | None = None,
     **sharding: Any,
 ) -> BlockPlans:
     """`plan_blocks`, then FSDP2: ``fully_shard(block, **sharding)`` of each planned block, and of `model`.
@@ -133,7 +140,16 @@ def apply(
     from torch.distributed.fsdp import fully_shard
 
     policy = sharding.get("mp_policy")
-    found = plan_blocks(model, budget, sample, blocks=blocks, loss=loss, mp_policy=policy, time_limit=time_limit)
+    found = plan_blocks(
+        model,
+        budget,
+        sample,
+        blocks=blocks,
+        loss=loss,
+        mp_policy=policy,
+        time_limit=time_limit,
+        options=options,
+    )
     for name in (name for names, _ in found.plans for name in names):
         fully_shard(model.get_submodule(name), **sharding)
     fully_shard(model, **sharding)

@@ -23,7 +23,7 @@ class AboveResidents:
 
 Budget = int | float | str | AboveResidents | None
 
-# Part of the free memory left alone when the budget is "what is free": the allocator's gaps and rounding, scratch
+# Part of the free memory left alone when the budget is the free memory: the allocator's gaps and rounding, scratch
 # buffers that libraries take past it, and what other processes ask for meanwhile are in no plan.
 RESERVE = 0.1
 
@@ -72,7 +72,7 @@ def is_fraction(budget: object) -> bool:
 
 
 def is_what_is_free(budget: object) -> bool:
-    """Whether the budget is what is free when the plan is made. Raises as `read_budget`."""
+    """Whether the budget is the memory that is free when the plan is made. Raises as `read_budget`."""
     return read_budget(budget) is None
 
 
@@ -81,8 +81,8 @@ def resolve_budget(
 ) -> int:
     """The budget in bytes: of the step, or, with `held_bytes` that training holds beside it, of both.
 
-    A float is a fraction of `eager_peak_bytes`. None and "auto" are what is free on `device` now, less `RESERVE` of
-    it, and `present_bytes`: what the budget bounds and is allocated already.
+    A float is a fraction of `eager_peak_bytes`. None and "auto" are the free memory of `device`, less `RESERVE` of it, and
+    `present_bytes`: what the budget bounds and is allocated already.
     Raises `BudgetError` for anything that is no positive amount of memory.
     """
     read = read_budget(budget)

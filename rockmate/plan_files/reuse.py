@@ -112,7 +112,7 @@ def _reused(
 
 
 def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) -> bool:
-    """Where the budget is what is free: whether about as much is free now, and not less."""
+    """Where the budget is the free memory: whether about as much is free now, and not less."""
     if not is_what_is_free(request.budget):
         return True
     split = plan_file.promise.memory_split

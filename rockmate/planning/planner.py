@@ -37,7 +37,8 @@ from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.plan import Plan
 from rockmate.planning.real_step import real_peak_bytes, warm_step
 from rockmate.planning.refusal import too_small
-from rockmate.planning.request import PlanRequest, Progress
+from rockmate.planning.request import PlanRequest
+from rockmate.progress import ProgressCallback
 from rockmate.runtime.codegen import CompiledProgram, compile_program
 from rockmate.runtime.lowering import Program, make_program
 from rockmate.runtime.runner import Runner
@@ -49,7 +50,7 @@ _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and 
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 
-def _tell_news(progress: Progress, news: str) -> None:
+def _tell_news(progress: ProgressCallback, news: str) -> None:
     """How far a search is."""
     progress(f"solve ({news})", 0, 1)
 
@@ -219,7 +220,7 @@ def _refuse_more_than_there_is(plan: Plan, device: torch.device) -> None:
         takes, free = format_apart(plan.peak_bytes, free_bytes)
         raise BudgetError(
             f"the budget {format_bytes(plan.budget_bytes)} is more than there is: a step would take {takes}, and "
-            f"{free} are free on {device}. Give a budget below that, or None for what is free less a reserve."
+            f"{free} are free on {device}. Give a budget below that, or None for the free memory less a reserve."
         )
 
 

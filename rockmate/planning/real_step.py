@@ -103,7 +103,7 @@ def _lack_told(device: torch.device) -> AbstractContextManager[None]:
     return out_of_memory_told(
         "in a real step of the plan, to check its peak",
         f"{format_bytes(free_bytes)} were free on {device} before it, gaps and libraries' scratch buffers included: "
-        "give a budget below that, or None for what is free less a reserve.",
+        "give a budget below that, or None for the free memory less a reserve.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rk_solvers import SOLVERS, Limits, Solver
@@ -14,12 +13,7 @@ from rockmate.memory.split import Scope, check_scope
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.pins import Pin
-
-Progress = Callable[[str, int, int], None]
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Nobody asked to be told."""
+from rockmate.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +23,7 @@ class PlanRequest:
     budget: Budget
     loss: LossFunction | None = None
     solver: Solver | str = "auto"
-    progress: Progress = no_progress
+    progress: ProgressCallback = no_progress
     limits: Limits = USUAL_LIMITS  # of searches, bounds and proofs; measuring takes time of its own
     pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
     scope: Scope = "step"  # what the budget is for

@@ -170,7 +170,7 @@ class BatchSearch:
         return plan, measured.eager_peak_bytes
 
     def _resolve(self, measured: Measured) -> None:
-        """Bytes for all trials, where the budget is what is free now."""
+        """Bytes for all trials, where the budget is the free memory."""
         if isinstance(self._request.budget, int):
             return
         present = 0 if measured.residents is None else measured.residents.present_bytes

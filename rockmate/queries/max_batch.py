@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from rockmate.errors import ArgumentError, BudgetError
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
+from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.request import PlanRequest, check_request, limits_of
-from rockmate.progress import Progress, progress_display
+from rockmate.progress import ProgressCallback, progress_display
 from rockmate.queries.batch_search import BatchSearch, LargestBatch
 from rockmate.queries.batches import MakeBatch, find_batch
 
@@ -36,7 +37,8 @@ def max_batch(
     time_limit: float | None = None,
     gap: float | None = None,
     limits: Limits | None = None,
-    progress: bool | Progress = False,
+    progress: bool | ProgressCallback = False,
+    options: PlanOptions | None = None,
 ) -> LargestBatch:
     """The largest batch that can be trained within a budget.
 
@@ -47,11 +49,11 @@ def max_batch(
         model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
             batch dimension is then found by trial.
         sample: of a module, as for `Rockmate`.
-        budget: bytes, a size, or what is free now; a part of the eager peak is not meant, as that grows with the batch.
+        budget: bytes, a size, or None for the free memory; no part of the eager peak, which grows with the batch.
         loss: of a module, a function of the output that takes any batch.
         start: the batch to begin with.
         most: no larger batch is tried.
-        scope, optimizer, solver, time_limit, gap, limits, progress: as for `Rockmate`.
+        scope, optimizer, solver, time_limit, gap, limits, progress, options: as for `Rockmate`.
 
     Raises:
         BudgetTooSmall: the smallest batch that can be tried does not fit.
@@ -59,14 +61,23 @@ def max_batch(
         BatchError: the batch dimension of a module is not found; the message tells what was tried.
         ArgumentError: `start` or `most` is no batch.
     """
+    said = {
+        "loss": loss,
+        "solver": solver,
+        "limits": limits,
+        "progress": progress,
+        "scope": scope,
+        "optimizer": optimizer,
+    }
+    options = PlanOptions.of(options, said, time_limit, gap)
     if is_fraction(budget):
         raise BudgetError(
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
-            'as "8GiB", or None for what is free.'
+            'as "8GiB", or None for the free memory.'
         )
     if isinstance(model, torch.nn.Module):
         with left_as_it_was(model, make_sample(model, sample)):
-            batches = find_batch(model, sample, loss)
+            batches = find_batch(model, sample, options.loss)
         make, found = batches.make, batches.tried[-1]
         start = start or batches.size
     else:
@@ -74,9 +85,6 @@ def max_batch(
     start = start or min(_START, most)
     if start < 1 or most < start:
         raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
-    with progress_display(progress) as tell:
-        request = PlanRequest(
-            budget, loss, solver, tell, limits_of(time_limit, gap, limits), scope=scope, optimizer=optimizer
-        )
-        check_request(request)
+    with progress_display(options.progress) as tell:
+        request = replace(options.request(budget), progress=tell)
         return BatchSearch(make, request, most).run(start, found)

@@ -13,6 +13,7 @@ from rk_solvers.solver import solution_of
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.errors import ArgumentError, BudgetTooSmall
+from rockmate.options import PlanOptions
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
@@ -20,8 +21,8 @@ from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
-from rockmate.planning.request import PlanRequest, check_request, limits_of
-from rockmate.progress import Progress, progress_display
+from rockmate.planning.request import PlanRequest
+from rockmate.progress import ProgressCallback, progress_display
 
 _PRECISION = 0.002  # of the smallest budget, as a share of the eager peak
 
@@ -59,7 +60,8 @@ def smallest_budget(
     time_limit: float | None = None,
     gap: float | None = None,
     limits: Limits | None = None,
-    progress: bool | Progress = False,
+    progress: bool | ProgressCallback = False,
+    options: PlanOptions | None = None,
 ) -> CheapestBudget:
     """The smallest budget under which a step takes at most `slowdown` times as long as without recomputation.
 
@@ -67,7 +69,7 @@ def smallest_budget(
     largest that is not. Times are predicted; the bytes of the answer were measured in a real step.
 
     Args:
-        model, sample, loss, solver, gap, limits, progress: as for `Rockmate`.
+        model, sample, loss, solver, gap, limits, progress, options: as for `Rockmate`.
         slowdown: 1.1 for 10 % more time; 1 for no recomputation that costs any.
         time_limit: seconds that the search for one budget's plan may take, 15 by default.
 
@@ -77,11 +79,12 @@ def smallest_budget(
     """
     if not slowdown >= 1:
         raise ArgumentError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
-    if time_limit is None and limits is None:
+    if time_limit is None and limits is None and options is None:
         time_limit = Limits().search_s  # many budgets are solved: no extra time for one
-    with progress_display(progress) as tell:
-        request = PlanRequest(None, loss, solver, tell, limits_of(time_limit, gap, limits))
-        check_request(request)
+    said = {"loss": loss, "solver": solver, "limits": limits, "progress": progress}
+    options = PlanOptions.of(options, said, time_limit, gap)
+    with progress_display(options.progress) as tell:
+        request = replace(options.request(None), progress=tell)
         call = make_sample(model, sample)
         with planning(model), left_as_it_was(model, call) as first, first.told():
             measured = measure(model, call, request)

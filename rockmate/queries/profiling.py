@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +23,9 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import measure
 from rockmate.planning.real_step import peak_of, run_step
 from rockmate.planning.request import PlanRequest
+from rockmate.progress import ProgressCallback
 
 Phase = Literal["forward", "backward"]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def profile(
     loss: LossFunction | None = None,
     steps: int = 10,
     operations: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Profile:
     """Measure steps of `planned` and of its original on `sample`, by turns, so that both meet the same disturbances.
 
@@ -164,7 +163,7 @@ class _Runs:
 
 
 def _operations(
-    planned: Rockmate, sample: Sample, loss: LossFunction | None, progress: Progress
+    planned: Rockmate, sample: Sample, loss: LossFunction | None, progress: ProgressCallback
 ) -> tuple[OperationProfile, ...]:
     plan_file = planned.plan_file()
     # What is pinned decides what may be recomputed, and no cost.

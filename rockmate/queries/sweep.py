@@ -25,11 +25,12 @@ from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
+from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan, planning
-from rockmate.planning.request import PlanRequest, check_request, limits_of
-from rockmate.progress import Progress, progress_display
+from rockmate.planning.request import PlanRequest, check_request
+from rockmate.progress import ProgressCallback, progress_display
 
 OURS = "auto"  # what `Rockmate` does by default: its plans are run, too
 DEFAULT_TIME_LIMIT_S = 5.0  # for each solver and budget
@@ -86,9 +87,10 @@ def sweep(
     *,
     loss: LossFunction | None = None,
     solvers: Sequence[str] | None = None,
-    time_limit: float = DEFAULT_TIME_LIMIT_S,
-    gap: float = Limits().gap,
-    progress: bool | Progress = False,
+    time_limit: float | None = None,
+    gap: float | None = None,
+    progress: bool | ProgressCallback = False,
+    options: PlanOptions | None = None,
 ) -> Sweep:
     """Measure `model` once, and plan it for each of `budgets` by each of `solvers` (all there are, if None).
 
@@ -96,14 +98,20 @@ def sweep(
     measured problem: of each, the plan for a budget is the fastest of all its plans that fit. Solvers that cannot run
     here are left out, with the reason.
 
+    `time_limit` are the seconds for each solver and budget, 5 by default; `options` are as for `Rockmate`, of which the
+    solver is left out.
+
     Raises `ArgumentError` for no budget or an unknown solver, and what planning raises.
     """
     names = list(SOLVERS) if solvers is None else list(dict.fromkeys(solvers))
     unknown = [name for name in names if name not in SOLVERS]
     if unknown or not names or not budgets:
         raise ArgumentError(f"there is no solver {unknown[0]!r}" if unknown else "a sweep needs a budget and a solver")
-    with progress_display(progress) as tell:
-        request = PlanRequest(None, loss, OURS, tell, limits_of(time_limit, gap))
+    if time_limit is None and options is None:
+        time_limit = DEFAULT_TIME_LIMIT_S
+    options = PlanOptions.of(options, {"loss": loss, "progress": progress}, time_limit, gap)
+    with progress_display(options.progress) as tell:
+        request = replace(options.request(None), progress=tell, solver=OURS)
         for budget in budgets:
             check_request(replace(request, budget=budget))
         with planning(model):

@@ -32,6 +32,7 @@ from rkgb.tree import leaves
 from rockmate.errors import ArgumentError
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
+from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.plan import Plan
 from rockmate.runtime.step import Handle, Step
@@ -86,6 +87,7 @@ def verify(
     steps: int = 3,
     learning_rate: float = 1e-2,
     optimizer: str | MakeOptimizer = "sgd",
+    options: PlanOptions | None = None,
 ) -> Verification:
     """Train `model` for `steps` steps, eagerly twice and under a plan, from the same state each time, and compare all.
 
@@ -94,7 +96,8 @@ def verify(
     plan is followed, and `budget` is not used. `optimizer` is one of "sgd", "momentum", "adam", "adamw", used with
     `learning_rate`, or a function from the list of parameters to an optimizer. The steps train copies of the
     parameters, which the model holds meanwhile: hooks on parameters do not fire. The model, the sample and the random
-    streams are left as they were. Planning raises as `Rockmate` does.
+    streams are left as they were. `options` are as for `Rockmate`, in place of `loss`. Planning raises as `Rockmate`
+    does.
 
     Raises:
         ArgumentError: `steps` is less than 1, or no optimizer is called `optimizer`.
@@ -103,6 +106,8 @@ def verify(
         raise ArgumentError(f"verify needs at least 1 step to compare, not {steps}")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise ArgumentError(f"no optimizer is called {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give one")
+    options = PlanOptions.of(options, {"loss": loss})
+    loss = options.loss
     arguments = make_sample(model.original if isinstance(model, Rockmate) else model, sample)
     with contextlib.ExitStack() as stack:
         stack.enter_context(TURNS.planning(model.original if isinstance(model, Rockmate) else model))
@@ -114,7 +119,7 @@ def verify(
             if not planned.plans:
                 planned.plan_for(sample)
         else:
-            planned = Rockmate(original, arguments.copy(), budget, loss=loss)
+            planned = Rockmate(original, arguments.copy(), budget, options=options)
         measured = planned._member.measured
         graph = measured.graphs.D_graph
         present = {name for name, parameter in original.named_parameters() if parameter.grad is not None}

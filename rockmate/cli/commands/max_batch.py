@@ -31,7 +31,9 @@ from rockmate.units import format_bytes
     ),
 )
 @target_options
-@click.option("--budget", type=BudgetText(), metavar="SIZE", help="Bytes, a size (2GiB), or auto: what is free now.")
+@click.option(
+    "--budget", type=BudgetText(), metavar="SIZE", help="Bytes, a size (2GiB), or auto: the memory that is free now."
+)
 @click.option(
     "--slowdown",
     type=click.FloatRange(min=1),

@@ -34,7 +34,7 @@ from rockmate.queries.verification import OPTIMIZERS
     type=BudgetText(),
     default="auto",
     show_default=True,
-    help="Part of the eager peak (0.5), bytes, a size (2GiB), or auto: what is free now, less a reserve.",
+    help="Part of the eager peak (0.5), bytes, a size (2GiB), or auto: the memory that is free now, less a reserve.",
 )
 @click.option(
     "--scope",

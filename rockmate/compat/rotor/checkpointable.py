@@ -33,7 +33,7 @@ class Checkpointable(MeasuredRockmate):
             place: one that does nothing else is a layer together with the one whose output it writes into.
         mem_limit: most bytes of a training step above the parameters, their gradients, buffers and the batch, which
             are there whatever is planned: of activations, their gradients, temporary memory and the loss. A number
-            of bytes or a size such as "2GiB". None for what is free when the first plan is made, less 10 %, the
+            of bytes or a size such as "2GiB". None for the free memory when the first plan is made, less 10 %, the
             gradients, and what else is to come. It is a budget of ``Rockmate(..., scope="total")`` less what
             `memory_split` names beside the step. Batches of another shape are planned within the same limit.
         preserve_rng_state: accepted, and without effect: random numbers are always drawn again as they were, since
@@ -112,4 +112,6 @@ def _budget_of(mem_limit: MemLimit) -> Budget:
             return AboveResidents(int(mem_limit))
     except (TypeError, ValueError, OverflowError):
         pass
-    raise BudgetError(f'mem_limit is {mem_limit!r}; give bytes (2 * 2**30), a size ("2GiB"), or None for what is free.')
+    raise BudgetError(
+        f'mem_limit is {mem_limit!r}; give bytes (2 * 2**30), a size ("2GiB"), or None for the free memory.'
+    )

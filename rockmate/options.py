@@ -1,0 +1,105 @@
+"""What users say of planning, beside a model, a sample and a budget: one record, which every entrance takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+from rk_solvers import Limits, Solver
+from rk_solvers.limits import USUAL_LIMITS
+from rockmate.errors import ArgumentError, ShapesError
+from rockmate.memory.budget import Budget
+from rockmate.memory.optimizer_state import OptimizerLike
+from rockmate.memory.split import Scope
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.pins import Pins, as_pins
+from rockmate.planning.request import PlanRequest, check_request, limits_of
+from rockmate.progress import ProgressCallback, no_progress
+
+Shapes = Literal["replan", "nearest", "eager", "error"]
+"""What happens to a call that no plan holds for."""
+
+SHAPES: tuple[str, ...] = get_args(Shapes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How to plan: the arguments of `Rockmate` under the same names and with the same defaults, as one record.
+
+    `Rockmate`, `max_batch`, `smallest_budget`, `verify`, the sweep, `distributed.plan_blocks` and `distributed.apply`
+    take it as ``options=``. ``dataclasses.replace(options, gap=...)`` makes another one.
+    """
+
+    loss: LossFunction | None = None  # on the model's output; None: as much as a cross-entropy takes is assumed
+    solver: Solver | str = "auto"  # the name of one, or an instance
+    limits: Limits = USUAL_LIMITS  # seconds and rounds of searches, bounds and proofs
+    progress: bool | ProgressCallback = False  # True: a display on standard error
+    pin: Pins = ()  # what is saved and never recomputed: submodules, operators, names of operations
+    scope: Scope = "step"  # what the budget is for
+    optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
+    shapes: Shapes = "replan"  # what happens to a call that no plan holds for
+    opaque: torch.nn.Module | Iterable[torch.nn.Module] = ()  # submodules whose call is one operation
+    cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
+
+    @classmethod
+    def of(
+        cls,
+        options: Self | None,
+        said: Mapping[str, Any],
+        time_limit: float | None = None,
+        gap: float | None = None,
+    ) -> Self:
+        """`options`, or the record of what was `said` for short: arguments by their names here.
+
+        Raises `ArgumentError` where both are given, and `SolverError` for limits that are none.
+        """
+        usual = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        given = {name: value for name, value in said.items() if value is not None and value is not usual[name]}
+        given = {name: value for name, value in given.items() if not _is_same(value, usual[name])}
+        if options is None:
+            limits = limits_of(time_limit, gap, given.pop("limits", None))
+            return cls(limits=limits, **given)
+        short = {"time_limit": time_limit, "gap": gap}
+        given |= {name: value for name, value in short.items() if value is not None}
+        if given:
+            name = min(given)
+            raise ArgumentError(
+                f"options are given, and {name} beside them: say it in the options, or leave the options out."
+            )
+        return options
+
+    def request(self, budget: Budget) -> PlanRequest:
+        """What planning is asked for under `budget`; what a module has to do with it is still to be found.
+
+        Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `ShapesError`, `PinError`.
+        """
+        check_shapes(self.shapes)
+        request = PlanRequest(
+            budget,
+            self.loss,
+            self.solver,
+            no_progress,
+            self.limits,
+            as_pins(self.pin),
+            self.scope,
+            self.optimizer,
+        )
+        check_request(request)
+        return request
+
+
+def check_shapes(shapes: object) -> None:
+    """Raise `ShapesError` for no answer to a call of another shape."""
+    if shapes not in SHAPES:
+        raise ShapesError(
+            f'shapes is {shapes!r}; say what to do with a call unlike those that were planned: "replan", "nearest" '
+            '(plan it, but follow the decisions of the plan next in size), "eager" or "error".'
+        )
+
+
+def _is_same(value: Any, usual: Any) -> bool:
+    """Whether a value of plain Python is the usual one; others are never, and are not compared."""
+    return isinstance(value, str | bool | tuple) and isinstance(usual, type(value)) and bool(value == usual)
