@@ -81,8 +81,8 @@ def resolve_budget(
 ) -> int:
     """The budget in bytes: of the step, or, with `held_bytes` that training holds beside it, of both.
 
-    A float is a fraction of `eager_peak_bytes`. None and "auto" are the free memory of `device`, less `RESERVE` of it, and
-    `present_bytes`: what the budget bounds and is allocated already.
+    A float is a fraction of `eager_peak_bytes`. None and "auto" are the free memory of `device`, less `RESERVE` of it
+    and `present_bytes`: what the budget bounds and is allocated already.
     Raises `BudgetError` for anything that is no positive amount of memory.
     """
     read = read_budget(budget)

@@ -151,7 +151,7 @@ def test_training_is_exact(make, recompute):
 
 def test_a_layer_is_recomputed_as_a_whole():
     model = whole(built(Stack))
-    assert "layers_1(differentiable(" in model.code.partition("def recompute_0")[2]
+    assert "layers_1(as_leaf(" in model.code.partition("def recompute_0")[2]
     assert "gelu" not in model.code
 
 

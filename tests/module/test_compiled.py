@@ -94,7 +94,7 @@ def test_compiled_layers_stay_compiled_and_exact(compile_layers: Callable[..., S
     assert_same_training(train(model, BATCHES), eager)
     assert counter.frame_count == 1  # for planning, training and recomputing, of all three
     assert "layers_0(" in model.code
-    assert "layers_0(differentiable(" in model.code
+    assert "layers_0(as_leaf(" in model.code
 
 
 @ORDERS
