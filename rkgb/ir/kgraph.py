@@ -45,6 +45,7 @@ class KComp:
     resident_bytes: int = 0  # backward: gradients alive when it starts, in the whole step
     peak_bytes: int = 0  # backward: most gradients and workspace alive while it runs
     repeat_ms: float | None = None  # forward: time of having its data again in the backward, where that was measured
+    op: str = ""  # backward: the operation of which it is a stage
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +65,10 @@ class KGraph:
     def __iter__(self) -> Iterator[KComp]:
         yield from self.forward
         yield from self.backward
+
+    def savers(self) -> dict[str, str]:
+        """By the name of a phantom: the operation that saves it."""
+        return {phantom.name: op for op, profile in self.op_profiles.items() for phantom in profile.phantoms}
 
     def saved_by(self, op: DNode) -> tuple[SavedTensor, ...]:
         """What autograd saves for an operation, in packing order."""
@@ -94,7 +99,7 @@ def held_storages(graph: KGraph) -> set[str]:
     """
     dgraph = graph.sgraph.dgraph
     held = {dgraph.owner(name) for name in dgraph.output_names}
-    staged = {comp.name.split(".backward")[0] for comp in graph.backward}
+    staged = {comp.op for comp in graph.backward}
     maker = {name: op for op in dgraph for name in op.output_names}
     waiting = [name for name in dgraph.output_names if name not in dgraph.gradient_outputs]
     seen: set[str] = set()

@@ -171,6 +171,7 @@ class _Builder:
                 index,
                 resident_bytes=stage.resident_bytes + outside_bytes,
                 peak_bytes=stage.peak_bytes + outside_bytes,
+                op=stage.op,
             )
             for need in stage.needs:
                 self._read(comp, self.data[need])

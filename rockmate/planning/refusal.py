@@ -77,7 +77,8 @@ def _of_what(measured: Measured, written: Budget) -> str:
 
 def _where(measured: Measured, op_name: str) -> str:
     """The user's own words for an operation: submodule and source line."""
-    name = op_name.split(".backward")[0]
+    stages = measured.graphs.K_graph.backward
+    name = next((stage.op for stage in stages if stage.name == op_name), op_name)
     return next((f", {op.source}" for op in measured.graphs.D_graph if op.name == name), "")
 
 

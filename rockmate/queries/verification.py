@@ -324,7 +324,8 @@ def _wrong_recomputation(planned: Rockmate, op: str, index: int) -> str:
     """In words: the operation that computes a saved tensor, and the one that saved it."""
     graph = planned._member.measured.graphs.D_graph
     slots: Iterable[Any] = planned._member.planned.program.slots[op]
-    source = next(slot.tensor.source for slot in slots if slot.index == index).partition(".saved")[0]
+    source = next(slot.tensor.source for slot in slots if slot.index == index)
+    source = planned._member.measured.graphs.K_graph.savers().get(source, source)
     node = next((node for node in graph if source in (node.name, *node.output_names)), None)
     made = f"%{node.name} ({node.source})" if node is not None else f"%{source}"
     return f"{made}, recomputed with other bits than the forward's for the backward of %{op}"

@@ -153,6 +153,7 @@ class _Writer:
         self.program = program
         self.graph = program.graph.sgraph.dgraph
         self.expressions = Expressions(self.graph, module, numbers)
+        self._savers = program.graph.savers()
         self._lines: list[str] = []
 
     def source(self, header: str) -> str:
@@ -283,8 +284,8 @@ class _Writer:
         fills = []
         for slot in segment.fills:
             source = slot.tensor.source
-            maker = source.partition(".saved")[0]
             if slot.tensor.kind is SavedKind.PHANTOM:
+                maker = self._savers[source]
                 at, name = place[maker], "saved"
                 if maker in segment.restores:
                     index = [phantom for _, phantom in segment.restores[maker].way.saved].index(source)
@@ -299,7 +300,7 @@ class _Writer:
 
     def _phantom(self, name: str) -> SavedTensor:
         """The tensor that autograd saves as the phantom `name`."""
-        return next(t for t in self.program.graph.op_profiles[name.partition(".saved")[0]].saved if t.source == name)
+        return next(t for t in self.program.graph.op_profiles[self._savers[name]].saved if t.source == name)
 
     def _phantom_index(self, phantom: str, op: DNode) -> int:
         """Place of a phantom among what the repeated operation packs: running statistics are not there."""

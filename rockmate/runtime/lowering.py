@@ -200,9 +200,8 @@ class _Assigner:
         """Forgotten saved tensors, by the operation that saves them."""
         first_stage: dict[tuple[str, str], int] = {}
         for stage, comp in enumerate(self.graph.backward):
-            op = comp.name.split(".backward")[0]
             for data in comp.deps:
-                first_stage.setdefault((op, data.name), stage)
+                first_stage.setdefault((comp.op, data.name), stage)
         slots: dict[str, list[Slot]] = {}
         for op, profile in self.graph.op_profiles.items():
             for index, tensor in enumerate(profile.saved):

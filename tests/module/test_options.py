@@ -34,7 +34,9 @@ def test_options_say_what_keywords_say():
 
 
 @pytest.mark.parametrize(
-    "said", [{"loss": squares}, {"solver": "rotor"}, {"time_limit": 1}, {"gap": 0.1}, {"shapes": "error"}], ids=str
+    "said",
+    [{"loss": squares}, {"solver": "rotor"}, {"time_limit": 1}, {"gap": 0.1}, {"shapes": "error"}],
+    ids=lambda said: next(iter(said)),
 )
 def test_options_and_a_keyword_beside_them_are_refused_by_the_keyword_s_name(said):
     with pytest.raises(ArgumentError, match=f"options are given, and {next(iter(said))} beside them"):
