@@ -204,9 +204,13 @@ def is_under(module: str, packages: Iterable[str]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-def imports(source: Source) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: Source) -> tuple[tuple[int, str], ...]:
     """(line, module) of every import, wherever it stands; `from package import module` names the module."""
-    known = {other.module for other in sources()}
+    return tuple(_imports(source, {other.module for other in sources()}))
+
+
+def _imports(source: Source, known: set[str]) -> Iterator[tuple[int, str]]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

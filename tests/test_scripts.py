@@ -42,6 +42,7 @@ def test_graph_benchmark_writes_its_results(tmp_path):
     assert json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.ci
 def test_calls_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/calls.py", "--quick", "--output", str(tmp_path))
     report = json.loads((tmp_path / "calls-cpu.json").read_text(encoding="utf-8"))

@@ -58,6 +58,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:forward sets the attribute:rkgb.
 @pytest.mark.parametrize(
     ("name", "tracer"), [*((n, t) for n in MODELS for t in ("jit", "record")), ("transformer-tiny", "record")]
 )
+@pytest.mark.ci
 def test_tracing_and_its_check_take_inference_and_one_backward(name, tracer):
     module, sample, inference_bytes, backward_bytes = case(name)
     peak_bytes = peak_of(lambda: exact_trace(module, sample, tracer, low_memory=True))

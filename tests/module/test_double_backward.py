@@ -51,6 +51,7 @@ def test_a_double_backward_that_exceeds_the_budget_warns_once_at_the_users_line(
     assert peak_bytes(penalised, model) > peak_bytes(lambda *given: squares(given[0](given[1])).backward(), model)
 
 
+@pytest.mark.ci
 def test_loss_backward_with_create_graph_warns_too_and_plans_of_other_shapes_do_not_warn_again():
     model = recomputing(built(Smooth), rows(), keep_every_other)
     model._family.shapes = "replan"
@@ -66,6 +67,7 @@ def test_loss_backward_with_create_graph_warns_too_and_plans_of_other_shapes_do_
         parameter.grad = None
 
 
+@pytest.mark.ci
 def test_nothing_is_told_where_the_plan_recomputes_nothing_or_no_graph_is_wanted():
     kept = Rockmate(built(Smooth), rows(), 1.0, loss=squares, cache=False)
     assert kept.plan.recomputations == 0

@@ -86,6 +86,7 @@ class TwiceUsed(nn.Module):
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.ci
 def test_tied_weights_in_several_processes_are_refused_under_checkpoint_and_exact_with_us():
     data = rows(1, requires_grad=True)
     theirs = DistributedDataParallel(built(TwiceUsed, True), find_unused_parameters=True)
@@ -103,6 +104,7 @@ def test_tied_weights_in_several_processes_are_refused_under_checkpoint_and_exac
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler says of itself
+@pytest.mark.ci
 def test_compiled_dropout_under_a_memory_budget_has_other_gradients_than_its_own_outputs():
     """With eager's own kernels, thus eager's outputs to the bit: what it recomputes draws other masks."""
     config = pytest.importorskip("torch._functorch.config")

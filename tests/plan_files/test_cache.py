@@ -132,6 +132,7 @@ def test_other_code_or_another_place_makes_its_own_plan(searches: list[int], mon
 
 
 @pytest.mark.parametrize("said", ["0", "off", "No", "false"])
+@pytest.mark.ci
 def test_it_can_be_switched_off(searches: list[int], said: str, monkeypatch: pytest.MonkeyPatch, folder: Path):
     planned(cache=False)
     monkeypatch.setenv("ROCKMATE_CACHE", said)
@@ -187,6 +188,7 @@ def test_what_was_not_used_for_longest_goes_first(folder: Path, monkeypatch: pyt
     assert cache.entries() == []
 
 
+@pytest.mark.ci
 def test_only_plans_are_cleared(folder: Path):
     planned()
     (folder / "mine.json.gz").write_text("the user's")
@@ -265,6 +267,7 @@ class Interrupted(Greedy):
         return dataclasses.replace(super().solve(problem, budget_bytes), interrupted=True)
 
 
+@pytest.mark.ci
 def test_a_search_that_was_interrupted_is_not_kept(searches: list[int]):
     for _ in range(2):
         planned(solver=Interrupted())

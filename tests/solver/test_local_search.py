@@ -1,5 +1,7 @@
 """Parts of the local search."""
 
+import pytest
+
 from rk_solvers import peak_and_time
 from rk_solvers.groups import normalise
 from rk_solvers.liveness import PlanState, Tables
@@ -7,6 +9,7 @@ from rk_solvers.local.local_search import take_out
 from tests.solver.instances import chain_of
 
 
+@pytest.mark.ci
 def test_what_only_led_to_a_recomputation_goes_with_it_or_moves_to_its_next_use_in_a_chain_of_thousands():
     problem = chain_of(3000)
     state = PlanState(Tables(problem), (tuple(range(2999)), *((),) * 2999))  # all again for the first backward

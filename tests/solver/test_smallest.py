@@ -22,6 +22,7 @@ UNLIMITED_S = 1e4
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, 1.0])
+@pytest.mark.ci
 def test_the_time_limit_is_kept_on_a_large_graph(time_limit_s):
     problem = layered_problem(Size(700, 3800), seed=0)  # without a limit: more than a minute
     start = time.monotonic()

@@ -76,6 +76,7 @@ def test_a_refused_fraction_tells_what_it_is_of():
         Rockmate(model, x, "10%", loss=squares, time_limit=0.5)
 
 
+@pytest.mark.ci
 def test_switches_are_put_back_where_they_were_also_after_errors():
     model = built(Checkpointed)
     own = OwnCheckpointing(model)
