@@ -45,7 +45,7 @@ def surroundings_aside() -> Iterator[None]:
     """Run what is inside as if nothing of the user's was around it that looks on; all is put back as it was."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_unrecorded())
-        stack.enter_context(_looked_for_prepared())
+        stack.enter_context(profiler_looked_for())
         stack.enter_context(without_anomaly_detection())
         stack.enter_context(saved_tensors_hooks_aside())
         if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
@@ -188,7 +188,7 @@ def profiler_is_prepared() -> bool:
 
 
 @contextlib.contextmanager
-def _looked_for_prepared() -> Iterator[None]:
+def profiler_looked_for() -> Iterator[None]:
     """Look once for what takes a while to be found."""
     if _found_prepared.get() is not None:
         yield

@@ -17,7 +17,7 @@ import torch
 from rkgb import GuardError, Sample, TraceError, make_sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
-from rkgb.process.surroundings import profiler_is_taken
+from rkgb.process.surroundings import profiler_is_taken, profiler_looked_for
 from rkgb.process.turns import TURNS, TurnsOf, warnings_collected
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.replay.first_call import FirstCall, is_lazy_module, left_as_it_was
@@ -276,7 +276,7 @@ class Specializations:
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
             request = replace(asked_now(request, self._share, self._model), progress=tell, follow=follow)
-            with self._told_once(), left_as_it_was(self._model, call) as first, first.told():
+            with profiler_looked_for(), self._told_once(), left_as_it_was(self._model, call) as first, first.told():
                 member = self._after_first_call(call, request, first)
         if profiler_is_taken():
             self._tell(
