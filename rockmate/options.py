@@ -57,8 +57,9 @@ class PlanOptions:
         Raises `ArgumentError` where both are given, and `SolverError` for limits that are none.
         """
         usual = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
-        given = {name: value for name, value in said.items() if value is not None and value is not usual[name]}
-        given = {name: value for name, value in given.items() if not _is_same(value, usual[name])}
+        given = {name: value for name, value in said.items() if not _is_same(value, usual[name])}
+        if given.get("limits", USUAL_LIMITS) is None:  # nothing said of them
+            del given["limits"]
         if options is None:
             limits = limits_of(time_limit, gap, given.pop("limits", None))
             return cls(limits=limits, **given)
@@ -102,4 +103,5 @@ def check_shapes(shapes: object) -> None:
 
 def _is_same(value: Any, usual: Any) -> bool:
     """Whether a value of plain Python is the usual one; others are never, and are not compared."""
-    return isinstance(value, str | bool | tuple) and isinstance(usual, type(value)) and bool(value == usual)
+    plain = isinstance(value, str | bool | tuple) and isinstance(usual, type(value))
+    return value is usual or (plain and bool(value == usual))
