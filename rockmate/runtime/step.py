@@ -9,6 +9,7 @@ exactly as long as the autograd graph does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -300,7 +301,9 @@ class Step:
         """What was packed or saved, made anew of that and of what is `read`; what was kept is forgotten after the last
         use."""
         unpack, kept = self._tables.unpacks[key]
-        return unpack(*[self.take(name, last) for name in kept], *read)
+        if len(kept) == 1:  # by far the most; a list comprehension is a call of its own (benchmarks/calls.py)
+            return unpack(self.take(kept[0], last), *read)
+        return unpack(*map(self.take, kept, itertools.repeat(last)), *read)
 
     def _is_over(self, segments: frozenset[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""
