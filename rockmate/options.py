@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -17,7 +17,7 @@ from rockmate.memory.split import Scope
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.pins import Pins, as_pins
 from rockmate.planning.request import PlanRequest, check_request, limits_of
-from rockmate.progress import ProgressCallback, no_progress
+from rockmate.progress import ProgressCallback
 
 Shapes = Literal["replan", "nearest", "eager", "error"]
 """What happens to a call that no plan holds for."""
@@ -30,7 +30,7 @@ class PlanOptions:
     """How to plan: the arguments of `Rockmate` under the same names and with the same defaults, as one record.
 
     `Rockmate`, `max_batch`, `smallest_budget`, `verify`, the sweep, `distributed.plan_blocks` and `distributed.apply`
-    take it as ``options=``. ``dataclasses.replace(options, gap=...)`` makes another one.
+    take it as ``options=``. ``dataclasses.replace(options, solver=...)`` makes another one.
     """
 
     loss: LossFunction | None = None  # on the model's output; None: as much as a cross-entropy takes is assumed
@@ -56,8 +56,8 @@ class PlanOptions:
 
         Raises `ArgumentError` where both are given, and `SolverError` for limits that are none.
         """
-        usual = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
-        given = {name: value for name, value in said.items() if not _is_same(value, usual[name])}
+        usual = cls()
+        given = {name: value for name, value in said.items() if not _is_same(value, getattr(usual, name))}
         if given.get("limits", USUAL_LIMITS) is None:  # nothing said of them
             del given["limits"]
         if options is None:
@@ -80,13 +80,12 @@ class PlanOptions:
         check_shapes(self.shapes)
         request = PlanRequest(
             budget,
-            self.loss,
-            self.solver,
-            no_progress,
-            self.limits,
-            as_pins(self.pin),
-            self.scope,
-            self.optimizer,
+            loss=self.loss,
+            solver=self.solver,
+            limits=self.limits,
+            pin=as_pins(self.pin),
+            scope=self.scope,
+            optimizer=self.optimizer,
         )
         check_request(request)
         return request

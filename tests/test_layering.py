@@ -283,6 +283,7 @@ def test_rooms_import_one_way():
 
 
 def test_rows_name_nothing_that_is_not_used():
+    by_rockmate = used_by_rockmate()
     used = {(room_of(source.module), room_of(name)) for source in library() for _, name in imports(source)}
     report(
         [
@@ -295,7 +296,7 @@ def test_rows_name_nothing_that_is_not_used():
         + [
             f"rockmate does not use {name}: take it out of ROCKMATE_MAY_USE"
             for name in ROCKMATE_MAY_USE
-            if not any(is_under(used_name, [name]) for used_name in used_by_rockmate())
+            if not any(is_under(used_name, [name]) for used_name in by_rockmate)
         ]
     )
 

@@ -28,7 +28,7 @@ def outliving(candidates: dict[str, torch.Tensor], known: Iterable[torch.Tensor]
     found = [tensor for tensor in candidates.values() if id(tensor) in wanted]
     # By what holds them, level by level: which tensor it leads to.
     level: list[tuple[Any, str]] = [(tensor, wanted[id(tensor)]) for tensor in found]
-    if found and gc.get_freeze_count():
+    if gc.get_freeze_count():
         gc.unfreeze()  # who freezes objects saves time in collections, but nobody finds what frozen ones hold
     seen = {id(candidates), id(found), id(level)}
     for _ in range(_FURTHEST):

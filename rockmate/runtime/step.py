@@ -301,8 +301,7 @@ class Step:
         """What was packed or saved, made anew of that and of what is `read`; what was kept is forgotten after the last
         use."""
         unpack, kept = self._tables.unpacks[key]
-        if len(kept) == 1:  # by far the most; a list comprehension is a call of its own (benchmarks/calls.py)
-            return unpack(self.take(kept[0], last), *read)
+        # A list comprehension would be a call of its own (benchmarks/calls.py).
         return unpack(*map(self.take, kept, itertools.repeat(last)), *read)
 
     def _is_over(self, segments: frozenset[int]) -> bool:
