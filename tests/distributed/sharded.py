@@ -209,14 +209,19 @@ def assert_applied_equal_to_eager(budget: float, options: dict[str, Any]) -> dic
 
 
 def step_peaks(budget: float) -> tuple[int, int, int]:
-    """Bytes of a sharded step, eager and planned, and how many less the plan promises."""
+    """Bytes of a sharded step, eager and planned, and how many less the plan promises.
+
+    Threads of the process group hold what is being sent until they have sent it, and so some steps hold a block's
+    gradients longer than others, as the machine has time for these threads. The least of several steps is taken.
+    """
 
     def peak_bytes(model: nn.Module) -> int:
-        for _ in range(2):
-            squares(model(batch())).backward()
-        with AllocationLog(torch.device("cpu")) as log:
-            squares(model(batch())).backward()
-        return log.peak_bytes
+        peaks = []
+        for _ in range(10):
+            with AllocationLog(torch.device("cpu")) as log:
+                squares(model(batch())).backward()
+            peaks.append(log.peak_bytes)
+        return min(peaks[2:])
 
     eager_bytes = peak_bytes(shard_blocks(built(lambda: Stack(4)), {}))
     model = built(lambda: Stack(4))

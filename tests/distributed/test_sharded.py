@@ -62,8 +62,8 @@ def test_a_sharded_step_takes_as_much_less_as_was_planned(two: Ranks):
     """Beside activations it holds what FSDP gathers and sends, in eager and planned training alike."""
     for eager_bytes, planned_bytes, promised_bytes in two.run(sharded.step_peaks, 0.6):
         assert promised_bytes > 0.3 * eager_bytes
-        # Small gradients come and go around the peak: their bytes may fall on one side of it or on the other.
-        assert eager_bytes - planned_bytes == pytest.approx(promised_bytes, rel=0.1)
+        # Equal but for a rounded ratio, unless no step was without one block's gradients that were still being sent.
+        assert eager_bytes - planned_bytes == pytest.approx(promised_bytes, rel=0.06)
 
 
 def test_what_cannot_be_planned_or_run_is_refused(two: Ranks):
