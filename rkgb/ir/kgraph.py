@@ -19,6 +19,11 @@ from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SGraph, SNode
 
 
+def gradient_name(owner: str) -> str:
+    """The name of the gradient of the data with this name."""
+    return f"{owner}.grad"
+
+
 @dataclass(eq=False, slots=True)
 class KData:
     """Bytes that a computation produces and others read."""
@@ -26,6 +31,7 @@ class KData:
     name: str
     kind: str  # "data", "grad" or "phantom"
     size_bytes: int
+    gradient_of: str = ""  # of a gradient: the name of the data that it is the gradient of
     producers: dict[KComp, None] = field(default_factory=dict, repr=False)  # several contribute to one gradient
     users: dict[KComp, None] = field(default_factory=dict, repr=False)
 

@@ -40,6 +40,11 @@ class Phantom:
     size_bytes: int
 
 
+def phantom_name(op: str, number: int) -> str:
+    """The name of the storage with this number, from 0, that exists because the operation saves it."""
+    return f"{op}.saved{number}"
+
+
 @dataclass(frozen=True, slots=True)
 class OpProfile:
     """One forward operation, measured."""
@@ -98,11 +103,15 @@ class BlockProfile:
         )
 
     def renamed(self, names: Mapping[str, str]) -> BlockProfile:
-        """The profile of an equivalent block, given how its names correspond."""
+        """The profile of an equivalent block, given how names of operations and values correspond."""
+        phantoms = {
+            phantom.name: phantom_name(names.get(op, op), number)
+            for op, profile in self.ops.items()
+            for number, phantom in enumerate(profile.phantoms)
+        }
 
         def rename(name: str) -> str:
-            stem, dot, rest = name.partition(".")
-            return names.get(stem, stem) + dot + rest
+            return phantoms.get(name) or names.get(name, name)
 
         return BlockProfile(
             ops={

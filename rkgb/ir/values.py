@@ -26,8 +26,11 @@ class ValueInfo:
 
     def describe(self) -> str:
         """``float32[4, 128]`` with the marks that matter."""
-        grad = " grad" if self.requires_grad else ""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
+        return f"{self.describe_array()} grad" if self.requires_grad else self.describe_array()
+
+    def describe_array(self) -> str:
+        """``float32[4, 128]``: its data type and its shape alone."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 def info_of(tensor: torch.Tensor, owner: str) -> ValueInfo:

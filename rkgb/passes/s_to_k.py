@@ -6,7 +6,7 @@ from collections import Counter
 
 from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
-from rkgb.ir.kgraph import KComp, KData, KGraph
+from rkgb.ir.kgraph import KComp, KData, KGraph, gradient_name
 from rkgb.ir.profiles import BlockProfile
 from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SGraph, SNode
@@ -208,13 +208,13 @@ class _Builder:
         return found
 
     def _gradient(self, owner: str) -> KData:
-        name = f"{owner}.grad"
+        name = gradient_name(owner)
         if name not in self.data:
-            self.data[name] = KData(name, "grad", self.data[owner].size_bytes)
+            self.data[name] = KData(name, "grad", self.data[owner].size_bytes, owner)
         return self.data[name]
 
     def _add(self, name: str, kind: str, size_bytes: int, producer: KComp) -> KData:
-        data = KData(name, kind, size_bytes, {producer: None})
+        data = KData(name, kind, size_bytes, producers={producer: None})
         self.data[name] = data
         return data
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rkgb.errors import GraphError
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode
-from rkgb.ir.profiles import Phantom, SavedKind, SavedTensor
+from rkgb.ir.profiles import Phantom, SavedKind, SavedTensor, phantom_name
 from rkgb.process.uncompiled import never_compiled
 from rkgb.profile.block_run import Observer
 
@@ -77,7 +77,7 @@ class SavedObserver(Observer):
         reference = StorageWeakRef(tensor.untyped_storage())
         known = self._sources.get(reference.cdata)
         if known is None:
-            name = f"{op.name}.saved{len(self.phantoms[op.name])}"
+            name = phantom_name(op.name, len(self.phantoms[op.name]))
             known = (reference, name, SavedKind.PHANTOM)
             self._sources[reference.cdata] = known
             self.phantoms[op.name].append(Phantom(name, tensor.untyped_storage().nbytes()))

@@ -140,7 +140,13 @@ def _check_header(raw: Any) -> None:
 
 
 def _take_names_of_today(raw: dict[str, Any]) -> None:
-    """Files of before told these times under the name of the one way that there was."""
+    """Files of before told times under the name of the one way that there was, and calls in names of backwards."""
+    problem = raw.get("problem")
+    backward = problem.get("backward") if isinstance(problem, dict) else None
+    for op in backward if isinstance(backward, list) else ():
+        if isinstance(op, dict) and isinstance(op.get("name"), str) and "op" not in op:
+            call, mark, _ = op["name"].partition(".backward")
+            op["op"] = call if mark else ""
     measured = raw.get("measured")
     blocks = measured.get("blocks") if isinstance(measured, dict) else None
     for block in blocks if isinstance(blocks, list) else ():
@@ -188,6 +194,10 @@ def _check_content(found: PlanFile) -> None:
     repeated = [name for name, count in Counter(op.name for op in found.graph.operations).items() if count > 1]
     if repeated:
         _refuse(f"two operations are called {repeated[0]!r}")
+    calls = {op.name for op in found.graph.operations} | {""}
+    for backward in problem.backward:
+        if backward.op not in calls:
+            _refuse(f"{backward.name!r} is the backward of {backward.op!r}, which is no operation of its graph")
     if found.promise.time_ms < 0 or found.promise.baseline_time_ms < 0:
         _refuse("a time in it is below zero")
 

@@ -156,7 +156,7 @@ def _forward_op(graph: KGraph, comp: KComp, index_of: dict[str, int], ways: tupl
 
 def _backward_op(comp: KComp, index_of: dict[str, int]) -> BackwardOp:
     needs = tuple(sorted(index_of[data.name] for data in comp.deps if data.kind != "grad"))
-    return BackwardOp(comp.name, comp.time_ms, needs, comp.resident_bytes, comp.peak_bytes)
+    return BackwardOp(comp.name, comp.time_ms, needs, comp.resident_bytes, comp.peak_bytes, comp.op)
 
 
 def _chain(graphs: AllGraphs, stages: int) -> Chain:

@@ -176,10 +176,11 @@ def compared(plan_file: PlanFile, now: Problem) -> tuple[OperationProfile, ...]:
     runs = Counter(op.name for op in plan_file.parsed_schedule.ops if isinstance(op, Compute))
     place = {op.node or op.name: op for op in reversed(plan_file.graph.operations)}
     place |= {op.name: op for op in plan_file.graph.operations}
+    call_of = {backward.name: backward.op for backward in plan_file.problem.backward}
     costs_now = _costs(now)
     found = []
     for name, (phase, time_ms, size_bytes) in _costs(plan_file.problem).items():
-        op = place.get(name.split(".backward")[0])
+        op = place.get(call_of.get(name, name))
         _, measured_ms, measured_bytes = costs_now.get(name, (phase, None, None))
         found.append(
             OperationProfile(

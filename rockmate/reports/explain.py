@@ -8,6 +8,7 @@ from collections import defaultdict
 from rk_solvers import Recomputed, Simulation, binding, evaluate, normalise, simulate
 from rockmate.plan_files.content import OperationRecord, PlanFile
 from rockmate.reports.explanation import MIB, Alive, Decision, Entry, Explanation, Flip, Lifetime, PeakFacts
+from rockmate.reports.step import calls_by_name
 from rockmate.units import format_bytes, format_ms
 
 __all__ = ["Alive", "Decision", "Entry", "Explanation", "Flip", "Lifetime", "PeakFacts", "explain"]
@@ -42,6 +43,7 @@ class _Walk:
         self.forward_users = problem.forward_users()
         self.backward_users = problem.backward_users()
         self.main, self.reasons = _main_operations(plan_file)
+        self.calls = calls_by_name(plan_file)
         self.texts = {value.name: value.text for op in plan_file.graph.operations for value in op.makes}
         costs = [self._mib_cost(index) for index in range(len(problem.data))]
         self.ranked = sorted(cost for cost in costs if cost is not None)
@@ -224,7 +226,7 @@ class _Walk:
         else:
             working_bytes = problem.forward[index].workspace_bytes
         counted = sum(one.size_bytes for one in alive) + gradient_bytes + working_bytes
-        op = self.main.get(name) or self.main.get(name.split(".backward")[0])
+        op = self.main.get(name) if index >= 0 else self.calls.get(problem.backward[stage].op)
         return PeakFacts(
             step=step,
             op=str(moment.op),

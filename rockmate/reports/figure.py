@@ -73,7 +73,7 @@ def plan_figure(plan_file: PlanFile, measured: MeasuredSteps | None, points: Seq
     draw_lanes(places["lanes"], steps)
     places["lanes"].set_xlim(places["memory"].get_xlim())
     draw_pareto(places["pareto"], plan_file, points)
-    draw_largest(places["largest"], words.largest_at_peak(explanation, _LARGEST))
+    draw_largest(places["largest"], words.largest_at_peak(explanation, plan_file.problem, _LARGEST))
     made = plan_file.made
     figure.suptitle(plain(plan_file.graph.model), x=0.012, ha="left", fontsize=15, fontweight="bold")
     subtitle = f"{words.headline(plan_file)}  {made.device}, PyTorch {made.torch}, {plan_file.promise.solver}."

@@ -56,7 +56,7 @@ def html_report(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"bytes": format_bytes, "ms": format_ms, "percent": words.percent, "told": words.told}
+    environment.filters |= {"bytes": format_bytes, "ms": format_ms, "percent": words.percent}
     return environment.from_string(_asset("report.html.jinja")).render(
         **_texts(plan_file, explanation, measured),
         style=style,
@@ -80,6 +80,8 @@ def _texts(plan_file: PlanFile, explanation: Explanation, measured: MeasuredStep
         "time_bar": words.time_bar(plan_file),
         "story": words.story(plan_file, explanation),
         "peak": explanation.peak,
+        "peak_op": words.told(explanation.peak.op, plan_file.problem),
+        "binding_op": words.told(explanation.binding_op, plan_file.problem),
         "explanation": explanation,
         "measured": measured,
     }

@@ -91,7 +91,7 @@ def _backward_ms(plan_file: PlanFile, times_ms: Mapping[str, float]) -> dict[str
     found: dict[str, float] = defaultdict(float)
     by_name = calls_by_name(plan_file)
     for op in plan_file.problem.backward:
-        call = by_name.get(op.name.partition(".backward")[0])
+        call = by_name.get(op.op)
         found[call.node if call else ""] += times_ms.get(op.name, 0.0)
     return found
 
@@ -99,9 +99,10 @@ def _backward_ms(plan_file: PlanFile, times_ms: Mapping[str, float]) -> dict[str
 def _backward(plan_file: PlanFile, texts: _Texts) -> Columns:
     by_name = calls_by_name(plan_file)
     index_of = {op.name: index for index, op in enumerate(plan_file.problem.forward)}
-    calls = [by_name.get(op.name.partition(".backward")[0]) for op in plan_file.problem.backward]
+    calls = [by_name.get(op.op) for op in plan_file.problem.backward]
     return _places(calls, texts) | {
         "name": [op.name for op in plan_file.problem.backward],
+        "op": [op.op for op in plan_file.problem.backward],
         "time": [_ms(op.time_ms) for op in plan_file.problem.backward],
         "forward": [index_of.get(call.node, -1) if call else -1 for call in calls],
     }

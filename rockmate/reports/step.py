@@ -82,5 +82,5 @@ def main_operations(plan_file: PlanFile) -> dict[str, OperationRecord]:
 
 
 def calls_by_name(plan_file: PlanFile) -> dict[str, OperationRecord]:
-    """All calls of the graph. A backward is named after one: "linear_3.backward" after "linear_3"."""
+    """All calls of the graph; a backward operation says of which it is (`BackwardOp.op`)."""
     return {op.name: op for op in plan_file.graph.operations}

@@ -62,12 +62,13 @@ def text_report(plan_file: PlanFile, width: int | None = None, measured: Measure
     console.print(_facts(plan_file, measured, width))
     console.print()
     console.print(plot(plan_file, steps, width))
-    console.print(_largest(words.largest_at_peak(explanation, _LARGEST), explanation.peak.peak_bytes))
-    peak = explanation.peak
+    problem, peak = plan_file.problem, explanation.peak
+    console.print(_largest(words.largest_at_peak(explanation, problem, _LARGEST), peak.peak_bytes))
     place = f", {peak.source}" if peak.source else ""
     console.print(
-        f"The peak is at {words.told(peak.op)}{place}. No budget below {format_bytes(explanation.binding_bytes)} can "
-        f"be met: so much {words.told(explanation.binding_op)} holds at once."
+        f"The peak is at {words.told(peak.op, problem)}{place}. No budget below "
+        f"{format_bytes(explanation.binding_bytes)} can be met: so much "
+        f"{words.told(explanation.binding_op, problem)} holds at once."
     )
     return Report("\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rk_solvers import Backward, Compute, Problem
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports.explanation import Explanation
 from rockmate.reports.measured import MeasuredSteps
@@ -145,13 +146,12 @@ def time_bar(plan_file: PlanFile) -> tuple[Bar, ...]:
     return (*found, Bar("this plan", format_ms(promise.time_ms), parts))
 
 
-def told(op: str) -> str:
+def told(op: str, problem: Problem) -> str:
     """An operation of a schedule, such as "backward linear_3.backward", as people say it."""
-    kind, _, name = op.partition(" ")
-    if kind == "backward":
-        forward = name.replace(".backward", "")
-        return "the loss and its backward" if forward == name else f"the backward of {forward}"
-    return name
+    for backward in problem.backward:
+        if op == str(Backward(backward.name)):
+            return f"the backward of {backward.op}" if backward.op else "the loss and its backward"
+    return next((forward.name for forward in problem.forward if op == str(Compute(forward.name))), op)
 
 
 def story(plan_file: PlanFile, explanation: Explanation) -> str:
@@ -162,19 +162,19 @@ def story(plan_file: PlanFile, explanation: Explanation) -> str:
     return (
         f"The step has {moments} computations: {len(problem.forward)} of the forward, in the first "
         f"{format_ms(forward_ms)}, then {len(problem.backward)} of the backward with {plan_file.plan.recomputations} "
-        f"recomputations between them. Memory is highest, {format_bytes(peak.peak_bytes)}, at {told(peak.op)}, "
-        f"{format_ms(peak.at_ms)} after the start. Keeping everything, it would reach "
+        f"recomputations between them. Memory is highest, {format_bytes(peak.peak_bytes)}, at "
+        f"{told(peak.op, problem)}, {format_ms(peak.at_ms)} after the start. Keeping everything, it would reach "
         f"{format_bytes(plan_file.promise.baseline_peak_bytes)}."
     )
 
 
-def largest_at_peak(explanation: Explanation, count: int) -> Sequence[tuple[str, int, str]]:
+def largest_at_peak(explanation: Explanation, problem: Problem, count: int) -> Sequence[tuple[str, int, str]]:
     """(what, bytes, decision) of the largest tensors at the peak, with gradients and workspace among them."""
     peak = explanation.peak
     rows = [(one.name, one.size_bytes, str(one.decision)) for one in peak.alive]
     rows += [
         ("gradients", peak.gradient_bytes, "of the backward"),
-        ("workspace", peak.working_bytes, f"of {told(peak.op)}"),
+        ("workspace", peak.working_bytes, f"of {told(peak.op, problem)}"),
         ("random states", peak.other_bytes, "kept for recomputations"),
     ]
     return sorted((row for row in rows if row[1]), key=lambda row: -row[1])[:count]

@@ -69,6 +69,7 @@ class BackwardOp:
     needs: tuple[int, ...]  # Data that must be alive
     resident_bytes: int  # gradients alive when it starts, hence also during the recomputations just before it
     peak_bytes: int  # highest bytes of gradients and workspace while it runs (>= resident_bytes)
+    op: str = ""  # the call in the model that it is the backward of; "" where it is of none, as the loss is
 
 
 @dataclass(frozen=True, slots=True)

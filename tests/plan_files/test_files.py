@@ -163,6 +163,26 @@ def believed(content: dict[str, Any]) -> bytes:
     return json.dumps(content | {"digest": digest}).encode()
 
 
+def test_a_file_of_before_is_read_whose_backwards_tell_their_operations_by_their_names(plan_file: PlanFile):
+    content = json.loads(plan_files.dumps(plan_file))
+    content.pop("digest")
+    for op in content["problem"]["backward"]:
+        del op["op"]
+    for block in content["measured"]["blocks"]:
+        block["profile"]["normalise_ms"] = block["profile"].pop("restore_ms")
+    old = json.dumps(content | {"digest": files._digest(content)}).encode()
+    assert files.loads(old) == plan_file
+    calls = {op.name for op in plan_file.graph.operations}
+    assert {op.op for op in plan_file.problem.backward} <= calls | {""}
+
+
+def test_a_backward_of_what_is_not_in_the_graph_is_refused(plan_file: PlanFile):
+    content = json.loads(plan_files.dumps(plan_file))
+    content["problem"]["backward"][1]["op"] = "nowhere"
+    with pytest.raises(PlanFileError, match="the backward of 'nowhere', which is no operation of its graph"):
+        files.loads(believed(content))
+
+
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # a smaller forgery says no more
 ODD = st.sampled_from(
     [None, True, -1, 0, 1, 2, 3, 2**53 + 1, 1e300, 0.5, "", "x", "os.system", "../../x", "a b", "\ud800", [], {}, [[]]]

@@ -14,7 +14,7 @@ from rkgb.ir.bgraph import BGraph, BNode, Leaf, Source
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import Call
 from rkgb.ir.dgraph import DGraph, DNode
-from rkgb.ir.kgraph import KComp, KData, KGraph
+from rkgb.ir.kgraph import KComp, KData, KGraph, gradient_name
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.sgraph import SGraph, SNode
 from rkgb.ir.values import ValueInfo
@@ -174,7 +174,7 @@ class _Forward:
         """Type and shape of the first of these values, where it is known."""
         if not names or names[0] not in self.values:
             return ""
-        return self.values[names[0]].describe().removesuffix(" grad")
+        return self.values[names[0]].describe_array()
 
     def _connect(self, target: str, names: list[str]) -> None:
         read: dict[str, list[str]] = {}
@@ -269,7 +269,7 @@ def _of_kgraph(graph: KGraph) -> Structure:
         for each in (comp, *backward_of.get(comp.node, [])):
             elements[_comp_name(each)] = _comp_element(each)
         for data in comp.outputs:
-            gradient = graph.data.get(f"{data.name}.grad")
+            gradient = graph.data.get(gradient_name(data.name))
             for each_data in (data, gradient) if gradient is not None else (data,):
                 elements[each_data.name] = _data_element(each_data, values)
     for comp in graph.backward:  # of a node whose forward is not in this graph
@@ -304,6 +304,6 @@ def _comp_element(comp: KComp) -> Element:
 
 
 def _data_element(data: KData, values: Mapping[str, ValueInfo]) -> Element:
-    info = values.get(data.name.removesuffix(".grad"))
-    shape = info.describe().removesuffix(" grad") if info is not None else ""
+    info = values.get(data.gradient_of or data.name)
+    shape = info.describe_array() if info is not None else ""
     return Element(data.name, data.kind, shape=shape, size_bytes=data.size_bytes)

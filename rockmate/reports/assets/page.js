@@ -55,13 +55,13 @@ class Page {
   told(at) {
     const { step, data } = this, letter = step.lane[at], index = step.index[at];
     const ops = letter === "b" ? data.backward : data.forward;
-    const stageName = (name) => (name === "loss" ? "the loss" : name.replace(".backward", ""));
+    const stageName = (stage) => data.backward.op[stage] || "the loss";
     const what = {
       f: `compute ${ops.name[index]}`,
       r: `recompute ${ops.name[index]}`,
-      b: ops.name[index] === "loss" ? "the loss and its backward" : `backward of ${stageName(ops.name[index])}`,
+      b: data.backward.op[index] ? `backward of ${data.backward.op[index]}` : "the loss and its backward",
     }[letter];
-    const purpose = letter === "r" ? `for the backward of ${stageName(data.backward.name[step.stage[at]])}` : "";
+    const purpose = letter === "r" ? `for the backward of ${stageName(step.stage[at])}` : "";
     const place = [this.text(ops.module[index]), this.text(ops.source[index])].filter(Boolean).join(" · ");
     const times = `${formatMs(step.end[at] - step.start[at])}, from ${formatMs(step.start[at])}`;
     const when = `${times} · step ${at + 1} of ${step.count}`;
