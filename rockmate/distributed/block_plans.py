@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rk_solvers import Limits, solver_named
+from rk_solvers.limits import USUAL_LIMITS
 from rkgb import RockmateError, Sample, make_sample
 from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.ir.placement import refuse_devices
@@ -23,7 +23,7 @@ from rkgb.state.module_state import main_device, module_devices, module_state_ke
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import BlockClass, Blocks, Forward, classes_of, find_blocks
 from rockmate.distributed.precision import casting, computed_as
-from rockmate.errors import BudgetError, BudgetTooSmall, CheckpointingWarning, PlanExchangeError
+from rockmate.errors import ArgumentError, BudgetError, BudgetTooSmall, CheckpointingWarning, PlanExchangeError
 from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.budget import Budget, is_fraction, resolve_budget
@@ -33,6 +33,7 @@ from rockmate.options import PlanOptions
 from rockmate.plan_files.rank_agreement import default_exchange, key_of, plan_key, warn_alone
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
+from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan, make_plan
@@ -91,16 +92,18 @@ def plan_blocks(
         loss: called on the model's output, as for `Rockmate`.
         mp_policy: the `MixedPrecisionPolicy` under which blocks and root will be sharded.
         time_limit: seconds for each search of a plan, 15 by default.
-        options: as for `Rockmate`, in place of `loss` and `time_limit`; of these, limits and loss are used.
+        options: as for `Rockmate`, in place of `loss` and `time_limit`: loss, solver and limits. Others are refused,
+            but for `cache`: plans of blocks are not kept there.
 
-    With more than one rank, the plans are those of the first rank that makes them. Raises what `Rockmate` raises, and
-    `ModelError` for `blocks` that are none; `model` is then as it was before.
+    With more than one rank, the plans are those of the first rank that makes them. Raises what `Rockmate` raises,
+    `ModelError` for `blocks` that are none, and `ArgumentError` for options that have no meaning here; `model` is then
+    as it was before.
     """
     if time_limit is None and options is None:
-        time_limit = Limits().search_s
+        time_limit = USUAL_LIMITS.search_s  # and no time to better plans, of which a step takes several
     options = PlanOptions.of(options, {"loss": loss}, time_limit)
-    options.request(budget)
-    loss, limits = options.loss, options.limits
+    _refuse_others(options)
+    request = options.request(budget)
     refuse_what_spans_ranks(model)
     arguments = make_sample(model, sample)
     refuse_devices(model, arguments)
@@ -111,8 +114,8 @@ def plan_blocks(
         warnings.warn(news, CheckpointingWarning, stacklevel=2)
     with TURNS.planning(model), checkpointing.switched_off(), computed_as(model, mp_policy), training_mode(model):
         classes = classes_of(Forward(model, arguments, found, mp_policy), _measured)
-        step = _WholeStep(model, arguments, loss, mp_policy, classes)
-        search = _Search(step, budget, limits)
+        step = _WholeStep(model, arguments, request.loss, mp_policy, classes)
+        search = _Search(step, request)
         chosen = search.agreed()
     step.install(chosen.planned)
     pairs = zip(classes, chosen.planned, strict=True)
@@ -154,6 +157,17 @@ def apply(
         fully_shard(model.get_submodule(name), **sharding)
     fully_shard(model, **sharding)
     return found
+
+
+def _refuse_others(options: PlanOptions) -> None:
+    """Raise `ArgumentError` for what is said of planning and would not be heard here."""
+    usual = PlanOptions()
+    for name in ("pin", "scope", "optimizer", "shapes", "opaque", "progress"):
+        if getattr(options, name) != getattr(usual, name):
+            raise ArgumentError(
+                f"{name} is an option of whole models, and plans of blocks do not follow it: leave it out. Loss, "
+                "solver and limits are what they take."
+            )
 
 
 def _measured(block: nn.Module, sample: Sample) -> Measured:
@@ -239,27 +253,25 @@ class _Found:
 class _Search:
     """Chooses plans by the account, runs a real step of them, and corrects the account by what was measured."""
 
-    def __init__(self, step: _WholeStep, budget: Budget, limits: Limits) -> None:
+    def __init__(self, step: _WholeStep, request: PlanRequest) -> None:
         self._step = step
-        self._budget = budget
-        self._limits = limits
+        self._request = request
         self._problems = [BlockProblem.of(blocks) for blocks in step.classes]
-        eager_bytes = step.eager_bytes() if is_fraction(budget) else 0
+        eager_bytes = step.eager_bytes() if is_fraction(request.budget) else 0
         if eager_bytes is None:
             raise BudgetError(
-                f"the budget {budget!r} is a part of the eager step, which does not fit the memory: give bytes, or a "
-                'size such as "8GiB".'
+                f"the budget {request.budget!r} is a part of the eager step, which does not fit the memory: give "
+                'bytes, or a size such as "8GiB".'
             )
-        self.budget_bytes = resolve_budget(budget, eager_bytes, step.device)
+        self.budget_bytes = resolve_budget(request.budget, eager_bytes, step.device)
 
     def agreed(self) -> _Found:
         """Plans for all classes: chosen here, or by the first rank to come."""
         searches = len(self._problems) * (_LEVELS_SEARCHED + _ATTEMPTS)
-        exchange = default_exchange(searches * self._limits.longest_s)
+        exchange = default_exchange(searches * self._request.limits.longest_s)
         if exchange is None:
             return self._chosen()
-        request = PlanRequest(self._budget, limits=self._limits)
-        each = [[plan_key(blocks.measured, request), blocks.calls] for blocks in self._step.classes]
+        each = [[plan_key(blocks.measured, self._request), blocks.calls] for blocks in self._step.classes]
         own: list[_Found] = []
 
         def make() -> str:
@@ -281,7 +293,7 @@ class _Search:
         return self._chosen()
 
     def _chosen(self) -> _Found:
-        solvers = [solver_named("auto", self._limits, problem.chain) for problem in self._problems]
+        solvers = [solver_for(self._request, blocks.measured) for blocks in self._step.classes]
         chooser = Chooser(self._problems, solvers)
         best: _Found | None = None
         best_ms, lowest_bytes = math.inf, sys.maxsize

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rk_solvers import Auto
 from rkgb.devices.allocation_log import AllocationLog
-from rockmate import BudgetTooSmall, ModelError, Rockmate, SampleError
+from rockmate import BudgetTooSmall, ModelError, PlanOptions, Rockmate, SampleError
 from rockmate.distributed import plan_blocks
 from rockmate.distributed.account import BlockProblem, Chooser, step_bytes, step_time_ms
 from rockmate.distributed.blocks import Forward, classes_of, find_blocks
@@ -187,6 +187,14 @@ def test_a_step_stays_within_the_budget_and_is_exact(budget):
     assert taken_bytes <= plans.budget_bytes
     assert taken_bytes == pytest.approx(plans.measured_peak_bytes, rel=0.02)
     assert (sum(plan.recomputations for _, plan in plans.plans) > 0) == (budget < 1)
+
+
+def test_blocks_are_planned_by_the_solver_that_is_named():
+    sample = tokens()
+    options = PlanOptions(loss=squares, solver="greedy")
+    plans = plan_blocks(built(lambda: Stack(5)), 0.7, sample, options=options)
+    assert plans.measured_peak_bytes <= plans.budget_bytes
+    assert {plan.solver for _, plan in plans.plans} <= {"greedy", "keep-none", "keep-all"}
 
 
 @pytest.mark.ci

@@ -70,3 +70,15 @@ def test_blocks_take_the_same_record():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)))
     plans = rockmate.distributed.plan_blocks(model, 1.0, SAMPLE, blocks=list(model), options=OPTIONS)
     assert sum(len(names) for names, _ in plans.plans) == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"pin": ("Linear",)}, {"scope": "training"}, {"shapes": "eager"}, {"progress": True}],
+    ids=lambda s: next(iter(s)),
+)
+def test_options_that_blocks_do_not_follow_are_refused_by_name(said):
+    model, name = nn.Sequential(network(), network()), next(iter(said))
+    with pytest.raises(ArgumentError, match=f"{name} is an option of whole models"):
+        rockmate.distributed.plan_blocks(model, 1.0, SAMPLE, options=dataclasses.replace(OPTIONS, **said))
+    assert not any(isinstance(module, Rockmate) for module in model.modules())
