@@ -1,6 +1,5 @@
 """What every test shares: fixed threads, a fixed seed, visible skips, golden files."""
 
-import gc
 import os
 import random
 import signal
@@ -46,12 +45,6 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before `-m` chooses: the marks of the tiers."""
     assign_tiers(items)
-
-
-def pytest_collection_finish() -> None:
-    # What is there now stays to the end: a test that collects garbage need not walk through it, ten thousand times.
-    gc.collect()
-    gc.freeze()
 
 
 def required_features() -> frozenset[str]:

@@ -28,6 +28,7 @@ from torch._C._autograd import (
 )
 from torch.autograd import profiler
 from torch.nn.utils import parametrize
+from torch.profiler.profiler import PROFILER_STEP_NAME
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
@@ -179,7 +180,13 @@ def profiler_is_taken() -> bool:
 
 
 def profiler_is_prepared() -> bool:
-    """Whether a profiler has been prepared and does not run yet. Nothing but the objects themselves tells."""
+    """Whether a profiler has been prepared and does not run yet. Nothing but the objects themselves tells.
+
+    They are looked for where there is one with a schedule, which counts its steps where its class does: no other is
+    prepared some time before it runs, and looking through a million objects takes a while.
+    """
+    if profiler.KinetoStepTracker._step_dict.keys().isdisjoint({PROFILER_STEP_NAME}):
+        return False
     objects = gc.get_objects()
     if profiler.profile not in set(map(type, objects)):  # of a million objects, several times as quick as a loop
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import math
 import warnings
@@ -17,6 +16,7 @@ import torch
 from rkgb import GuardError, Sample, TraceError, make_sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
+from rkgb.process.garbage import own_garbage_collected
 from rkgb.process.surroundings import profiler_is_taken, profiler_looked_for
 from rkgb.process.turns import TURNS, TurnsOf, warnings_collected
 from rkgb.profile.measure import MeasuredBlocks
@@ -432,15 +432,15 @@ class Specializations:
             if found is not None:
                 return found
         follow = self._decisions_for(call, any_near=too_many is not None)
-        try:
-            member = self._trained_plan_for(call, replace(self.request, may_exceed=True), follow)
-        except NothingToTrain:
-            return None
-        except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
-            cause = without_frames(error)
-        else:
-            return self._taken_in_later(member, now, refusal, told=too_many is None)
-        gc.collect()  # of what ran out of memory
+        with own_garbage_collected():  # once an error, which holds what it met, is gone
+            try:
+                planned = self._trained_plan_for(call, replace(self.request, may_exceed=True), follow)
+            except NothingToTrain:
+                return None
+            except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
+                planned, cause = None, without_frames(error)
+        if planned is not None:
+            return self._taken_in_later(planned, now, refusal, told=too_many is None)
         self._failures.append((now.traits, cause))
         return self._by_itself_after(now, cause)
 

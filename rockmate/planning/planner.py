@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import sys
 import time
@@ -19,6 +18,7 @@ from rk_solvers import KeepAll, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
 from rkgb.devices.out_of_memory import out_of_memory_told
 from rkgb.devices.registry import device_of
+from rkgb.process.garbage import own_garbage_collected
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.process.turns import TURNS
 from rkgb.state.module_state import for_planning, module_devices
@@ -336,9 +336,9 @@ def planning(model: torch.nn.Module) -> Iterator[None]:
     try:
         doing = f"while {type(model).__name__} was planned"
         told = out_of_memory_told(doing, "Free some memory first.")
-        with TURNS.planning(model), surroundings_aside(), told, OwnCheckpointing(model).switched_off():
-            yield
+        with TURNS.planning(model), surroundings_aside(), own_garbage_collected(), told:
+            with OwnCheckpointing(model).switched_off():
+                yield
     finally:
-        gc.collect()  # what traces leave goes in circles, and would hold the model when its user has let it go
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():
             device_of(device).empty_cache()

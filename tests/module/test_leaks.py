@@ -146,6 +146,22 @@ def test_a_module_dies_with_its_last_reference():
     assert reference() is None
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_planning_collects_its_own_garbage_and_leaves_frozen_what_was(frozen):
+    Rockmate(built(Layers), rows(), 0.7, solver="greedy")  # what is imported or cached at the first time
+    gc.collect()
+    model = built(Layers)
+    if frozen:
+        gc.freeze()
+    try:
+        reference = weakref.ref(Rockmate(model, rows(), 0.7, solver="greedy").original)
+        assert (gc.get_freeze_count() > 0) == frozen
+        del model
+        assert reference() is None  # without a collection after it
+    finally:
+        gc.unfreeze()
+
+
 # ---- threads ----------------------------------------------------------------------------------------
 
 
