@@ -26,7 +26,6 @@ def planned_for(model: nn.Module, sample: Any = None) -> Rockmate:
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "t5", "vit"))])
-@pytest.mark.ci
 def test_training_is_that_of_the_model_itself_resumed_or_not(tmp_path, name):
     """Two epochs, accumulation, a short last batch, evaluation, checkpoints."""
     family = FAMILIES[name]
