@@ -17,7 +17,6 @@ from rkgb.process.autocast import Autocast
 from rkgb.recording.record import Recorder
 from rkgb.recording.untraced import untraced
 from rkgb.state.generators import GeneratorsMet
-from rkgb.tree import leaves
 
 
 def recorded_call(
@@ -98,8 +97,3 @@ def refuse_uncalled(module: torch.nn.Module, opaque: OpaqueModules, called: set[
             f"{', '.join(map(repr, opaque.declared))} of {type(module).__name__} was given as opaque, but is not "
             "called on this sample: give the submodule whose call is to be one operation."
         )
-
-
-def tensors_of_call(arguments: Sample, submodule: torch.nn.Module) -> list[torch.Tensor]:
-    """All that an opaque operation takes, in order: the tensors in the arguments, and what the submodule holds."""
-    return [*arguments.tensors, *leaves(held_by(submodule))]

@@ -93,12 +93,6 @@ def _alive_before(log: AllocationLog, end: int) -> dict[int, tuple[int, int]]:
     return alive
 
 
-def merge_stages(log: AllocationLog, windows: list[StageWindow], known: Sequence[tuple[int, int]]) -> list[StageWindow]:
-    """`measure_windows`, then `join_windows`."""
-    measure_windows(log, windows, known)
-    return join_windows(windows)
-
-
 def join_windows(windows: Sequence[StageWindow]) -> list[StageWindow]:
     """Join the windows that need not be told apart.
 

@@ -166,10 +166,3 @@ def _chain(graphs: AllGraphs, stages: int) -> Chain:
         start += len(block.nodes)
     backward = graphs.K_graph.backward
     return Chain(tuple(ranges), (len(ranges), *(backward[stage].block for stage in range(stages))))
-
-
-def eager_output_bytes(graph: KGraph) -> int:
-    """Bytes of the model's outputs."""
-    values = graph.sgraph.dgraph.values
-    owners = {values[name].owner for name in graph.sgraph.dgraph.output_names}
-    return sum(device_of(values[owner].device).allocated_bytes(values[owner].storage_bytes) for owner in owners)

@@ -4,9 +4,14 @@ import torch
 
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.base import AllocationEvent
-from rkgb.profile.timeline import StageWindow, forward_peaks, merge_stages
+from rkgb.profile.timeline import StageWindow, forward_peaks, join_windows, measure_windows
 
 MARK = "mark"
+
+
+def merge_stages(log, windows, known):
+    measure_windows(log, windows, known)
+    return join_windows(windows)
 
 
 def log_of(*steps) -> AllocationLog:
