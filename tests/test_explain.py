@@ -22,6 +22,7 @@ from rockmate.plan_files.content import (
     Promise,
 )
 from rockmate.reports.explain import explain
+from tests.module.steps import FEW_ROUNDS
 from tests.solver.instances import random_plan, random_problem
 
 SEEDS = range(60)
@@ -226,7 +227,7 @@ def test_a_tensor_that_stays_for_longer_than_anything_needs_it_is_explained():
 @pytest.fixture(scope="module")
 def planned() -> PlanFile:
     entry = zoo.get("gpt2-tiny")
-    model = Rockmate(entry.model, entry.sample, 0.6, loss=entry.loss, solver="greedy", time_limit=1)
+    model = Rockmate(entry.model, entry.sample, 0.6, loss=entry.loss, solver="greedy", limits=FEW_ROUNDS)
     return plan_files.loads(plan_files.dumps(model.plan_file()))
 
 

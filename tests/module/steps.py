@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rk_solvers import Problem, peak_and_time, schedule_of
+from rk_solvers import Limits, Problem, peak_and_time, schedule_of
 from rk_solvers.groups import normalise
 from rk_solvers.problem import Recompute
 from rkgb.devices.allocation_log import AllocationLog
@@ -26,6 +26,7 @@ from rockmate.runtime.runner import Runner
 
 Loss = Callable[[Any], Tensor]
 CPU = torch.device("cpu")
+FEW_ROUNDS = Limits(rounds=2)  # a plan of the default solver that is the same on any machine, and found at once
 
 
 def squares(output: Any) -> Tensor:

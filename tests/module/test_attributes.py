@@ -20,6 +20,7 @@ from rkgb.tree import leaves
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.errors import PlanFileMismatch, ReplanWarning
 from rockmate.planning.real_step import peak_of
+from tests.module.steps import FEW_ROUNDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 STEPS = 3
@@ -311,7 +312,7 @@ def compared(leave, budget=0.8, steps=STEPS, **kwargs):
     sample = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(3))
     model, eager = called(leave, sample), called(leave, sample)
     before = held(model)
-    planned = Rockmate(model, sample, budget, time_limit=3, **kwargs)
+    planned = Rockmate(model, sample, budget, limits=FEW_ROUNDS, **kwargs)
     assert same(held(model), before), "planning leaves no trace"
     torch.manual_seed(1)
     expected = train(eager, eager, sample, steps)
@@ -525,7 +526,7 @@ def test_a_step_that_takes_gradients_through_attributes_is_within_the_budget(lea
         tensors += [item for part in (model.first, model.second) for item in part.items[-1:]]
         return output.square().mean() + sum(tensor.square().mean() for tensor in tensors)
 
-    planned = Rockmate(model, sample, 0.85, loss=loss if with_loss else None, time_limit=3)
+    planned = Rockmate(model, sample, 0.85, loss=loss if with_loss else None, limits=FEW_ROUNDS)
     assert planned.plan.recomputations > 0
     for _ in range(3):
         planned.zero_grad()

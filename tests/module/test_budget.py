@@ -15,7 +15,7 @@ from rockmate import BudgetError, BudgetTooSmall, PeakMemory, Rockmate
 from rockmate.memory.budget import RESERVE, resolve_budget
 from tests.free_memory import free_is
 from tests.module.models import Layers, built, rows
-from tests.module.steps import CPU, squares
+from tests.module.steps import CPU, FEW_ROUNDS, squares
 
 GIB = 1 << 30
 PEAK_BYTES = 1_000_000
@@ -182,16 +182,16 @@ def test_what_is_available_is_within_a_groups_limit(tmp_path, monkeypatch):
 def test_a_budget_one_byte_too_small_is_told_in_bytes():
     network, sample = built(Layers), rows()
     with pytest.raises(BudgetTooSmall) as refused:
-        Rockmate(network, sample, 1000, loss=squares, time_limit=1)
+        Rockmate(network, sample, 1000, loss=squares, limits=FEW_ROUNDS)
     with pytest.raises(BudgetTooSmall, match=r"^budget \d+ bytes < \d+ bytes, the smallest"):
-        Rockmate(network, sample, refused.value.smallest_budget_bytes - 1, loss=squares, time_limit=1)
+        Rockmate(network, sample, refused.value.smallest_budget_bytes - 1, loss=squares, limits=FEW_ROUNDS)
 
 
 def test_a_fraction_under_autocast_is_of_a_step_whose_backward_is_outside():
     """As PyTorch's documentation says: the end of the context lets go of the weights that were cast."""
     network, sample = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = Rockmate(network, sample, 1.0, loss=half_squares, time_limit=1).plan
+        plan = Rockmate(network, sample, 1.0, loss=half_squares, limits=FEW_ROUNDS).plan
     with PeakMemory() as memory:
         with torch.autocast("cpu", torch.bfloat16):
             output = network(sample)
@@ -241,10 +241,10 @@ def test_the_smallest_budget_that_is_named_works_when_asked_for(make):
     sample = rows() if make is Layers else torch.randn(64, 32)
     for budget in (1000, 4000):
         with pytest.raises(BudgetTooSmall) as refused:
-            Rockmate(network, sample, budget, loss=squares, time_limit=0.5)
+            Rockmate(network, sample, budget, loss=squares, limits=FEW_ROUNDS)
         named = refused.value.smallest_budget_bytes
         for _ in range(3):
-            plan = Rockmate(network, sample, named, loss=squares, time_limit=0.5).plan
+            plan = Rockmate(network, sample, named, loss=squares, limits=FEW_ROUNDS).plan
             assert plan.measured_peak_bytes <= plan.budget_bytes == named
 
 
@@ -253,6 +253,6 @@ def test_the_smallest_budget_that_is_named_works_when_asked_for(make):
 def test_the_whole_step_is_never_refused(scope):
     network, sample = built(Transforms), torch.randn(64, 32)
     for budget in (1.0, "100%", 1.0, 1.0):
-        plan = Rockmate(network, sample, budget, loss=squares, time_limit=0.5, scope=scope).plan
+        plan = Rockmate(network, sample, budget, loss=squares, limits=FEW_ROUNDS, scope=scope).plan
         assert plan.measured_peak_bytes <= plan.budget_bytes
         assert plan.whole_budget_bytes >= plan.budget_bytes

@@ -10,6 +10,7 @@ import rkgb
 from rkgb.export.json_form import from_json, to_json
 from rockmate import Rockmate, max_batch, verify
 from rockmate.queries.profiling import profile
+from tests.module.steps import FEW_ROUNDS
 
 WIDTH = 32
 AMPLE_BYTES = 10**7
@@ -94,7 +95,7 @@ def test_graphs_by_both_front_ends_and_on_disk():
 def test_the_largest_batch():
     model, sample = built()
     with by_setting():
-        assert max_batch(model, sample, "2MiB", loss=squares, time_limit=1).batch >= 8
+        assert max_batch(model, sample, "2MiB", loss=squares, limits=FEW_ROUNDS).batch >= 8
 
 
 def test_tensors_that_a_forward_makes_are_on_the_default_device_as_ever():

@@ -9,7 +9,7 @@ from torch import nn
 from rockmate import DoubleBackwardWarning, Rockmate
 from rockmate.memory.peak import PeakMemory
 from tests.module.models import Smooth, built, rows
-from tests.module.steps import keep_every_other, recomputing, squares
+from tests.module.steps import FEW_ROUNDS, keep_every_other, recomputing, squares
 
 
 def penalised(module, batch):
@@ -104,7 +104,7 @@ class WithPenalty(nn.Module):
 @pytest.mark.ci
 def test_what_the_warning_advises_is_planned_within_its_budget_and_exact():
     model, expected = WithPenalty(), WithPenalty()
-    planned = Rockmate(model, rows(), 0.9, cache=False, time_limit=1)
+    planned = Rockmate(model, rows(), 0.9, cache=False, limits=FEW_ROUNDS)
     assert planned.plan.recomputations > 0
     assert not told_by(lambda: planned(rows(1)).backward())
     expected(rows(1)).backward()

@@ -10,6 +10,7 @@ from torch import nn
 from rkgb import ModelError, RockmateError, TraceError, make_all_graphs
 from rockmate import ReplanWarning, Rockmate, max_batch, verify
 from rockmate.queries.measured_rockmate import MeasuredRockmate
+from tests.module.steps import FEW_ROUNDS
 
 BUDGET = 0.95
 
@@ -275,7 +276,7 @@ def test_the_largest_batch_of_a_module_with_a_first_call_leaves_its_parameters()
     model = ActNorm()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(TraceError) as refused:
-        max_batch(model, torch.randn(8, 16), budget=1 << 20, most=16, time_limit=1)
+        max_batch(model, torch.randn(8, 16), budget=1 << 20, most=16, limits=FEW_ROUNDS)
     assert "Call it once before" in "".join(refused.value.__notes__)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -326,7 +327,7 @@ def test_a_table_that_is_kept_for_later_calls_is_where_the_module_keeps_it(kind,
         eager(torch.randn(48, 16))
     module = copy.deepcopy(eager)
     before = everything(module)
-    planned = Rockmate(module, torch.randn(64, 16), 1 << 20, cache=False, time_limit=1)
+    planned = Rockmate(module, torch.randn(64, 16), 1 << 20, cache=False, limits=FEW_ROUNDS)
     assert_left(module, before)
     for size in sizes:
         batch = torch.randn(size, 16)
@@ -378,7 +379,7 @@ def test_hooks_that_a_first_call_makes_are_there_whenever_the_module_itself_runs
     eager = Captures()
     module, batches = copy.deepcopy(eager), [torch.randn(64, 16) for _ in range(2)]
     before = everything(module)
-    planned = Rockmate(module, torch.randn(64, 16), 1 << 20, cache=False, time_limit=1)
+    planned = Rockmate(module, torch.randn(64, 16), 1 << 20, cache=False, limits=FEW_ROUNDS)
     assert_left(module, before)
     for _ in range(2):
         expected, found = steps(eager, batches), steps(planned, batches)
@@ -402,7 +403,7 @@ def test_a_flag_that_decides_more_than_hooks_is_written():
             return h
 
     eager = Warms()
-    planned = Rockmate(copy.deepcopy(eager), torch.randn(64, 16), 1 << 20, cache=False, time_limit=1)
+    planned = Rockmate(copy.deepcopy(eager), torch.randn(64, 16), 1 << 20, cache=False, limits=FEW_ROUNDS)
     batches = [torch.randn(64, 16) for _ in range(3)]
     assert all(
         torch.equal(one, other) for one, other in zip(steps(eager, batches), steps(planned, batches), strict=True)

@@ -27,13 +27,13 @@ from rockmate import (
 from rockmate.calls.specialization import Specialization
 from rockmate.plan_files.reuse import plan_or_reuse
 from tests.module.models import WIDTH, Layers, built, rows
-from tests.module.steps import assert_same, assert_same_training, peak_of_step, seen, squares, train
+from tests.module.steps import FEW_ROUNDS, assert_same, assert_same_training, peak_of_step, seen, squares, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.TraceWarning")
 
 
 def planned(model: nn.Module, sample: Any, budget: Any = 1.0, **options: Any) -> Rockmate:
-    return Rockmate(model, sample, budget, loss=squares, time_limit=1, **options)
+    return Rockmate(model, sample, budget, loss=squares, limits=FEW_ROUNDS, **options)
 
 
 def trained_beside_eager(model: Rockmate, batches: list[Any]) -> list[warnings.WarningMessage]:
@@ -520,7 +520,7 @@ def test_evaluation_between_steps_is_no_fallback():
 
 @pytest.mark.ci
 def test_the_record_is_copied_and_pickled_with_the_module(monkeypatch):
-    model = Rockmate(built(Layers), rows(), "8MiB", time_limit=1)
+    model = Rockmate(built(Layers), rows(), "8MiB", limits=FEW_ROUNDS)
     attempts = ending_with(monkeypatch, ENDS["replay"])
     trained_beside_eager(model, [rows(1)[:200]] * 2)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -12,7 +12,7 @@ from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetTooSmall, ReplanWarning, Rockmate, plan_files, verify
 from rockmate.queries.profiling import profile
 from tests.module.models import Tied, built, tokens
-from tests.module.steps import CPU, assert_same, seen, squares
+from tests.module.steps import CPU, FEW_ROUNDS, assert_same, seen, squares
 
 WIDTH, DEPTH = 64, 6
 GRADIENT_BYTES = 4 * DEPTH * (WIDTH * WIDTH + WIDTH)
@@ -56,7 +56,7 @@ def step_bytes(model: nn.Module, sample: Tensor) -> int:
 
 
 def planned(model: nn.Module, budget, sample: Tensor | None = None, **options) -> Rockmate:
-    return Rockmate(model, batch() if sample is None else sample, budget, loss=squares, time_limit=0.5, **options)
+    return Rockmate(model, batch() if sample is None else sample, budget, loss=squares, limits=FEW_ROUNDS, **options)
 
 
 def smallest(model: nn.Module, sample: Tensor | None = None) -> int:

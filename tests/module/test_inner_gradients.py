@@ -7,6 +7,7 @@ from torch import nn
 
 from rkgb import TraceError
 from rockmate import BudgetTooSmall, Rockmate, verify
+from tests.module.steps import FEW_ROUNDS
 
 grad = torch.autograd.grad
 
@@ -116,9 +117,9 @@ def test_gradients_taken_inside_are_planned_and_exact(name):
     torch.manual_seed(1)
     arguments = sample()
     with pytest.raises(BudgetTooSmall) as caught:
-        Rockmate(build(), arguments, 1, cache=False, time_limit=1)
+        Rockmate(build(), arguments, 1, cache=False, limits=FEW_ROUNDS)
     budget = caught.value.smallest_budget_bytes
-    result = verify(Rockmate(build(), arguments, budget, cache=False, time_limit=1), arguments)
+    result = verify(Rockmate(build(), arguments, budget, cache=False, limits=FEW_ROUNDS), arguments)
     assert result.exact, result
     assert result.plan.recomputations
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from rockmate import Rockmate, max_batch, verify
+from tests.module.steps import FEW_ROUNDS
 
 WIDTH = 32
 
@@ -78,4 +79,4 @@ def test_what_is_recomputed_from_an_output_is_recomputed_from_what_it_was(tmp_pa
 
 @pytest.mark.ci
 def test_the_largest_batch_for_such_a_loss():
-    assert max_batch(network(), rows()[:8], "256KiB", loss=scaled, time_limit=1, most=64).batch >= 8
+    assert max_batch(network(), rows()[:8], "256KiB", loss=scaled, limits=FEW_ROUNDS, most=64).batch >= 8

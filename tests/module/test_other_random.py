@@ -14,6 +14,7 @@ from rkgb import ReplayMismatch, TraceError
 from rkgb.recording.draws import OtherRandom
 from rkgb.state.other_random import comparable, state_of
 from rockmate import Rockmate, verify
+from tests.module.steps import FEW_ROUNDS
 
 WIDTH = 16
 
@@ -113,7 +114,7 @@ def test_a_submodule_that_goes_by_them_is_one_operation_and_training_is_the_modu
     before = streams()
     match = r"submodule '3' is one operation .* draws from (Python|NumPy)'s random"
     with pytest.warns(UserWarning, match=match) as told:
-        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, time_limit=1)
+        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, limits=FEW_ROUNDS)
     assert streams()[1:] == before[1:]
     assert len([one for one in told if "draws from" in str(one.message)]) == 1
     assert planned.plans
@@ -125,7 +126,7 @@ def test_several_submodules_that_go_by_them_under_a_budget():
     model = network(drops_by_python, scales, masks_spans)
     eager = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="is one operation"):
-        planned = Rockmate(model, torch.randn(64, WIDTH), 0.95, cache=False, time_limit=1)
+        planned = Rockmate(model, torch.randn(64, WIDTH), 0.95, cache=False, limits=FEW_ROUNDS)
     assert_same_training(planned, eager)
 
 
@@ -159,7 +160,7 @@ def test_a_draw_that_is_held_against_nothing_is_told_and_planned(draw):
     model[3].rate = 0.0
     eager = copy.deepcopy(model)
     with pytest.warns(UserWarning, match=r"submodule '3' draws from .*, which decides nothing as it is set"):
-        planned = Rockmate(model, torch.randn(64, WIDTH), 0.9, cache=False, time_limit=1)
+        planned = Rockmate(model, torch.randn(64, WIDTH), 0.9, cache=False, limits=FEW_ROUNDS)
     for one, other in zip(steps(planned)[0], steps(eager)[0], strict=True):
         assert torch.equal(one, other)
     model[3].rate = eager[3].rate = 0.3  # and then the plan is none of this module any more
@@ -171,7 +172,7 @@ def test_a_forward_that_sets_the_seed_itself_draws_the_same_at_every_call():
     model = network(seeds_itself)
     eager = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="decides nothing"):
-        planned = Rockmate(model, torch.randn(64, WIDTH), 0.9, cache=False, time_limit=1)
+        planned = Rockmate(model, torch.randn(64, WIDTH), 0.9, cache=False, limits=FEW_ROUNDS)
     for one, other in zip(steps(planned)[0], steps(eager)[0], strict=True):
         assert torch.equal(one, other)
 
@@ -230,7 +231,7 @@ def test_a_submodule_that_goes_by_a_stream_it_holds_is_one_operation(kind, rate)
     eager = copy.deepcopy(model)
     before = comparable(state_of(model[3].own))
     with pytest.warns(UserWarning, match=f"submodule '3' is one operation .* draws from 'own', a {kind}"):
-        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, time_limit=1)
+        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, limits=FEW_ROUNDS)
     assert comparable(state_of(model[3].own)) == before
     assert_same_training(planned, eager)
     assert comparable(state_of(model[3].own)) == comparable(state_of(eager[3].own)) != before
@@ -279,7 +280,7 @@ def test_a_stream_that_functions_of_the_module_name(place):
     model[3].rate = 0.01
     eager, start = copy.deepcopy(model), own.getstate()
     with pytest.warns(UserWarning, match="submodule '3' is one operation .* a Random,"):
-        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, time_limit=1)
+        planned = Rockmate(model, torch.randn(64, WIDTH), 1.0, cache=False, limits=FEW_ROUNDS)
     assert own.getstate() == start
     found = steps(planned)[0]
     own.setstate(start)

@@ -23,7 +23,7 @@ from rockmate import BudgetError, Rockmate
 from tests.free_memory import free_is
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.module_state import state_of
-from tests.module.steps import assert_same, assert_same_training, squares, train
+from tests.module.steps import FEW_ROUNDS, assert_same, assert_same_training, squares, train
 
 LARGE_BYTES = 1 << 12  # activations of the models here are, their buffers are not
 
@@ -84,7 +84,7 @@ def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make
     before = state_of(model)
 
     def plan() -> Rockmate:
-        return Rockmate(model, batch(), 0.9, loss=squares, solver="greedy", time_limit=1)
+        return Rockmate(model, batch(), 0.9, loss=squares, solver="greedy", limits=FEW_ROUNDS)
 
     plan()  # what is made once, at the first use
     with operations_counted() as counted:

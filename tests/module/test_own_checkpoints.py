@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from rkgb import TraceWarning
 from rockmate import BudgetTooSmall, Rockmate, verify
 from rockmate.memory.split import gradients_made
+from tests.module.steps import FEW_ROUNDS
 
 
 class Layers(nn.Module):
@@ -134,14 +135,14 @@ def test_a_checkpoint_of_ones_own_may_be_in_an_opaque_submodule():
 
 def least(model, sample):
     with pytest.raises(BudgetTooSmall) as caught:
-        Rockmate(model, sample, 1, cache=False, time_limit=1)
+        Rockmate(model, sample, 1, cache=False, limits=FEW_ROUNDS)
     return caught.value.smallest_budget_bytes
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 def test_a_second_backward_through_a_planned_step_is_eagers():
     sample, found = torch.randn(64, 16), []
-    planned = Rockmate(Layers(), sample, least(Layers(), sample), cache=False, time_limit=1)
+    planned = Rockmate(Layers(), sample, least(Layers(), sample), cache=False, limits=FEW_ROUNDS)
     assert planned.plan.recomputations
     for model in (Layers(), planned):
         torch.manual_seed(3)

@@ -20,7 +20,7 @@ from rockmate.memory.split import count_residents
 from rockmate.reports.comparison import split_table
 from tests.free_memory import free_is
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
-from tests.module.steps import CPU, assert_trains_exactly, squares
+from tests.module.steps import CPU, FEW_ROUNDS, assert_trains_exactly, squares
 
 ADAMW = torch.optim.AdamW
 OPTIMIZERS = {
@@ -181,7 +181,7 @@ def test_real_training_stays_within_the_total(model_name, name, set_to_none):
     with AllocationLog(CPU) as construction:
         network, sample = built(make), batch()
     before = storages_alive()
-    model = Rockmate(network, sample, 0.85, loss=squares, scope="total", optimizer=make_optimizer, time_limit=1.0)
+    model = Rockmate(network, sample, 0.85, loss=squares, scope="total", optimizer=make_optimizer, limits=FEW_ROUNDS)
     assert storages_alive() <= before, "planning holds on to tensors that nobody counts"
     with AllocationLog(CPU) as training:
         optimizer = make_optimizer(model.parameters())
@@ -280,12 +280,12 @@ def test_a_copy_keeps_the_split():
 @pytest.mark.ci
 def test_a_total_that_is_too_small_tells_its_parts_and_what_would_do(budget):
     with pytest.raises(BudgetTooSmall) as refusal:
-        planned(budget, depth_of(5), optimizer=ADAMW, time_limit=1.0)
+        planned(budget, depth_of(5), optimizer=ADAMW, limits=FEW_ROUNDS)
     text = str(refusal.value)
     for part in ("parameters", "gradients", "optimizer state", "left for the step, and at least"):
         assert part in text
     assert ("nothing is left" in text) == (budget == 10_000)
-    model = planned(refusal.value.smallest_budget_bytes, depth_of(5), optimizer=ADAMW, time_limit=1.0)
+    model = planned(refusal.value.smallest_budget_bytes, depth_of(5), optimizer=ADAMW, limits=FEW_ROUNDS)
     assert model.memory_split.total_bytes == refusal.value.smallest_budget_bytes
 
 

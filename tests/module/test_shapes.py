@@ -19,11 +19,11 @@ from rockmate import (
     TraceWarning,
 )
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
-from tests.module.steps import assert_same, assert_trains_exactly, peak_of_step, seen, squares
+from tests.module.steps import FEW_ROUNDS, assert_same, assert_trains_exactly, peak_of_step, seen, squares
 
 
 def planned(model: nn.Module, sample: object = None, budget: object = 0.6, **options: object) -> Rockmate:
-    return Rockmate(model, sample, budget, loss=squares, time_limit=2, **options)
+    return Rockmate(model, sample, budget, loss=squares, limits=FEW_ROUNDS, **options)
 
 
 def trains_like(model: Rockmate, eager: nn.Module, batch: Tensor) -> None:

@@ -22,7 +22,7 @@ from rkgb.devices.out_of_memory import is_out_of_memory
 from rockmate import BudgetError, PeakMemory, Rockmate
 from tests.module.models import WIDTH, Layers, Smooth, built
 from tests.module.module_state import state_of
-from tests.module.steps import Trained, assert_same, assert_same_training, squares, train
+from tests.module.steps import FEW_ROUNDS, Trained, assert_same, assert_same_training, squares, train
 from tests.scripts import run_script
 
 MIB = 1 << 20
@@ -81,7 +81,7 @@ def warmed_up(name: str) -> None:
     """Load every library and start every thread that training and planning use: they take address space, too."""
     small = large(name, scale=64)
     model = built(MODELS[name])
-    squares(Rockmate(model, small, 0.7, loss=squares, time_limit=2)(small)).backward()
+    squares(Rockmate(model, small, 0.7, loss=squares, limits=FEW_ROUNDS)(small)).backward()
     gc.collect()
 
 
@@ -110,7 +110,7 @@ def planned_training(name: str, results: str, budget: int | None) -> dict[str, o
     told: list[str] = []
     model = built(MODELS[name])
     planned = Rockmate(
-        model, large(name), budget, loss=squares, time_limit=4, progress=lambda stage, *_: told.append(stage)
+        model, large(name), budget, loss=squares, limits=FEW_ROUNDS, progress=lambda stage, *_: told.append(stage)
     )
     batches = (large(name, seed) for seed in range(STEPS))
     torch.save(train(model, batches, forward=planned), results)
@@ -148,7 +148,7 @@ def planned_within_less_and_less(name: str, eager_peak_bytes: int) -> list[dict[
                 batch,
                 int(SHARE_BUDGET * eager_peak_bytes),
                 loss=squares,
-                time_limit=1,
+                limits=FEW_ROUNDS,
                 progress=lambda stage, *_, told=told: told.append(stage),
             )
         except BudgetError as error:  # seen before the step of the plan runs
@@ -297,7 +297,7 @@ def test_what_does_not_fit_the_share_of_a_gpu_eagerly_trains_within_it(budget):
         model.zero_grad()
         gc.collect()
         size_bytes = budget and int(budget * memory.peak_bytes)
-        planned = Rockmate(model, batches[0], size_bytes, loss=squares, time_limit=4)
+        planned = Rockmate(model, batches[0], size_bytes, loss=squares, limits=FEW_ROUNDS)
         assert planned.plan.measured_peak_bytes <= planned.plan.budget_bytes < SHARE_FREE * memory.peak_bytes
         assert planned.plan.baseline_peak_bytes == pytest.approx(memory.peak_bytes, rel=0.01)
         assert_same_training(trained_anew(planned), eager)

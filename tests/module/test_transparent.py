@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from rockmate import ModelError, NotPlanned, PickleWarning, Rockmate
 from tests.module.models import WIDTH, Layers, Tied, built, rows
-from tests.module.steps import assert_same, assert_same_training, assert_trains_exactly, seen, squares, train
+from tests.module.steps import (
+    FEW_ROUNDS,
+    assert_same,
+    assert_same_training,
+    assert_trains_exactly,
+    seen,
+    squares,
+    train,
+)
 
 
 class Documented(Layers):
@@ -27,7 +35,7 @@ class Documented(Layers):
 
 @pytest.fixture(scope="module")
 def planned() -> Rockmate:
-    return Rockmate(built(Layers), rows(), 0.7, loss=squares, time_limit=2)
+    return Rockmate(built(Layers), rows(), 0.7, loss=squares, limits=FEW_ROUNDS)
 
 
 @pytest.fixture
@@ -196,7 +204,9 @@ def test_a_copy_trains_as_the_model_does(model, way):
 
 
 def with_a_lambda(model: Rockmate) -> Rockmate:
-    return Rockmate(model.original, rows(), model.plan.budget_bytes, loss=lambda output: squares(output), time_limit=2)
+    return Rockmate(
+        model.original, rows(), model.plan.budget_bytes, loss=lambda output: squares(output), limits=FEW_ROUNDS
+    )
 
 
 def test_what_is_loaded_follows_the_decisions_that_were_saved(model):
@@ -244,7 +254,7 @@ def test_no_hook_on_a_parameter_fires_while_it_is_planned():
     values = {name: gradient.clone() for name, gradient in held.items()}
     count = len(fired)
     assert count == 2 * len(held)
-    model = Rockmate(network, rows(), 0.7, loss=squares, time_limit=2)
+    model = Rockmate(network, rows(), 0.7, loss=squares, limits=FEW_ROUNDS)
     assert len(fired) == count
     for name, parameter in network.named_parameters():
         assert parameter.grad is held[name]
@@ -266,7 +276,7 @@ def test_parameters_in_lists_of_a_module_s_own_are_trained():
 
 def test_without_a_sample_it_is_planned_with_the_first_training_batch():
     network = built(Layers)
-    model = Rockmate(network, budget=0.7, loss=squares, time_limit=2)
+    model = Rockmate(network, budget=0.7, loss=squares, limits=FEW_ROUNDS)
     assert model.plans == ()
     with pytest.raises(NotPlanned, match="Layers is planned with its first training batch, which has not come yet"):
         _ = model.plan
@@ -294,7 +304,7 @@ def test_the_first_batch_may_be_what_another_module_computed_in_the_middle_of_tr
     for lazily in (False, True):
         network = copy.deepcopy(eager)
         if lazily:
-            network.part = Rockmate(network.part, budget=0.8, time_limit=2)
+            network.part = Rockmate(network.part, budget=0.8, limits=FEW_ROUNDS)
         torch.manual_seed(4)
         squares(network(rows(1))).backward()  # gradients are there, and the second batch adds to them
         output = network(rows(2))

@@ -11,6 +11,7 @@ import pytest
 
 from rockmate import Rockmate, zoo
 from rockmate.plan_files import PlanFile
+from tests.module.steps import FEW_ROUNDS
 from tests.reports.synthetic import plan_file_of_layers
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -20,7 +21,7 @@ HOSTILE = """</script><script>window.harmed = 1</script><img src=x onerror="wind
 @pytest.fixture(scope="session")
 def planned() -> Rockmate:
     entry = zoo.get("gpt2-tiny")
-    return Rockmate(entry.model, entry.sample, 0.6, loss=entry.loss, solver="greedy", time_limit=2)
+    return Rockmate(entry.model, entry.sample, 0.6, loss=entry.loss, solver="greedy", limits=FEW_ROUNDS)
 
 
 @pytest.fixture(scope="session")

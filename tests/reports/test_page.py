@@ -10,6 +10,7 @@ from rk_solvers import Compute, simulate
 from rockmate import Rockmate, zoo
 from rockmate.reports import MeasuredStep, MeasuredSteps, pareto_points, text_report, write_figure, write_html
 from rockmate.units import format_bytes, format_ms
+from tests.module.steps import FEW_ROUNDS
 from tests.reports.conftest import HOSTILE
 from tests.reports.synthetic import plan_file_of_layers
 from tests.scripts import run_script
@@ -270,7 +271,7 @@ def test_the_picture_of_the_documentation_is_taken(browser, tmp_path):
 @pytest.mark.slow
 def test_a_residual_network_is_shown(page_of, tmp_path):
     entry = zoo.get("resnet50-tiny")
-    model = Rockmate(entry.model, entry.sample, 0.6, loss=entry.loss, solver="greedy", time_limit=2)
+    model = Rockmate(entry.model, entry.sample, 0.6, loss=entry.loss, solver="greedy", limits=FEW_ROUNDS)
     page = page_of(model.report(tmp_path / "resnet.html", sample=entry.sample))
     assert page.locator("h1").inner_text() == "ResNet"
     assert page.locator("#pareto .own").count() == 1

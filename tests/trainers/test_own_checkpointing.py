@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from rockmate import BudgetTooSmall, CheckpointingWarning, PeakMemory, Rockmate
 from rockmate.guards.checkpointing import OwnCheckpointing
 from tests.module.models import built
-from tests.module.steps import assert_same_training, squares, train
+from tests.module.steps import FEW_ROUNDS, assert_same_training, squares, train
 
 
 class Checkpointed(nn.Module):
@@ -69,11 +69,11 @@ def test_a_fraction_is_of_what_a_step_takes_now_with_the_checkpointing_that_is_o
 def test_a_refused_fraction_tells_what_it_is_of():
     model, x = built(Checkpointed), torch.randn(64, 16)
     with pytest.raises(BudgetTooSmall, match=r"0\.1 is of the \S+ KiB that the eager step takes\. Raise"):
-        Rockmate(model, x, 0.1, loss=squares, time_limit=0.5)
+        Rockmate(model, x, 0.1, loss=squares, limits=FEW_ROUNDS)
     model.grad_checkpointing = True
     told = r"'10%' is of the \S+ KiB that a step takes now, with its own checkpointing; without it, \S+ KiB\. Raise"
     with pytest.raises(BudgetTooSmall, match=told):
-        Rockmate(model, x, "10%", loss=squares, time_limit=0.5)
+        Rockmate(model, x, "10%", loss=squares, limits=FEW_ROUNDS)
 
 
 @pytest.mark.ci

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rockmate import Rockmate
-from tests.module.steps import assert_same
+from tests.module.steps import FEW_ROUNDS, assert_same
 from tests.trainers.hugging_face import FAMILIES, train, trainer_of
 
 peft = pytest.importorskip("peft")
@@ -36,7 +36,7 @@ def adapted(name: str, **settings: Any) -> nn.Module:
 
 def planned_for(model: nn.Module) -> Rockmate:
     """Planned within a second: which plan it is does not matter here."""
-    return Rockmate(model, budget=BUDGET, time_limit=1)
+    return Rockmate(model, budget=BUDGET, limits=FEW_ROUNDS)
 
 
 def batch(name: str, rows: int = 4) -> dict[str, torch.Tensor]:

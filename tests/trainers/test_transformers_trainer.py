@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from rockmate import CheckpointingWarning, IntegrationError, Rockmate
-from tests.module.steps import assert_same
+from tests.module.steps import FEW_ROUNDS, assert_same
 from tests.trainers.hugging_face import FAMILIES, train, trainer_of
 
 pytest.importorskip("accelerate")
@@ -22,7 +22,7 @@ BUDGET = 0.75
 
 def planned_for(model: nn.Module, sample: Any = None) -> Rockmate:
     """Planned within a second: which plan it is does not matter here."""
-    return Rockmate(model, sample, BUDGET, time_limit=1)
+    return Rockmate(model, sample, BUDGET, limits=FEW_ROUNDS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "t5", "vit"))])
@@ -98,7 +98,7 @@ def test_sentences_of_every_length_train_alike(tmp_path, shapes):
 
     family, settings = FAMILIES["llama"], {"num_train_epochs": 1, "save_strategy": "no"}
     results = []
-    for model in (family.build(), Rockmate(family.build(), budget=BUDGET, time_limit=1, shapes=shapes)):
+    for model in (family.build(), Rockmate(family.build(), budget=BUDGET, limits=FEW_ROUNDS, shapes=shapes)):
         trainer = trainer_of(model, family, tmp_path, **settings)
         trainer.data_collator = cut
         results.append(train(trainer))
