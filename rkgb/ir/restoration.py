@@ -1,7 +1,7 @@
 """How the data of a step come back in its backward: what every way has in common. The ways are in `rkgb.restore`.
 
 A way is found in a graph (`find`), says what it keeps from the forward to the last time that it is asked
-(`kept_bytes`, `saved`), is timed and compared bit by bit on real values (`measured`), is written into the generated
+(`kept_bytes`, `saved`), is tried on real values and compared bit by bit (`tried`), is written into the generated
 code (`forward_line`, `lines`), and does its work when that code runs (`pack`, `unpack`).
 """
 
@@ -19,13 +19,6 @@ from rkgb.ir.profiles import OpProfile
 from rkgb.ir.sgraph import SNode
 
 
-class Clock(Protocol):
-    """Times what runs."""
-
-    def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        """What `run` gives, without gradients, and the least time that it took, in ms."""
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A run of an operation in the forward."""
@@ -37,10 +30,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a way took that gave the same bits."""
+    """What is to be timed of a way that gave the same bits."""
 
     again: Callable[[], Any]  # gives the outputs of the operation once more
-    compute_ms: float  # of keeping and of giving back, on the device that computes
+    keep: Callable[[], Any] | None = None  # what the forward does for it, on the device that computes
 
 
 class CodeWriter(Protocol):
@@ -99,8 +92,8 @@ class Restoration(ABC):
     def kept_bytes(self, graph: DGraph, node: SNode, sizes_bytes: Mapping[str, int]) -> int:
         """Bytes that are kept from the forward to the last time that it is asked, given those of the node's data."""
 
-    def measured(self, seen: Seen, clock: Clock) -> Trial | None:
-        """What it takes on real values; None where it does not give the same bits, or there is nothing to try."""
+    def tried(self, seen: Seen) -> Trial | None:
+        """What to time of it on real values; None where it does not give the same bits, or there is nothing to try."""
         return None
 
     # ---- its code -----------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ and handling takes its time, too: what stands for a forgotten tensor is made in 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from rkgb.ir.blocks import Block
 from rkgb.ir.call import bind
 from rkgb.ir.dgraph import DGraph, DNode, makers_of
 from rkgb.ir.profiles import OpProfile
-from rkgb.ir.restoration import Clock, Restoration, Seen
+from rkgb.ir.restoration import Restoration, Seen, Trial
 from rkgb.ir.sgraph import SNode
 from rkgb.process.uncompiled import never_compiled
 from rkgb.profile.block_run import Observer, run_block, stand_ins
@@ -44,23 +45,28 @@ class ColdClock:
 
     def __init__(self, others_bytes: int) -> None:
         self.others_bytes = others_bytes
-        self._others: torch.Tensor | None = None
 
-    def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        """What `run` gives, without gradients, and the least time that it took, in ms."""
-        if self._others is None:
-            self._others = torch.empty(self.others_bytes, dtype=torch.uint8, device="cpu")
-        times_ms = []
-        result = None
+    def times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
+        """The least time of each of `runs`, in ms, without gradients.
+
+        They run one after another, several times over, and the caches are emptied before each round: writing takes far
+        longer than most runs do, and each run reads data of its own, which those before it in the round have not read.
+        """
+        others = torch.empty(self.others_bytes, dtype=torch.uint8, device="cpu")
+        least_ms = [math.inf] * len(runs)
+        results: list[Any] = [None] * len(runs)
         with torch.no_grad():
             for number in range(_FIRST_RUNS + _TIMED_RUNS):
                 if number >= _FIRST_RUNS:
-                    self._others.fill_(0)
-                started = time.perf_counter()
-                again = run()  # what the run before made is still there, or its memory would go back to the system
-                times_ms.append((time.perf_counter() - started) * 1e3)
-                result = again
-        return result, min(times_ms[_FIRST_RUNS:])
+                    others.fill_(0)
+                for place, run in enumerate(runs):
+                    started = time.perf_counter()
+                    again = run()  # what the run before made is still there, or its memory would go back to the system
+                    elapsed_ms = (time.perf_counter() - started) * 1e3
+                    results[place] = again
+                    if number >= _FIRST_RUNS:
+                        least_ms[place] = min(least_ms[place], elapsed_ms)
+        return least_ms
 
 
 def repetition_times(
@@ -119,10 +125,12 @@ def _handling_ms(others_bytes: int) -> float:
         with torch.autograd.graph.saved_tensors_hooks(_detached, _unchanged):
             return forward()
 
-    times_ms = []
-    for run in (forward_with_hooks, forward):
-        result, forward_ms = clock.time(run)
-        times_ms.append(forward_ms + clock.time(partial(result.grad_fn, factor))[1])
+    # Each alone: one would leave in the caches what the other finds there.
+    def time_ms(run: Callable[[], torch.Tensor]) -> float:
+        backward: Any = run().grad_fn
+        return clock.times([run])[0] + clock.times([partial(backward, factor)])[0]
+
+    times_ms = [time_ms(run) for run in (forward_with_hooks, forward)]
     return max(0.0, times_ms[0] - times_ms[1])
 
 
@@ -130,18 +138,9 @@ def still_given(graph: DGraph, block: Block, values: dict[str, Any], ops: Mappin
     """The operations that come back bit by bit in ways for which code answers that is not ours."""
     ways = restorations(graph, block.nodes, ops)
     seen = {node: tuple(way for way in found if way.rests_on_kernels) for node, found in ways.items()}
-    observer = _Repeating(graph, (), ops, _NoClock(), {node: found for node, found in seen.items() if found})
+    observer = _Repeating(graph, (), ops, None, {node: found for node, found in seen.items() if found})
     _run(graph, block, values, observer)
-    return set(observer.restore_ms)
-
-
-class _NoClock:
-    """Runs what others time: once, in no time."""
-
-    def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        """What `run` gives."""
-        with torch.no_grad():
-            return run(), 0.0
+    return observer.given_again
 
 
 def _run(graph: DGraph, block: Block, values: dict[str, Any], observer: _Repeating) -> None:
@@ -159,14 +158,17 @@ def _is_worth_timing(graph: DGraph, node: SNode, ops: Mapping[str, OpProfile], h
 
 
 class _Repeating(Observer):
-    """Tries ways to have data again as soon as their operations have run, and repeats nodes at their end."""
+    """Tries ways to have data again as soon as their operations have run, and times what is repeated after the block.
+
+    Until then the values that are read again live: at most as much as a step of the block holds.
+    """
 
     def __init__(
         self,
         graph: DGraph,
         nodes: Iterable[SNode],
         ops: Mapping[str, OpProfile],
-        clock: Clock,
+        clock: ColdClock | None,  # None where nobody asks how long
         ways: Mapping[SNode, tuple[Restoration, ...]],
     ) -> None:
         self._graph = graph
@@ -178,7 +180,11 @@ class _Repeating(Observer):
         self._leaf_views: dict[str, DNode] = {}  # by output
         self._viewed: dict[str, Any] = {}  # leaves that these read, and what is read for its shape or type alone
         self._saved: list[torch.Tensor] | None = None  # by the operation that runs
-        self._quicker: dict[str, Again] = {}  # operations of nodes that are not yet at their end
+        self._cut_off: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: values, and the same without a graph
+        self._repeated: list[tuple[SNode, list[DNode], dict[str, Any]]] = []  # with what they read
+        self._trials: list[tuple[SNode, Restoration, Trial]] = []
+        self._quicker: dict[str, Again] = {}  # by operation
+        self.given_again: set[str] = set()  # operations
         self.repeat_ms: dict[str, float] = {}
         self.restore_ms: dict[str, float] = {}
 
@@ -199,33 +205,57 @@ class _Repeating(Observer):
     def after_op(self, op: DNode, values: dict[str, Any]) -> None:
         saved, self._saved = self._saved, None
         if op in self._ways:
-            self._try(*self._ways[op], Seen(op, values, saved or ()))
+            node, way = self._ways[op]
+            trial = way.tried(Seen(op, values, saved or ()))
+            if trial is not None:
+                self.given_again.add(op.name)
+                self._trials.append((node, way, trial))
         if op in self._node_of:
-            self._time(op, values)
+            self._note(op, values)
         elif not op.written and all(self._graph.owner(name) in self._graph.leaves for name in op.output_names):
             self._leaf_views.update(dict.fromkeys(op.output_names, op))
             self._viewed.update((name, values[name]) for name in op.call.inputs if name not in self._leaf_views)
 
-    def _try(self, node: SNode, way: Restoration, seen: Seen) -> None:
-        trial = way.measured(seen, self._clock)
-        if trial is None:
-            return
-        if way.of_node:
-            self.repeat_ms[node.name] = trial.compute_ms
-            return
-        self.restore_ms[seen.op.name] = trial.compute_ms
-        if trial.compute_ms < sum(self._ops[op.name].time_ms for op in way.ops(node)):
-            self._quicker[seen.op.name] = trial.again
+    def finished(self) -> None:
+        if self._clock is not None:
+            self._time_ways(self._clock)
+            nodes = [partial(self._repeat, ops, values) for _, ops, values in self._repeated]
+            times_ms = self._clock.times(nodes) if nodes else []
+            self.repeat_ms |= {node.name: ms for (node, *_), ms in zip(self._repeated, times_ms, strict=True)}
+        # The hooks of autograd's nodes know this object: what it holds of them would be in a cycle that nobody sees.
+        for held in (self._repeated, self._trials, self._quicker, self._cut_off, self._viewed):
+            held.clear()
 
-    def _time(self, op: DNode, values: dict[str, Any]) -> None:
+    def _time_ways(self, clock: ColdClock) -> None:
+        """Before what is repeated, which takes the quicker of two ways."""
+        runs = [run for *_, trial in self._trials for run in (trial.again, trial.keep) if run is not None]
+        times_ms = iter(clock.times(runs) if runs else [])
+        for node, way, trial in self._trials:
+            compute_ms = next(times_ms) + (0.0 if trial.keep is None else next(times_ms))
+            if way.of_node:
+                self.repeat_ms[node.name] = compute_ms
+                continue
+            ops = way.ops(node)
+            self.restore_ms[ops[-1].name] = compute_ms
+            if compute_ms < sum(self._ops[op.name].time_ms for op in ops):
+                self._quicker[ops[-1].name] = trial.again
+
+    def _note(self, op: DNode, values: dict[str, Any]) -> None:
         node = self._node_of[op]
         made = {name for other in node.ops for name in other.output_names}
         self._read[node].update((name, values[name]) for name in op.call.inputs if name not in made)
         if op is node.ops[-1]:
+            read = self._viewed | self._read.pop(node)
             ops = [*self._views_read(node), *node.ops]
-            repeat = partial(self._repeat, ops, self._viewed | self._read.pop(node))
-            self.repeat_ms[node.name] = self._clock.time(repeat)[1]
-            self._quicker.clear()
+            self._repeated.append((node, ops, {name: self._without_graph(value) for name, value in read.items()}))
+
+    def _without_graph(self, value: Any) -> Any:
+        """The values of what the block computed; leaves as they are, whose class compiled code looks at."""
+        if not isinstance(value, torch.Tensor) or value.is_leaf:
+            return value
+        if id(value) not in self._cut_off:
+            self._cut_off[id(value)] = value, value.detach().requires_grad_()
+        return self._cut_off[id(value)][1]
 
     def _views_read(self, node: SNode) -> list[DNode]:
         """The views of leaves, and views of these, that `node` reads, in order."""

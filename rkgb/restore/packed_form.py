@@ -13,7 +13,7 @@ from rkgb.devices.registry import host
 from rkgb.errors import GraphError
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import OpProfile
-from rkgb.ir.restoration import Clock, CodeWriter, Restoration, Seen, Trial
+from rkgb.ir.restoration import CodeWriter, Restoration, Seen, Trial
 from rkgb.ir.sgraph import SNode
 
 LEAST_ELEMENTS = 16384  # of a tensor worth a form: fewer are made again in less than 0.1 ms
@@ -53,17 +53,13 @@ class PackedForm(Restoration):
     def kept_bytes(self, graph: DGraph, node: SNode, sizes_bytes: Mapping[str, int]) -> int:
         return host().allocated_bytes(self.packed_bytes)
 
-    def measured(self, seen: Seen, clock: Clock) -> Trial:
-        return self.tried(seen.values[seen.op.output_names[0]].detach(), seen.op.name, clock)
-
-    def tried(self, tensor: torch.Tensor, name: str, clock: Clock) -> Trial:
-        """What it takes to pack `tensor` and to unpack it; `GraphError`, with `name`, if that gives another one."""
-        packed, pack_ms = clock.time(partial(self.pack, tensor))
+    def tried(self, seen: Seen) -> Trial:
+        tensor = seen.values[seen.op.output_names[0]].detach()
+        packed = self.pack(tensor)
         again = partial(self.unpack, packed)
-        given_back, unpack_ms = clock.time(again)
-        if not torch.equal(given_back, tensor):
-            raise GraphError(f"the form that stands for what {name} makes does not give it back.")
-        return Trial(again, pack_ms + unpack_ms)
+        if not torch.equal(again(), tensor):
+            raise GraphError(f"the form that stands for what {seen.op.name} makes does not give it back.")
+        return Trial(again, partial(self.pack, tensor))
 
     def key(self, node: SNode) -> str:
         return f"{node.name} packed"
