@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ft2font import LoadFlags
+from typing import Any
 
 from rkgb.export.render.picture import Look, PictureNode
 
@@ -138,17 +136,20 @@ class Size:
 
 
 class Fonts:
-    """The regular and the bold font."""
+    """The regular and the bold font, of matplotlib: loaded with the first, as not all that has looks is drawn."""
 
     @cached_property
-    def _fonts(self) -> dict[bool, str]:
+    def _fonts(self) -> dict[bool, Any]:
+        from matplotlib.font_manager import FontProperties, findfont, get_font
+
+        weights = {False: "normal", True: "bold"}
         return {
-            bold: findfont(FontProperties(family=FAMILY, weight="bold" if bold else "normal")) for bold in (False, True)
+            bold: get_font(findfont(FontProperties(family=FAMILY, weight=weight))) for bold, weight in weights.items()
         }
 
     def writable(self, text: str, bold: bool = False) -> str:
         """`text` with each character that the font lacks written as its number: ``\\u4e2d``."""
-        font = get_font(self._fonts[bold])
+        font = self._fonts[bold]
         lacking = {character for character in text if not font.get_char_index(ord(character))}
         if not lacking:
             return text
@@ -157,10 +158,13 @@ class Fonts:
 
     def width(self, text: str, size: float, bold: bool = False) -> float:
         """Width of one line of text in points, as it can be written."""
-        font = get_font(self._fonts[bold])
+        from matplotlib.ft2font import LoadFlags
+
+        font = self._fonts[bold]
         font.set_size(size, 72)
         font.set_text(self.writable(text, bold), 0.0, flags=LoadFlags.NO_HINTING)
-        return font.get_width_height()[0] / 64.0
+        width: float = font.get_width_height()[0] / 64.0
+        return width
 
     def node_size(self, node: PictureNode) -> Size:
         """Room for a node's texts and bars."""
