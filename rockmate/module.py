@@ -209,7 +209,7 @@ class Rockmate(ModuleProxy):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans, the one used last first; none before the first training batch."""
-        return tuple(member.plan for member in self._family.members)
+        return self._family.plans
 
     def plan_for(self, sample: Any) -> Plan:
         """Plan calls like `sample` ahead, within the same budget: the longest sequence first, or each bucket's.

@@ -26,15 +26,16 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "errors": (),
         "tree": (),
         "source": (),
+        "sizes": (),
         "process": (),
         "devices": ("process",),
         "state": ("errors", "tree", "source", "process", "devices"),
-        "ir": ("errors", "tree", "process", "devices", "state"),
+        "ir": ("errors", "tree", "sizes", "process", "devices", "state"),
         "restore": ("errors", "tree", "devices", "ir"),
         "passes": ("errors", "tree", "devices", "state", "ir", "restore"),
         "recording": ("errors", "tree", "source", "process", "state", "ir", "passes"),
         "opaque": ("errors", "tree", "process", "devices", "state", "ir", "passes", "recording"),
-        "capture": ("errors", "tree", "source", "process", "state", "ir", "recording", "opaque"),
+        "capture": ("errors", "tree", "source", "sizes", "process", "state", "ir", "recording", "opaque"),
         "replay": (
             "errors", "tree", "source", "process", "devices", "state", "ir", "passes", "recording", "capture",
         ),
@@ -93,7 +94,11 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "options": ("errors", "progress", "memory", "planning"),
         "plan_files": ("errors", "units", "memory", "guards", "planning"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
-        "calls": ("errors", "units", "progress", "memory", "guards", "runtime", "planning", "options", "plan_files"),
+        "families": ("guards", "planning", "runtime"),
+        "calls": (
+            "errors", "units", "progress", "memory", "guards", "runtime", "planning", "options", "plan_files",
+            "families",
+        ),
         "module": ("errors", "progress", "proxy", "memory", "planning", "options", "plan_files", "reports", "calls"),
         "queries": (
             "errors", "units", "progress", "memory", "runtime", "planning", "options", "plan_files", "calls", "module",
@@ -114,6 +119,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 # What rockmate may use of the other two packages, beside what their own `__init__` offers.
 ROCKMATE_MAY_USE = (
     "rkgb.errors",
+    "rkgb.sizes",
     "rkgb.tree",
     "rkgb.process",
     "rkgb.devices",

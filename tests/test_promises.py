@@ -18,6 +18,7 @@ PROMISES = {
     "The same class.": "module/test_transparent.py::test_it_is_an_instance_of_both_classes",
     "Training goes on.": "module/test_goes_on.py"
     "::test_what_no_plan_fits_runs_by_the_least_plan_and_is_told_with_both_numbers",
+    "Any length.": "families/test_lengths.py::test_three_sizes_are_planned_and_hold_for_others",
     "No silent change.": "module/test_shapes.py"
     "::test_a_batch_of_another_shape_is_planned_when_it_first_comes_and_the_plan_is_kept",
     # used with

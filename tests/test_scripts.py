@@ -84,6 +84,16 @@ def test_relu_benchmark_writes_its_results(tmp_path):
 
 
 @pytest.mark.ci
+def test_lengths_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/lengths.py", "--quick", "--models", "hf-bert", "--batches", "8", "--output", str(tmp_path))
+    result = json.loads((tmp_path / "lengths-cpu.json").read_text(encoding="utf-8"))
+    (run,) = result["runs"]
+    assert run["exact"]
+    assert run["peak_bytes"]["rockmate"] <= run["budget_bytes"]
+    assert len(run["planned"]) < 8 == len(run["lengths"])
+
+
+@pytest.mark.ci
 def test_replanning_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/replanning.py", "--quick", "--seconds", "1", "--output", str(tmp_path))
     result = json.loads((tmp_path / "replanning-cpu.json").read_text(encoding="utf-8"))

@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 
+from rkgb.capture.asked import ASKING_FILE, Asked
 from rkgb.errors import TraceError
 from rkgb.ir.bgraph import BNode, Leaf, LeafKind, Source
 from rkgb.ir.call import Call, Ref, function_name, is_ref
 from rkgb.ir.sample import Sample
 from rkgb.opaque.jit import HandOn, Mark
 from rkgb.recording.naming import Namer
+from rkgb.sizes import Computed, SizeExpression, SizeQuestion, SizeRead, Unknown, cast, computed
 from rkgb.source import OWN_FOLDER
 from rkgb.state.generators import GeneratorsMet, is_generator, is_own_generator
 from rkgb.tree import leaves, map_leaves
@@ -37,21 +41,83 @@ _MEMORY_FORMATS = (
 )
 # The tracer notes their results as needing no gradient even where they do.
 _UNRELIABLE_GRADIENT_FLAGS = frozenset({"aten::_convolution"})
-_NUMBER_CASTS: dict[str, Callable[[Any], Any]] = {
+_NUMBER_CASTS: dict[str, type | None] = {
     "aten::Int": int,
     "aten::IntImplicit": int,
     "aten::Float": float,
     "aten::FloatImplicit": float,
     "aten::Bool": bool,
-    "aten::ScalarImplicit": lambda number: number,
+    "aten::ScalarImplicit": None,  # to whatever it is
 }
 
 
 class _Number:
     """A tensor of the trace that only holds shape arithmetic: known now, on any input."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, expression: SizeExpression | None = None) -> None:
         self.tensor = tensor
+        self.expression = expression  # where it comes of sizes
+
+
+class _Size(int):
+    """A number that comes of sizes."""
+
+    expression: SizeExpression
+
+
+class _SizeFloat(float):
+    """Such a number that is no integer."""
+
+    expression: SizeExpression
+
+
+def _sized(value: Any, expression: SizeExpression | None) -> Any:
+    """`value`, a number of Python's, with the expression that gives it."""
+    if expression is None or isinstance(value, bool):
+        return value
+    number = _SizeFloat(value) if isinstance(value, float) else _Size(value)
+    number.expression = expression
+    return number
+
+
+def _expression_of(value: Any) -> SizeExpression | None:
+    return value.expression if isinstance(value, (_Number, _Size, _SizeFloat)) else None
+
+
+def _comes_of_sizes(leaf: object) -> bool:
+    return _expression_of(leaf) is not None
+
+
+def _is_size(leaf: object) -> bool:
+    return isinstance(leaf, (_Size, _SizeFloat))
+
+
+def _without_expression(number: _Size | _SizeFloat) -> int | float:
+    return int(number) if isinstance(number, _Size) else float(number)
+
+
+def _sizes_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], _Size | _SizeFloat]]:
+    """Numbers in arguments that come of sizes, each with its path."""
+    if isinstance(tree, (_Size, _SizeFloat)):
+        yield path, tree
+    elif isinstance(tree, (list, tuple)):
+        for place, item in enumerate(tree):
+            yield from _sizes_in(item, (*path, place))
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _sizes_in(item, (*path, key))
+
+
+def _is_operand(leaf: object) -> bool:
+    return isinstance(leaf, (_Number, int, float))
+
+
+def _operand(value: Any) -> Any:
+    """A number as an operand of an expression."""
+    expression = _expression_of(value)
+    if expression is not None:
+        return expression
+    return value.tensor.item() if isinstance(value, _Number) and value.tensor.dim() == 0 else value
 
 
 def _is_number(leaf: object) -> bool:
@@ -79,6 +145,7 @@ class JitWalker:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._namer = Namer()
         self._buffers = {id(buffer) for buffer in module.buffers()}
+        self.questions: list[SizeQuestion] = []
 
     def walk(self, graph: Any) -> None:
         """Fill `nodes`, `leaves` and `output_refs`."""
@@ -99,7 +166,7 @@ class JitWalker:
         if kind.startswith("prim::"):
             self._visit_prim(kind.removeprefix("prim::"), node)
         elif kind in _NUMBER_CASTS:
-            self._define(node, _NUMBER_CASTS[kind](self._number(node)))
+            self._define(node, self._cast(_NUMBER_CASTS[kind], node))
         elif kind in ("aten::size", "aten::dim", "aten::numel"):
             self._define(node, self._fold_shape(kind, node))
         else:
@@ -121,7 +188,8 @@ class JitWalker:
             for output, item in zip(node.outputs(), self._read(inputs[0]), strict=True):
                 self._values[output.debugName()] = item
         elif kind == "NumToTensor":
-            self._define(node, _Number(torch.tensor(self._read(inputs[0]), device="cpu")))
+            number = self._read(inputs[0])
+            self._define(node, _Number(torch.tensor(number, device="cpu"), _expression_of(number)))
         elif kind in ("device", "dtype"):
             self._define(node, getattr(self._type_of(inputs[0]), kind)())
         elif kind == "PythonOp":
@@ -190,9 +258,18 @@ class JitWalker:
         if owner is HandOn:
             self._visit_opaque(read[0], read[1:], node)
             return
+        if owner is Asked:
+            self._visit_asked(read[0])
+            return
         name = self._namer.numbered(getattr(owner, "__name__", "function").lower())
         pattern = self._bind_all(name, node)
         self._append(name, Call(owner.apply, self._arguments(args)), pattern, node)
+
+    def _visit_asked(self, number: Any) -> None:
+        """Python has made a number of its own of a tensor: it may decide by it, and what it makes of it is fixed."""
+        expression = _expression_of(number)
+        if expression is not None:
+            self.questions.append(SizeQuestion(expression, number.tensor.item()))
 
     def _visit_opaque(self, mark: Mark, read: tuple[Any, ...], node: Any) -> None:
         function = mark.function
@@ -214,7 +291,11 @@ class JitWalker:
         if leaves(read, _is_number) and not leaves(read, _runs_later):
             numbers = map_leaves(lambda number: number.tensor, read, _is_number)
             result = function(**{a.name: _plain(v, a) for v, a in zip(numbers, schema, strict=True)})
-            self._define(node, _Number(result) if isinstance(result, torch.Tensor) else result)
+            if isinstance(result, torch.Tensor):
+                result = _Number(result, self._expression(function, read, result))
+            elif leaves(read, _comes_of_sizes):
+                self._fix(read)
+            self._define(node, result)
             return
         values = self._arguments(read)
         pairs = [(argument, _plain(v, argument)) for argument, v in zip(schema, values, strict=True)]
@@ -226,7 +307,27 @@ class JitWalker:
         pattern = self._bind_all(name, node)
         self._append(name, Call(function, positional, keywords), pattern, node)
 
+    def _expression(self, function: Any, read: list[Any], result: torch.Tensor) -> SizeExpression | None:
+        """What gives `result`, of numbers some of which come of sizes; None where none does."""
+        if not leaves(read, _comes_of_sizes):
+            return None
+        operands = tuple(_operand(value) for value in leaves(read, _is_operand))
+        if result.dim() or any(isinstance(value, (list, tuple)) for value in read):
+            return Unknown(str(function), operands)
+        return computed(function, operands, result.item())
+
+    def _fix(self, tree: Any) -> None:
+        """What is made of these numbers is not followed: it is that of this trace for ever."""
+        for number in leaves(tree, _comes_of_sizes):
+            value = number.tensor.item() if isinstance(number, _Number) and number.tensor.dim() == 0 else number
+            self.questions.append(SizeQuestion(number.expression, value))
+
     def _append(self, name: str, call: Call, pattern: Any, node: Any) -> None:
+        sizes = {path: number.expression for path, number in _sizes_in((call.args, call.kwargs))}
+        if sizes:
+            args, kwargs = map_leaves(_without_expression, (call.args, call.kwargs), _is_size)
+            call = replace(call, args=args, kwargs=kwargs)
+        call = replace(call, sizes=sizes)
         self.nodes.append(BNode(name, call, pattern, self._grad_enabled(node, call), _source(node)))
 
     def _grad_enabled(self, node: Any, call: Call) -> bool:
@@ -288,6 +389,16 @@ class JitWalker:
     def _define(self, node: Any, value: Any) -> None:
         self._values[next(iter(node.outputs())).debugName()] = value
 
+    def _cast(self, kind: type | None, node: Any) -> Any:
+        number = self._number(node)
+        expression = _expression_of(self._read(next(iter(node.inputs()))))
+        if kind is bool and expression is not None:
+            self.questions.append(SizeQuestion(cast(bool, expression), bool(number)))
+            return bool(number)
+        if kind is None or expression is None:
+            return _sized(number if kind is None else kind(number), expression)
+        return _sized(kind(number), cast(kind, expression))
+
     def _number(self, node: Any) -> Any:
         value = self._read(next(iter(node.inputs())))
         if isinstance(value, _Number):
@@ -307,8 +418,13 @@ class JitWalker:
         shape = self._shape_of(inputs[0], node)
         if kind == "aten::dim":
             return len(shape)
+        read = self._read(inputs[0])
+        if isinstance(read, Ref):
+            shape = tuple(_sized(size, SizeRead(read.name, d, size)) for d, size in enumerate(shape))
         if kind == "aten::numel":
-            return torch.Size(shape).numel()
+            read_sizes = [size.expression for size in shape if isinstance(size, _Size)]
+            product = reduce(lambda one, other: Computed("*", (one, other)), read_sizes) if read_sizes else None
+            return _sized(torch.Size(shape).numel(), product)
         return shape[self._read(inputs[1])] if len(inputs) > 1 else list(shape)
 
     def _shape_of(self, value: Any, node: Any) -> tuple[int, ...]:
@@ -325,7 +441,9 @@ class JitWalker:
     def _arguments(self, values: Any) -> Any:
         """Numbers become Python scalars where a tensor is expected too: that is what eager was given."""
         return map_leaves(
-            lambda number: number.tensor.item() if number.tensor.dim() == 0 else self._constant_leaf(number.tensor),
+            lambda number: (
+                _sized(number.tensor.item(), number.expression) if not number.tensor.dim() else self._as_ref(number)
+            ),
             values,
             _is_number,
         )
@@ -333,6 +451,8 @@ class JitWalker:
     def _as_ref(self, item: Any) -> Ref:
         if isinstance(item, Ref):
             return item
+        if _comes_of_sizes(item):
+            self._fix(item)
         return self._constant_leaf(item.tensor)
 
     def _part(self, name: str, place: int) -> str:
@@ -384,7 +504,8 @@ def _source(node: Any) -> Source:
     location = ""
     with contextlib.suppress(RuntimeError):
         frames = re.findall(r"^(.*)\((\d+)\): ", node.sourceRange(), re.MULTILINE)
-        inside = itertools.takewhile(lambda frame: not frame[0].startswith(OWN_FOLDER), frames)
+        seen = [frame for frame in frames if frame[0] != ASKING_FILE]  # within which every function runs
+        inside = itertools.takewhile(lambda frame: not frame[0].startswith(OWN_FOLDER), seen)
         outside = [frame for frame in inside if "/torch/" not in frame[0]]
         if outside:
             file, line = outside[0]

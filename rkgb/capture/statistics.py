@@ -28,4 +28,4 @@ def _without_statistics(node: BNode, read: set[str]) -> BNode:
     if node.call.function is not _NATIVE or not read.isdisjoint(node.output_names[1:]):
         return node
     # Without cuDNN, and without MIOpen, which it stands for too: on all devices this calls what was recorded.
-    return replace(node, call=Call(_WHOLE, (*node.call.args, False)), outputs=node.outputs[0])
+    return replace(node, call=Call(_WHOLE, (*node.call.args, False), sizes=node.call.sizes), outputs=node.outputs[0])

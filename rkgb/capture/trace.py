@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.jit._trace import TracerWarning
 
+from rkgb.capture.asked import Asking
 from rkgb.capture.jit_walker import JitWalker
 from rkgb.capture.left_behind import CarriedState, LeftBehind, tensors_again
 from rkgb.capture.outliving import outliving
@@ -120,6 +121,7 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
         nothing_saved(frugal),
         Interception(opaque, JitCalls(opaque_calls(recorder.nodes))).on(),
         warnings_collected() as caught,
+        Asking(),
     ):
         try:
             traced = torch.jit.trace(flat, tuple(sample.tensors), check_trace=False, strict=False)
@@ -141,6 +143,7 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
         side_effects=effects.told,
         generators=generators.found,
         attributes=tuple(with_refs(write, lambda _: next(remaining), is_ref) for write in writes),
+        questions=tuple(walker.questions),
     )
     return graph, output
 

@@ -11,6 +11,7 @@ import torch
 
 from rkgb.errors import GraphError
 from rkgb.ir.call import Call, ref_names
+from rkgb.sizes import SizeQuestion
 from rkgb.state.attributes import AttributeWrite
 from rkgb.state.generators import OwnGenerator
 
@@ -76,6 +77,8 @@ class BGraph:
     side_effects: list[str] = field(default_factory=list)  # what forward does that no run of the graph repeats
     generators: tuple[OwnGenerator, ...] = ()  # those of the user's own that it draws from
     attributes: tuple[AttributeWrite, ...] = ()  # what forward leaves in attributes: tensors of the graph, plain values
+    # What Python asked of sizes, with the answers; None where the front end does not follow sizes.
+    questions: tuple[SizeQuestion, ...] | None = None
 
     def __iter__(self) -> Iterator[BNode]:
         return iter(self.nodes)

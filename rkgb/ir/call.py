@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rkgb.ir.opaque import OpaqueCall
+from rkgb.sizes import SizeExpression
 from rkgb.state.generators import OwnGenerator
 from rkgb.tree import leaves, map_leaves
 
@@ -47,6 +48,8 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # Of the numbers in ``(args, kwargs)`` those that come of sizes, by their paths; None where nobody has looked.
+    sizes: Mapping[tuple[Any, ...], SizeExpression] | None = field(default=None, compare=False, repr=False)
 
     @property
     def inputs(self) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from rkgb import RockmateError, Sample
 from rkgb.devices.registry import device_of
 from rockmate.errors import PlanMismatch
+from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.attributes import BoundSettings, Settings
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
@@ -49,6 +50,11 @@ class Specialization:
             self._runner = self.planned.runner_for(self.model, self.measured, self._settings)
             self._settings = self._runner.settings
         return self._runner
+
+    @property
+    def bound_settings(self) -> BoundSettings | None:
+        """What the module held when it was planned; None where that is not bound yet."""
+        return self._settings
 
     def let_go(self) -> None:
         """The module has other parts now: neither run those that the code reads, nor keep them."""
@@ -121,6 +127,11 @@ class Specialization:
     def plan(self) -> Plan:
         """The plan."""
         return self.planned.plan
+
+    @property
+    def is_by_size(self) -> bool:
+        """Whether it is of a family: made for its sizes, which were not measured."""
+        return isinstance(self.planned, PlanOfSize)
 
     @property
     def exceeds(self) -> bool:

@@ -23,6 +23,7 @@ from rkgb.profile.measure import MeasuredBlocks
 from rkgb.replay.first_call import FirstCall, is_lazy_module, left_as_it_was
 from rkgb.state.module_state import for_planning
 from rockmate.calls.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
+from rockmate.calls.by_size import PlansBySize
 from rockmate.calls.fallbacks import FallbackCounts
 from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
@@ -51,6 +52,7 @@ from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_or_reuse
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
+from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.share import Share, asked_now
@@ -98,6 +100,7 @@ class Specializations:
         self._double_backward = DoubleBackward(model)
         self._untrained: list[InferenceCall] = []
         self._turns = TurnsOf(model)
+        self._by_size = PlansBySize(model)
         self._made = 0  # plans so far
         self._told_of_numbers = False
         self._was_planned = False  # here, or what this is a copy of: from then on training goes on
@@ -131,6 +134,11 @@ class Specializations:
             else:
                 twin.adopt(Specialization(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead))
         return twin
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those that were made, the one used last first; then those of sizes that were not measured."""
+        return (*(one.plan for one in self.members), *(one.plan for one in reversed(tuple(self._by_size))))
 
     def decisions(self) -> list[tuple[CallPattern, PortablePlan]]:
         """Of all plans, for `expect`: what is left of them when they are saved."""
@@ -173,6 +181,7 @@ class Specializations:
             self._own_checkpointing.look(self._model)
             for member in self.members:
                 member.let_go()
+            self._by_size.forget()
         return traits
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
@@ -233,17 +242,18 @@ class Specializations:
             return False, None, None
         refusal: Exception | None = None
         # The plan for most gradients that are there has most room for the rest.
-        for member in sorted(self.members.alike(call), key=lambda one: -len(one.measured.gradients)):
+        alike = sorted(self.members.alike(call), key=lambda one: -len(one.measured.gradients))
+        for member in (*alike, *self._by_size.alike(call)):
             mismatch = self._mismatch(member, call, traits) or member.gradients_mismatch()
             if mismatch is None:
-                if self.shapes != "error" and member.is_due_for_another(_HABIT):
+                if self.shapes != "error" and not member.is_by_size and member.is_due_for_another(_HABIT):
                     return False, None, None
                 try:
                     output = member.runner.run(call, self._double_backward)
                 except GuardError as error:
                     refusal = error  # more telling than that other plans are for other modes
                 else:
-                    self.members.used(member)
+                    (self._by_size if member.is_by_size else self.members).used(member)
                     self._count_if_above(member)
                     return True, output, None
             elif refusal is None:
@@ -337,6 +347,11 @@ class Specializations:
                 if ran:
                     return output
                 alike = None if isinstance(refusal, GuardError) else self._alike(call)
+            if alike is None and (traits := self._traits()) is not None:
+                request = asked_now(self.request, self._share, self._model)
+                ran, output = self._by_size.run(call, traits, self.members, request, self._double_backward)
+                if ran:
+                    return output
             found = None if alike is None else self._planned_above(alike, call, refusal)
             ran, output, guard = self._ran(found, call)
             first = not self.members

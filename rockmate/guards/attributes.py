@@ -90,6 +90,11 @@ class Settings:
             (one.key, type(one.number) if one.key in self.free else one.value, one.has_tensors) for one in self.settings
         ]
 
+    @property
+    def by_place(self) -> dict[tuple[str, str | None, str], Setting]:
+        """Equal for the same settings, in whichever order they were read."""
+        return {one.key: one for one in self.settings}
+
     @classmethod
     def read_by(cls, module: torch.nn.Module, sample: Sample, writes: Iterable[AttributeWrite] = ()) -> Settings:
         """Run the forward once, without gradients, and note what it reads and leaves as it is. All is given back.

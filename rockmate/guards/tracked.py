@@ -112,8 +112,8 @@ def uses_of(module: torch.nn.Module, sample: Sample, known: dict[Number, Value])
     Raises `NotFollowed` where it does with them what cannot be followed.
     """
     uses = Uses(dict(known))
-    watched = {number: _watched(number, value, uses, 0) for number, value in known.items()}
-    arguments = {number.argument: tracked for number, tracked in watched.items() if number.argument is not None}
+    numbers = {number: watched(number, value, uses, 0) for number, value in known.items()}
+    arguments = {number.argument: tracked for number, tracked in numbers.items() if number.argument is not None}
     met = GeneratorsMet(module)
     with (
         training_mode(module),
@@ -123,7 +123,7 @@ def uses_of(module: torch.nn.Module, sample: Sample, known: dict[Number, Value])
         nothing_saved(),  # with gradients, as training runs it: forward may ask whether they are on
         as_written(),
         warnings.catch_warnings(action="ignore"),
-        _settings_watched(module, {n: tracked for n, tracked in watched.items() if n.setting is not None}),
+        _settings_watched(module, {n: tracked for n, tracked in numbers.items() if n.setting is not None}),
         _Watch(uses),
     ):
         try:
@@ -131,8 +131,8 @@ def uses_of(module: torch.nn.Module, sample: Sample, known: dict[Number, Value])
         except Exception as error:
             raise NotFollowed from error
         held = [attributes_of(part) for part in module.modules()]
-        given = [tracked for number, tracked in watched.items() if number.setting is not None]
-        kept = [tracked for tracked in leaves((output, held), _is_watched) if all(tracked is not one for one in given)]
+        given = [tracked for number, tracked in numbers.items() if number.setting is not None]
+        kept = [tracked for tracked in leaves((output, held), is_watched) if all(tracked is not one for one in given)]
         if kept:
             raise NotFollowed  # as what is returned, or set
     return uses
@@ -163,7 +163,7 @@ class _Watch(TorchFunctionMode):
         self._uses = uses
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = leaves((args, kwargs or {}), _is_watched)
+        found = leaves((args, kwargs or {}), is_watched)
         if found:
             name = getattr(func, "__name__", "")
             for tracked in found:
@@ -174,7 +174,7 @@ class _Watch(TorchFunctionMode):
                     self._uses.give(tracked.expression)
                 else:
                     self._uses.ask(tracked.expression)
-            args, kwargs = map_leaves(lambda tracked: tracked.value, (args, kwargs or {}), _is_watched)
+            args, kwargs = map_leaves(lambda tracked: tracked.value, (args, kwargs or {}), is_watched)
         return func(*args, **(kwargs or {}))
 
 
@@ -228,18 +228,18 @@ class _WatchedInt(_Watched, torch.SymInt):
     __class__ = property(lambda self: int)
 
 
-def _is_watched(thing: object) -> bool:
+def is_watched(thing: object) -> bool:
     return type(thing) in (_WatchedFloat, _WatchedInt)
 
 
-def _watched(expression: Number | Expression, value: Value, uses: Uses, depth: int) -> Any:
+def watched(expression: Number | Expression, value: Value, uses: Uses, depth: int) -> Any:
     if depth > _DEEPEST or type(value) not in (int, float):
         raise NotFollowed
     return (_WatchedFloat if type(value) is float else _WatchedInt)(expression, value, uses, depth)
 
 
 def _plain(thing: Any) -> Any:
-    return thing.expression if _is_watched(thing) else thing
+    return thing.expression if is_watched(thing) else thing
 
 
 def _text(thing: Any) -> str:
@@ -248,19 +248,19 @@ def _text(thing: Any) -> str:
 
 def _computed(sign: str, function: Callable[..., Any], *operands: Any) -> Any:
     """The result of arithmetic; NotImplemented where what is no number takes part."""
-    if any(not _is_watched(operand) and type(operand) not in (int, float, bool) for operand in operands):
+    if any(not is_watched(operand) and type(operand) not in (int, float, bool) for operand in operands):
         return NotImplemented
-    uses = next(operand.uses for operand in operands if _is_watched(operand))
+    uses = next(operand.uses for operand in operands if is_watched(operand))
     plain = tuple(map(_plain, operands))
     texts = [_text(operand) for operand in plain]
     text = f"{sign}({texts[0]})" if len(texts) == 1 else f"{texts[0]} {sign} {texts[1]}"
     expression = Expression(text, function, plain)
-    depth = 1 + max(operand.depth for operand in operands if _is_watched(operand))
-    return _watched(expression, evaluated(expression, uses.known), uses, depth)
+    depth = 1 + max(operand.depth for operand in operands if is_watched(operand))
+    return watched(expression, evaluated(expression, uses.known), uses, depth)
 
 
 def _asked(name: str, tracked: Any, other: Any) -> Any:
-    if not _is_watched(other) and type(other) not in (int, float, bool):
+    if not is_watched(other) and type(other) not in (int, float, bool):
         # A tensor compares itself; of anything else it is not known what it does.
         return (
             NotImplemented

@@ -19,8 +19,10 @@ from rkgb.passes.d_to_s import run_once
 from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
 from rkgb.process.autocast import Autocast
 from rkgb.profile.measure import MeasuredBlocks
+from rkgb.sizes import SizeQuestion
 from rkgb.state.module_state import for_planning, main_device, module_devices, module_state_kept
 from rockmate.errors import NothingToTrain
+from rockmate.guards.asked_sizes import size_questions
 from rockmate.guards.attributes import Settings
 from rockmate.guards.checkpointing import as_it_was, is_switched_off
 from rockmate.guards.flags import BackEndFlags
@@ -71,6 +73,7 @@ class Measured:
     numbers: RunTimeNumbers | None = None  # those of the calls and the settings with which the code computes
     # Peak of the step with the model's own checkpointing, which is switched on; None where there is none.
     checkpointed_peak_bytes: int | None = None
+    asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
     threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
 
     def was_measured_as_now(self) -> bool:
@@ -108,6 +111,7 @@ class Traced:
     )  # of the optimizer, in all and already there, where the budget is for all of training
     tracing_s: float
     gradients: frozenset[str]  # parameters whose gradients are there now; none where the budget counts all gradients
+    asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
 
 
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None) -> Measured:
@@ -152,6 +156,7 @@ def trace_model(
         pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments, dataflow.attributes)
+        asked_sizes = None if basic.questions is None else size_questions(model, arguments)
     devices = module_devices(model, arguments.tensors)
     return Traced(
         arguments,
@@ -166,6 +171,7 @@ def trace_model(
         state_bytes,
         time.perf_counter() - started,
         frozenset() if request.scope == "total" else gradients_there(model, dataflow),
+        asked_sizes,
     )
 
 
@@ -278,6 +284,7 @@ def joined(
         traced.pinned,
         traced.loss,
         gradients,
+        asked_sizes=traced.asked_sizes,
     )
 
 

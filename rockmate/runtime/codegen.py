@@ -23,6 +23,7 @@ from rkgb.tree import leaves
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.runtime.expressions import Expressions, statistics_of
 from rockmate.runtime.lowering import Program, Segment, Slot, dropped_after
+from rockmate.runtime.sized import SizedCode
 from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
 
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
@@ -46,10 +47,17 @@ class CompiledProgram:
 
 
 def compile_program(
-    program: Program, module: torch.nn.Module, header: str, numbers: RunTimeNumbers | None = None
+    program: Program,
+    module: torch.nn.Module,
+    header: str,
+    numbers: RunTimeNumbers | None = None,
+    sized: SizedCode | None = None,
 ) -> CompiledProgram:
-    """Generate the source of `program` for `module`, and compile it; `numbers` are computed anew in each call."""
-    writer = _Writer(program, module, numbers)
+    """Generate the source of `program` for `module`, and compile it; `numbers` are computed anew in each call.
+
+    What is `sized` is read from the tables, which have no sizes yet.
+    """
+    writer = _Writer(program, module, numbers, sized)
     code = GeneratedCode(writer.source(header), writer.expressions.namespace)
     functions = execute(code)
     dgraph = program.graph.sgraph.dgraph
@@ -149,15 +157,19 @@ class _Fill:
 class _Writer:
     """Writes the forward function and one function per segment."""
 
-    def __init__(self, program: Program, module: torch.nn.Module, numbers: RunTimeNumbers | None) -> None:
+    def __init__(
+        self, program: Program, module: torch.nn.Module, numbers: RunTimeNumbers | None, sized: SizedCode | None
+    ) -> None:
         self.program = program
         self.graph = program.graph.sgraph.dgraph
-        self.expressions = Expressions(self.graph, module, numbers)
+        self.expressions = Expressions(self.graph, module, numbers, sized)
+        self._sized = sized
         self._savers = program.graph.savers()
         self._lines: list[str] = []
 
     def source(self, header: str) -> str:
-        self._lines = [f"# {line}" for line in header.splitlines()]
+        symbols = () if self._sized is None else self._sized.symbols
+        self._lines = [f"# {line}" for line in (*header.splitlines(), *symbols)]
         self._write_forward()
         for segment in self.program.segments:
             self._write_segment(segment)
@@ -197,6 +209,9 @@ class _Writer:
                 self._line(indent, entered)
                 indent += 1
             self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
+            if self._sized is not None and self._sized.is_checked:
+                for name in op.output_names:
+                    self._line(1, f"step.check_shape({name!r}, {name})")
             for name in op.output_names:
                 if name in self.program.forward_keeps:
                     keep = "keep_output" if self._is_returned(name) else "keep"
@@ -295,8 +310,18 @@ class _Writer:
                 value = f"saved[{index}]"
             else:
                 at, name, made, value = complete[source], source, self.graph.values[source], source
-            fills.append(_Fill(at, slot, name, value + _looked_at(made, slot.tensor)))
+            fills.append(_Fill(at, slot, name, value + self._looked_at(made, slot)))
         return fills
+
+    def _looked_at(self, made: SavedTensor | ValueInfo, slot: Slot) -> str:
+        """What makes the saved tensor of that tensor, in whose storage it is: nothing where it is that one."""
+        saved = slot.tensor
+        if self._sized is None:
+            shape = made.size if isinstance(made, SavedTensor) else made.shape
+            lies, wanted = (tuple(shape), tuple(made.stride), made.offset), (saved.size, saved.stride, saved.offset)
+        else:
+            lies, wanted = self._sized.values[saved.source], self._sized.saved[slot.op, slot.index]
+        return "" if lies == wanted else f".as_strided({', '.join(map(self.expressions.value, wanted))})"
 
     def _phantom(self, name: str) -> SavedTensor:
         """The tensor that autograd saves as the phantom `name`."""
@@ -355,14 +380,6 @@ class _InSegment:
 
     def repeated(self, op: DNode) -> list[str]:
         return self.writer.lines_repeated(op, self.segment)
-
-
-def _looked_at(made: SavedTensor | ValueInfo, saved: SavedTensor) -> str:
-    """What makes `saved` of the tensor `made`, in whose storage it is: nothing where it is that tensor."""
-    shape = made.size if isinstance(made, SavedTensor) else made.shape
-    if (tuple(shape), tuple(made.stride), made.offset) == (saved.size, saved.stride, saved.offset):
-        return ""
-    return f".as_strided({saved.size}, {saved.stride}, {saved.offset})"
 
 
 def _pattern(outputs: Any) -> str:

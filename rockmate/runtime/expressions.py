@@ -22,13 +22,20 @@ from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.tree import leaves, map_leaves
 from rockmate.guards.numbers import Operand, RunTimeNumbers
 from rockmate.runtime.bindings import BINDINGS, binding
+from rockmate.runtime.sized import Size, SizedCode
 from rockmate.runtime.step import Step
 
 
 class Expressions:
     """Writes the calls of one graph for one module."""
 
-    def __init__(self, graph: DGraph, module: torch.nn.Module, numbers: RunTimeNumbers | None = None) -> None:
+    def __init__(
+        self,
+        graph: DGraph,
+        module: torch.nn.Module,
+        numbers: RunTimeNumbers | None = None,
+        sized: SizedCode | None = None,
+    ) -> None:
         self.namespace: dict[str, Any] = {
             "torch": torch,
             "aten": SimpleNamespace(),  # as torch.ops.aten, with the operations that are called
@@ -40,6 +47,7 @@ class Expressions:
         self._graph = graph
         self._module = module
         self._numbers = numbers
+        self._sized_calls = {} if sized is None else sized.calls
         self._taken = {*graph.values, *self.namespace, "step", "saved", "forward"}
         self._functions: dict[Any, str] = {}
         self.leaves = {name: self._leaf(name) for name in graph.leaves}  # how each is read
@@ -49,7 +57,8 @@ class Expressions:
         tracker = op if tracked else None
         if isinstance(op.call.function, OpaqueCall):
             return self._opaque_call(op, op.call.function, tracker)
-        call = op.call if self._numbers is None else self._numbers.call(op.name, op.call)
+        call = self._sized_calls.get(op.name, op.call)
+        call = call if self._numbers is None else self._numbers.call(op.name, call)
         args = list(call.args)
         statistics = statistics_of(op) if repeated else None
         if statistics is not None:
@@ -119,9 +128,10 @@ class Expressions:
             return self.generator(value)
         if isinstance(value, Operand):
             return f"step.numbers[{str(value.expression)!r}]"
-        if type(value) in (list, tuple) and (leaves(value, is_ref) or leaves(value, is_own_generator)):
-            items = ", ".join(self._value(item, tracker) for item in value)
-            return f"[{items}]" if isinstance(value, list) else f"({items},)"
+        if isinstance(value, Size):
+            return f"step.sizes[{value.text!r}]"
+        if type(value) in (list, tuple) and leaves(value, _is_written_apart):
+            return self._written([self._value(item, tracker) for item in value], type(value))
         if names := ref_names(value):
             if type(value) is dict and all(isinstance(key, str) for key in value):
                 return "{" + ", ".join(f"{key!r}: {self._value(item, tracker)}" for key, item in value.items()) + "}"
@@ -139,9 +149,14 @@ class Expressions:
         if isinstance(value, torch.device):
             return f'torch.device("{value}")'
         if isinstance(value, (list, tuple)):
-            items = ", ".join(self._literal(item) for item in value)
-            return f"[{items}]" if isinstance(value, list) else f"({items},)"
+            return self._written([self._literal(item) for item in value], list if isinstance(value, list) else tuple)
         return self._bind("constant", map_leaves(lambda own: own.in_module(self._module), value, is_own_generator))
+
+    @staticmethod
+    def _written(items: list[str], kind: type) -> str:
+        if kind is list:
+            return f"[{', '.join(items)}]"
+        return f"({', '.join(items)})" if len(items) > 1 else f"({items[0]},)" if items else "()"
 
     def _leaf(self, name: str) -> str:
         leaf = self._graph.leaves[name]
@@ -166,6 +181,11 @@ class Expressions:
         self._taken.add(name)
         self.namespace[name] = value
         return name
+
+
+def _is_written_apart(leaf: object) -> bool:
+    """Whether it is no literal, wherever it stands."""
+    return isinstance(leaf, (Ref, Size, OwnGenerator))
 
 
 def statistics_of(op: DNode) -> tuple[int, int, int] | None:

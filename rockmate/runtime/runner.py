@@ -47,6 +47,7 @@ class Runner:
         settings: BoundSettings,
         compiled: CompiledProgram,
         numbers: RunTimeNumbers | None = None,
+        may_be_refused: bool = False,
     ) -> None:
         self._module = module
         self._graph = graph
@@ -60,7 +61,7 @@ class Runner:
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._flags = BackEndFlags(self._devices)
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
-        self._is_guarded = any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
+        self._is_guarded = may_be_refused or any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
         self._opaque = {op.call.function.path for op in graph if isinstance(op.call.function, OpaqueCall)}
         self._written = _written_buffers(graph)
         self._double_backward = DoubleBackward(module)

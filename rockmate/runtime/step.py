@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 
+from rkgb.errors import GuardError
 from rkgb.process.autocast import autocast_is_on, without_autocast
 from rkgb.process.surroundings import hooks_allowed
 from rkgb.process.turns import STREAMS
@@ -112,6 +113,7 @@ class Step:
         "double_backward",
         "hooks",
         "numbers",
+        "sizes",
     )
 
     def __init__(self, tables: StepTables) -> None:
@@ -119,6 +121,7 @@ class Step:
         self.hooks = UserHooks.around()
         self.double_backward: DoubleBackward | None = None  # whom to tell that a graph of the backward is wanted
         self.numbers: dict[str, int | float] = {}  # what this call gives for expressions of arguments and settings
+        self.sizes = tables.sizes
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back
@@ -167,6 +170,15 @@ class Step:
         with STREAMS:
             self._random[op] = self._generator(op, stream).get_state()
             yield
+
+    def check_shape(self, name: str, value: torch.Tensor) -> None:
+        """Raise `GuardError` where a value has another shape than it was computed to have in a call of such sizes."""
+        shape = self._tables.shapes.get(name)
+        if shape is not None and tuple(value.shape) != shape:
+            raise GuardError(
+                f"%{name} has the shape {list(value.shape)} in a call for whose sizes {list(shape)} was computed: the "
+                "module goes another way than in calls of other sizes."
+            )
 
     def accept(self, op: str, handles: list[Handle]) -> None:
         """Take over what `op` packed: forget what the plan forgets."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ class StepTables:
     places: dict[str, tuple[dict[str, Any], str]]  # where the parameters and buffers that segments read are found
     packs: dict[str, Pack] = field(default_factory=dict)  # by key: what the forward keeps of a value
     unpacks: dict[str, Unpack] = field(default_factory=dict)  # by key
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # what code for several sizes looks up
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by value: as code that checks it has it
     makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
     takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
     repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it

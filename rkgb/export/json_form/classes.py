@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rkgb.ir.bgraph import BGraph
+from rkgb.ir.call import Call
 from rkgb.ir.dgraph import DGraph
 from rkgb.ir.kgraph import KComp, KData, KGraph
 from rkgb.ir.sgraph import SGraph, SNode
@@ -22,6 +23,8 @@ _OTHER_ENDS: Mapping[type[Any], frozenset[str]] = {
     SNode: frozenset({"users"}),
     KData: frozenset({"users", "producers"}),
 }
+# Of use where a graph was traced: calls of other sizes are compared with those that were planned there.
+_NOT_KEPT: Mapping[type[Any], frozenset[str]] = {Call: frozenset({"sizes"}), BGraph: frozenset({"questions"})}
 # Written first, so that what the other fields hold is only named by them.
 _FIRST: Mapping[type[Any], tuple[str, ...]] = {KGraph: ("sgraph", "blocks", "data")}
 
@@ -71,7 +74,7 @@ class Classes:
 
 def _parts(kind: type[Any]) -> list[Part]:
     hints = typing.get_type_hints(kind)
-    left_out = _OTHER_ENDS.get(kind, frozenset())
+    left_out = _OTHER_ENDS.get(kind, frozenset()) | _NOT_KEPT.get(kind, frozenset())
     found = [
         Part(field.name, hints[field.name], field.default, field.default_factory)
         for field in dataclasses.fields(kind)

@@ -1,0 +1,158 @@
+"""Structures made of calls of different sizes, as one structure: what varies in it is a function of the sizes.
+
+Two graphs of one module, or two problems, are aligned where they differ in numbers alone. Integers in them become
+polynomials, which are exact; times become lines between what was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rockmate.families.formulas import Formula
+from rockmate.families.polynomials import Chords, Point, Polynomial, fitted
+
+
+class NotAligned(Exception):
+    """What was made of calls of different sizes differs in more than in sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolated:
+    """A time in ms, measured at a few points: between them on lines, and beyond them in proportion."""
+
+    work: tuple[float, ...]  # how much there was to do, in rising order: the product of the sizes
+    times_ms: tuple[float, ...]
+
+    def at(self, point: Point) -> float:
+        """The time at that point."""
+        work = float(math.prod(point))
+        if work <= self.work[0]:
+            return self._between(0, work, lowest=min(1.0, work / self.work[0]) * self.times_ms[0])
+        for place in range(1, len(self.work) - 1):
+            if work <= self.work[place]:
+                return self._between(place - 1, work, 0.0)
+        return self._between(len(self.work) - 2, work, 0.0)
+
+    def _between(self, place: int, work: float, lowest: float) -> float:
+        (one, other), (first, second) = self.work[place : place + 2], self.times_ms[place : place + 2]
+        share = (work - one) / (other - one)
+        return max(lowest, first + share * (second - first), 0.0)
+
+
+Leaf = Polynomial | Chords | Formula | Interpolated
+
+
+_LEAVES = (Polynomial, Chords, Formula, Interpolated)
+
+
+def aligned(trees: Sequence[Any], points: tuple[Point, ...], may_bound: bool = False) -> Any:
+    """One of `trees`, which were made at the `points`, with functions in the places of numbers that vary.
+
+    Where it `may_bound` them, a number that is no polynomial is bounded by `Chords`. Raises `NotAligned` where trees
+    differ otherwise, or such a number may not be bounded.
+    """
+    first = trees[0]
+    kind = type(first)
+    if any(type(tree) is not kind for tree in trees):
+        raise NotAligned(f"{trees}")
+    if kind is int:
+        return first if all(tree == first for tree in trees) else _integer(tuple(trees), points, may_bound)
+    if kind is float:
+        return first if all(tree == first for tree in trees) else _interpolated(tuple(trees), points)
+    if kind in (tuple, list):
+        if any(len(tree) != len(first) for tree in trees):
+            raise NotAligned(f"{trees}")
+        items = [aligned(parts, points, may_bound) for parts in zip(*trees, strict=True)]
+        return first if all(map(operator.is_, items, first)) else kind(items)
+    if kind is dict:
+        if any(tree.keys() != first.keys() for tree in trees):
+            raise NotAligned(f"{trees}")
+        found = {key: aligned([tree[key] for tree in trees], points, may_bound) for key in first}
+        return first if all(found[key] is item for key, item in first.items()) else found
+    if dataclasses.is_dataclass(kind) and not issubclass(kind, enum.Enum):
+        changes = {
+            part.name: aligned([getattr(tree, part.name) for tree in trees], points, may_bound)
+            for part in dataclasses.fields(kind)
+            if part.init
+        }
+        if all(changes[name] is getattr(first, name) for name in changes):
+            return first
+        return _Varying(kind, changes)
+    if any(not _is_same(first, tree) for tree in trees):
+        raise NotAligned(f"{trees}")
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class _Varying:
+    """An instance of a dataclass in which something varies: without its own checks, as it is none yet."""
+
+    kind: Any
+    parts: dict[str, Any]
+
+
+def at_point(tree: Any, point: Point) -> Any:
+    """What was `aligned`, as it is at that point. Raises `NotWhole`."""
+    return _AtPoint(point)(tree)
+
+
+class _AtPoint:
+    """Evaluates each function once, however often it occurs."""
+
+    def __init__(self, point: Point) -> None:
+        self._point = point
+        self._known: dict[int, Any] = {}  # by the identity of the function: `fitted` gives the same one again
+
+    def __call__(self, tree: Any) -> Any:
+        kind = type(tree)
+        if kind in _LEAVES:
+            if id(tree) not in self._known:
+                self._known[id(tree)] = tree.at(self._point)
+            return self._known[id(tree)]
+        if kind is tuple or kind is list:
+            return kind(map(self, tree))
+        if kind is dict:
+            return {key: self(item) for key, item in tree.items()}
+        if kind is _Varying:
+            return tree.kind(**{name: self(part) for name, part in tree.parts.items()})
+        return tree
+
+
+def numbers_in(tree: Any, found: Callable[[Leaf], Any]) -> Any:
+    """What was `aligned`, with something else in the place of each function."""
+    if type(tree) in _LEAVES:
+        return found(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(numbers_in(item, found) for item in tree)
+    if type(tree) is dict:
+        return {key: numbers_in(item, found) for key, item in tree.items()}
+    if isinstance(tree, _Varying):
+        return tree.kind(**{name: numbers_in(part, found) for name, part in tree.parts.items()})
+    return tree
+
+
+def _integer(values: tuple[int, ...], points: tuple[Point, ...], may_bound: bool) -> Polynomial | Chords:
+    found = fitted(values, points)
+    if found is None and may_bound and min(values) >= 0:
+        return Chords(points, values)
+    if found is None:
+        raise NotAligned(f"{values} at {points}")
+    return found
+
+
+def _interpolated(times_ms: tuple[float, ...], points: tuple[Point, ...]) -> Interpolated:
+    pairs = sorted((float(math.prod(point)), time_ms) for point, time_ms in zip(points, times_ms, strict=True))
+    by_work = {work: min(ms for other, ms in pairs if other == work) for work, _ in pairs}
+    if len(by_work) < 2:
+        raise NotAligned(f"{times_ms} at {points}")
+    return Interpolated(tuple(by_work), tuple(by_work.values()))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or bool(one == other)

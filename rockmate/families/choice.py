@@ -1,0 +1,117 @@
+"""Which of a family's schedules a call follows: the quickest of those whose step fits the budget at its sizes."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rk_solvers import KeepAll, Problem, Schedule, Solution, check
+from rk_solvers.liveness import peak_and_time, simulate
+from rkgb import Sample
+from rockmate.families.family import Family
+from rockmate.families.polynomials import NotWhole, Point
+from rockmate.families.sized_plan import PlanOfSize, SizedPlan
+from rockmate.guards.inputs import CallPattern
+from rockmate.planning.fixed_plan import PortablePlan
+from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.measured import Measured
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import LoweredPlan
+from rockmate.planning.request import PlanRequest
+
+_SEARCH_S = 1.0  # for a schedule where none of those that are there fits: the step waits for it
+_MOST_SCHEDULES = 16
+KEEP_ALL = PortablePlan((), KeepAll().name)
+
+
+class FamilyPlans:
+    """The schedules of a family, all under one budget."""
+
+    def __init__(self, family: Family, members: Sequence[tuple[Measured, LoweredPlan]]) -> None:
+        self.family = family
+        decisions = [PortablePlan.of(planned.plan.schedule, planned.plan.solver) for _, planned in members]
+        by_stages = {one.stages: one for one in (KEEP_ALL, *decisions)}
+        self._schedules = list(by_stages.values())
+        self._sized: dict[PortablePlan, SizedPlan] = {}
+        self._highest: Point | None = None  # of each symbol the largest size of steps that ran; None before the first
+
+    def plan_for(self, call: Sample, request: PlanRequest, budget_bytes: int) -> tuple[Measured, PlanOfSize] | None:
+        """The plan of a call, with what it takes; None where the call is none of the family, or no schedule fits."""
+        started = time.perf_counter()
+        base = self.family.base
+        pattern = CallPattern.of(call, base.pattern.autocast, base.pattern.flags)
+        point = self.family.point_of(pattern)
+        if point is None:
+            return None
+        try:
+            problem = self.family.problem_at(point)
+        except NotWhole:
+            return None
+        keep_all_bytes, _ = peak_and_time(problem, {})
+        measured = replace(
+            base, sample=None, pattern=pattern, problem=problem, eager_peak_bytes=keep_all_bytes, measuring_s=0.0
+        )
+        decisions = self._best(problem, budget_bytes) or self._found(measured, request, budget_bytes)
+        if decisions is None:
+            return None
+        schedule = decisions.schedule_for(problem)
+        plan = _plan(measured, schedule, decisions.solver, budget_bytes)
+        plan = replace(plan, planning_s=time.perf_counter() - started)
+        sized = self._sized_for(decisions, problem)
+        return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
+
+    def is_new_ground(self, point: Point) -> bool:
+        """Whether a step of these sizes may show what no step before it has shown."""
+        return self._highest is None or any(map(operator.gt, point, self._highest))
+
+    def was_seen(self, point: Point) -> None:
+        """A step of these sizes was as predicted."""
+        self._highest = tuple(map(max, *self.family.points, point, self._highest or point))
+
+    def _best(self, problem: Problem, budget_bytes: int) -> PortablePlan | None:
+        """The quickest of the schedules that are there, of those that fit."""
+        fitting = []
+        for place, decisions in enumerate(self._schedules):
+            peak_bytes, time_ms = peak_and_time(problem, dict(decisions.stages))
+            if peak_bytes <= budget_bytes:
+                fitting.append((time_ms, place))
+                if not decisions.stages:
+                    break  # nothing is quicker than to keep all
+        return self._schedules[min(fitting)[1]] if fitting else None
+
+    def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> PortablePlan | None:
+        """A schedule for sizes for which none that is there fits."""
+        limits = request.limits
+        quick = replace(limits, search_s=min(limits.search_s, _SEARCH_S), extra_s=0.0)
+        solution: Solution = solver_for(replace(request, limits=quick), measured).solve(measured.problem, budget_bytes)
+        if not solution.status.fits:
+            return None
+        decisions = PortablePlan.of(solution.schedule, solution.solver)
+        self._schedules = [*self._schedules[-_MOST_SCHEDULES:], decisions]
+        return decisions
+
+    def _sized_for(self, decisions: PortablePlan, problem: Problem) -> SizedPlan:
+        if decisions not in self._sized:
+            # No schedule is believed unchecked; its rules are those of all sizes.
+            check(problem, decisions.schedule_for(problem), None)
+            self._sized[decisions] = SizedPlan(self.family, decisions)
+        return self._sized[decisions]
+
+
+def _plan(measured: Measured, schedule: Schedule, solver: str, budget_bytes: int) -> Plan:
+    problem = measured.problem
+    simulation = simulate(problem, schedule)
+    return Plan(
+        budget_bytes=budget_bytes,
+        peak_bytes=simulation.peak_bytes,
+        time_ms=simulation.time_ms,
+        baseline_peak_bytes=measured.eager_peak_bytes,
+        baseline_time_ms=problem.keep_all_time_ms,
+        solver=solver,
+        planning_s=0.0,
+        schedule=schedule,
+        calls=str(measured.pattern),
+        gradient_bytes=measured.gradient_bytes,
+    )

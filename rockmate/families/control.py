@@ -1,0 +1,74 @@
+"""A step of sizes that were not measured, compared with the module's own: its bits, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from rkgb import Sample
+from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.recording.digest import digest
+from rkgb.state.module_state import for_planning, random_states
+from rkgb.tree import leaves
+from rockmate.planning.costs import LossFunction
+from rockmate.planning.measured import Measured, borrowed_with_gradients
+from rockmate.planning.planner import measured_peak
+from rockmate.planning.real_step import run_step
+from rockmate.runtime.runner import Runner
+
+
+def gives_the_same(
+    module: torch.nn.Module, runner: Runner, measured: Measured, sample: Sample, loss: LossFunction | None
+) -> bool:
+    """Whether a step by `runner` gives bit by bit what one of the module gives: outputs, gradients, buffers, streams.
+
+    A module that differs from itself is none to compare with. Where its own step does not fit the memory, nothing is
+    compared. The module is left as it was.
+    """
+    step = partial(_digests, module, measured, sample, loss)
+    with for_planning(module):
+        try:
+            expected = step(module)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return True
+            raise
+        return step(runner) == expected or step(module) != expected
+
+
+def step_bytes(
+    module: torch.nn.Module, runner: Runner, measured: Measured, sample: Sample, loss: LossFunction | None
+) -> int:
+    """Peak of one real step by `runner`. The module is left as it was."""
+    measured.sample = sample
+    try:
+        return measured_peak(module, runner, measured, loss).allocated_bytes
+    finally:
+        measured.sample = None
+
+
+def _digests(
+    module: torch.nn.Module,
+    measured: Measured,
+    sample: Sample,
+    loss: LossFunction | None,
+    step: Callable[..., Any],
+) -> list[Any]:
+    given = sample.copy()
+    outputs: list[torch.Tensor] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        outputs.extend(leaves(output))
+        return output
+
+    noted.original = module  # type: ignore[attr-defined]
+    devices = {measured.device}
+    with borrowed_with_gradients(module, devices, measured.graphs.D_graph, measured.gradients):
+        run_step(noted, given, loss)
+        tensors = [*outputs, *module.buffers(), *(tensor.grad for tensor in (*module.parameters(), *given.tensors))]
+        streams = [state.tolist() for _, state in random_states(devices) if isinstance(state, torch.Tensor)]
+        return [*(None if tensor is None else digest(tensor.detach()) for tensor in tensors), *streams]

@@ -1,0 +1,186 @@
+"""Numbers that depend on sizes, as polynomials: found from a few points, exactly, and evaluated at any other.
+
+A `Point` has one size for each symbol: for each dimension, or group of dimensions, that varies from call to call.
+Bytes, shapes and strides are sums of products of sizes, so that a few points tell the whole polynomial. Coefficients
+are fractions, as half a length is a size, too; where a value is no whole number, the polynomial does not hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+
+Point = tuple[int, ...]
+Monomial = tuple[int, ...]  # the exponent of each symbol
+
+_HIGHEST = 2  # exponent of a symbol: attention's scores have the square of a length
+_HIGHEST_IN_ALL = 3  # as height times width times a batch
+
+
+class NotWhole(Exception):
+    """A polynomial of sizes has no whole value at a point: what it stood for is none there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A sum of monomials, each with its coefficient."""
+
+    terms: tuple[tuple[Monomial, Fraction], ...]
+    # The same in integers, over one denominator: it is evaluated far more often than it is made.
+    _integers: tuple[tuple[Monomial, int], ...] = field(init=False, repr=False, compare=False)
+    _denominator: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        denominator = math.lcm(*(Fraction(coefficient).denominator for _, coefficient in self.terms))
+        integers = tuple((monomial, int(coefficient * denominator)) for monomial, coefficient in self.terms)
+        object.__setattr__(self, "_integers", integers)
+        object.__setattr__(self, "_denominator", denominator)
+
+    def at(self, point: Point) -> int:
+        """Its value. Raises `NotWhole`."""
+        total = sum(coefficient * _value(monomial, point) for monomial, coefficient in self._integers)
+        whole, rest = divmod(total, self._denominator)
+        if rest:
+            raise NotWhole(f"{self} is {Fraction(total, self._denominator)}")
+        return whole
+
+    @property
+    def constant(self) -> int | None:
+        """Its value where it is the same at all points."""
+        if not self.terms:
+            return 0
+        ((monomial, coefficient), *more) = self.terms
+        return None if more or any(monomial) or coefficient.denominator != 1 else coefficient.numerator
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        return _summed([*self.terms, *other.terms])
+
+    def __neg__(self) -> Polynomial:
+        return Polynomial(tuple((monomial, -coefficient) for monomial, coefficient in self.terms))
+
+    def __sub__(self, other: Polynomial) -> Polynomial:
+        return self + -other
+
+    def __mul__(self, other: Polynomial) -> Polynomial:
+        return _summed(
+            [
+                (tuple(map(operator.add, mine, theirs)), coefficient * factor)
+                for mine, coefficient in self.terms
+                for theirs, factor in other.terms
+            ]
+        )
+
+    def __str__(self) -> str:
+        return " + ".join(_text(monomial, coefficient) for monomial, coefficient in self.terms) or "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Chords:
+    """Bytes that are no polynomial, as the most of several is none: at least as many as there are.
+
+    Each of the several is a polynomial without negative coefficients, and so is convex, as the most of them is: between
+    two points it is below the line through their values. Below all points it is at most what it is at the lowest, and
+    above them it grows no faster than the square of a size.
+    """
+
+    points: tuple[Point, ...]
+    values: tuple[int, ...]
+
+    def at(self, point: Point) -> int:
+        """So many bytes at most."""
+        pairs = sorted(zip(self.points, self.values, strict=True))
+        if len(point) == 1:
+            for (one, first), (other, second) in itertools.pairwise(pairs):
+                if one[0] <= point[0] <= other[0]:
+                    share = Fraction(point[0] - one[0], other[0] - one[0])
+                    return math.ceil(first + share * (second - first))
+        above = [value for other, value in pairs if all(map(operator.le, point, other))]
+        if above:
+            return min(above)
+        growth = max(
+            Fraction(size, known) for size, known in zip(point, map(max, zip(*self.points, strict=True)), strict=True)
+        )
+        return math.ceil(max(self.values) * growth**_HIGHEST_IN_ALL if len(point) > 1 else max(self.values) * growth**2)
+
+    def __str__(self) -> str:
+        return f"at most {self.values}"
+
+
+def constant(value: int, symbols: int) -> Polynomial:
+    """The polynomial that is `value` everywhere."""
+    return Polynomial((((0,) * symbols, Fraction(value)),) if value else ())
+
+
+def _summed(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
+    found: dict[Monomial, Fraction] = {}
+    for monomial, coefficient in terms:
+        found[monomial] = found.get(monomial, Fraction(0)) + coefficient
+    return Polynomial(tuple(sorted((item for item in found.items() if item[1]), key=lambda item: (sum(item[0]), item))))
+
+
+def symbol_name(index: int) -> str:
+    """``n``, then ``n1``, ``n2``, …"""
+    return f"n{index or ''}"
+
+
+@cache
+def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Polynomial | None:
+    """The polynomial of fewest and lowest terms that has these `values` at the `points`; None where none is sure.
+
+    It has fewer terms than there are points, so that one of them at least confirms it.
+    """
+    candidates = _monomials(len(points[0]))
+    if values == (0,) * len(values):
+        return Polynomial(())
+    for count in range(1, len(points)):
+        for chosen in itertools.combinations(candidates, count):
+            coefficients = _solved(chosen, values, points)
+            if coefficients is not None and all(coefficients):
+                return _summed(list(zip(chosen, coefficients, strict=True)))
+    return None
+
+
+@cache
+def _monomials(symbols: int) -> tuple[Monomial, ...]:
+    """Those that a polynomial may have, the lowest first."""
+    found = itertools.product(range(_HIGHEST + 1), repeat=symbols)
+    return tuple(sorted((one for one in found if sum(one) <= _HIGHEST_IN_ALL), key=lambda one: (sum(one), one)))
+
+
+def _solved(
+    chosen: tuple[Monomial, ...], values: Sequence[int], points: Sequence[Point]
+) -> tuple[Fraction, ...] | None:
+    """The coefficients of these monomials, where they give all values; None where none do, or several."""
+    rows = [
+        [*(Fraction(_value(monomial, point)) for monomial in chosen), Fraction(value)]
+        for point, value in zip(points, values, strict=True)
+    ]
+    for column in range(len(chosen)):
+        pivot = next((row for row in rows[column:] if row[column]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        rows.insert(column, pivot)
+        for place, row in enumerate(rows):
+            if place != column and row[column]:
+                factor = row[column] / pivot[column]
+                rows[place] = [mine - factor * theirs for mine, theirs in zip(row, pivot, strict=True)]
+    if any(row[-1] for row in rows[len(chosen) :]):
+        return None
+    return tuple(rows[place][-1] / rows[place][place] for place in range(len(chosen)))
+
+
+def _value(monomial: Monomial, point: Point) -> int:
+    return math.prod(size**exponent for size, exponent in zip(point, monomial, strict=True))
+
+
+def _text(monomial: Monomial, coefficient: Fraction) -> str:
+    factors = [symbol_name(index) for index, exponent in enumerate(monomial) for _ in range(exponent)]
+    if coefficient != 1 or not factors:
+        factors.insert(0, str(coefficient))
+    return " * ".join(factors)

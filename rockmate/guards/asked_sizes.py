@@ -1,0 +1,129 @@
+"""What a forward asks of sizes when nobody traces it: some modules take another way under a tracer.
+
+A trace is compared with the module on the sizes that it was made of. With others, the module may go a way that it takes
+only where no tracer is at work: what it decides by sizes then is seen in a run of its own, with numbers in the place of
+sizes that note what is done with them.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rkgb import Sample
+from rkgb.ir.opaque import as_written
+from rkgb.recording.record import nothing_saved
+from rkgb.sizes import OPERATIONS, Computed, SizeQuestion, SizeRead
+from rkgb.state.generators import GeneratorsMet, MeetingGenerators
+from rkgb.state.module_state import module_state_kept, training_mode
+from rockmate.guards.numbers import Expression, Number
+from rockmate.guards.tracked import NotFollowed, Uses, is_watched, watched
+
+_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_NAMES: dict[Callable[..., Any], str] = {function: name for name, function in OPERATIONS.items()}
+
+
+def size_questions(module: torch.nn.Module, sample: Sample) -> tuple[SizeQuestion, ...] | None:
+    """What Python asks of sizes in a forward, and the answers; None where it cannot be followed. All is given back."""
+    uses = Uses({})
+    call = sample.copy()
+    met = GeneratorsMet(module)
+    try:
+        with (
+            training_mode(module),
+            module_state_kept(module),
+            met.given_back(),
+            MeetingGenerators(met),
+            nothing_saved(),
+            as_written(),
+            warnings.catch_warnings(action="ignore"),
+            _Sizes(uses),
+        ):
+            call.call(module)
+        return tuple(SizeQuestion(_expression(one.asked, uses), one.answer) for one in uses.questions)
+    except Exception:  # noqa: BLE001  a number that is watched is not always taken for one
+        return None
+
+
+class _Shape(tuple):  # type: ignore[type-arg]
+    """The shape of a tensor, in numbers that are watched."""
+
+    __slots__ = ()
+
+    def numel(self) -> Any:
+        """The product of the sizes."""
+        product: Any = 1
+        for size in self:
+            product = product * size
+        return product
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        return _Shape(found) if isinstance(place, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return _Shape(super().__add__(tuple(other)))
+
+
+class _Sizes(TorchFunctionMode):
+    """Gives sizes as numbers that are watched, and PyTorch's functions plain ones."""
+
+    def __init__(self, uses: Uses) -> None:
+        super().__init__()
+        self._uses = uses
+        self._reads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _plain((args, kwargs or {}))
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if isinstance(result, torch.Size) and (name == "size" or func == _SHAPE):
+            return self._shape(result)
+        if name == "size" and type(result) is int:
+            place = args[1] if len(args) > 1 else kwargs["dim"]
+            return self._shape(args[0].size())[place]
+        if name in ("numel", "nelement") and type(result) is int and isinstance(args[0], torch.Tensor):
+            return self._shape(args[0].size()).numel()
+        if name == "__len__" and args[0].dim():  # which is to be an int
+            self._uses.ask(self._shape(args[0].size())[0].expression)
+        return result
+
+    def _shape(self, sizes: torch.Size) -> _Shape:
+        self._reads += 1
+        found = []
+        for dimension, size in enumerate(sizes):
+            number = Number(f"{self._reads}", argument=(self._reads, dimension))
+            self._uses.known[number] = size
+            found.append(watched(number, size, self._uses, 0))
+        return _Shape(found)
+
+
+def _plain(tree: Any) -> Any:
+    """The arguments of a function with plain numbers."""
+    if is_watched(tree):
+        return tree.value
+    if type(tree) in (tuple, list, _Shape):
+        return (list if type(tree) is list else tuple)(map(_plain, tree))
+    if type(tree) is dict:
+        return {key: _plain(item) for key, item in tree.items()}
+    if type(tree) is slice:
+        return slice(*map(_plain, (tree.start, tree.stop, tree.step)))
+    return tree
+
+
+def _expression(tree: Any, uses: Uses) -> Any:
+    if isinstance(tree, Number):
+        assert tree.argument is not None
+        read, dimension = tree.argument
+        return SizeRead(f"read {read}", dimension, int(uses.known[tree]))
+    if isinstance(tree, Expression):
+        name = "+" if tree.function is operator.pos else _NAMES.get(tree.function)
+        if name is None:
+            raise NotFollowed
+        return Computed(name, tuple(_expression(operand, uses) for operand in tree.operands))
+    return tree

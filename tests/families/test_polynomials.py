@@ -1,0 +1,74 @@
+"""Functions of sizes that are found from a few values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rockmate.families.polynomials import Chords, NotWhole, Polynomial, constant, fitted
+
+LENGTHS = ((16,), (24,), (56,), (72,))
+SQUARES = ((4, 16), (4, 24), (4, 56), (4, 72), (3, 40))  # a batch that is always the same, but for the last one
+
+
+def values(function, points):
+    return tuple(function(*point) for point in points)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda n: 0, lambda n: 7, lambda n: 4 * n, lambda n: n * n, lambda n: 3 * n * n + 5 * n + 11, lambda n: n // 8],
+)
+def test_what_sizes_give_is_found_and_holds_elsewhere(function):
+    found = fitted(values(function, LENGTHS), LENGTHS)
+    assert found is not None
+    assert [found.at((n,)) for n in (8, 40, 800)] == [function(n) for n in (8, 40, 800)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda b, n: b * n, lambda b, n: 8 * b * n * n, lambda b, n: n + 3, lambda b, n: 64 * b, lambda b, n: 5],
+)
+def test_one_other_batch_tells_what_is_of_the_batch(function):
+    found = fitted(values(function, SQUARES), SQUARES)
+    assert found is not None
+    assert found.at((7, 100)) == function(7, 100)
+
+
+@pytest.mark.parametrize("function", [lambda n: min(n, 40), lambda n: max(n * n, 30 * n), lambda n: (n * 7919) % 101])
+def test_what_is_no_polynomial_is_none(function):
+    assert fitted(values(function, LENGTHS), LENGTHS) is None
+
+
+def test_three_values_do_not_tell_a_polynomial_of_three_terms():
+    assert fitted(values(lambda n: n * n + n + 1, LENGTHS[:3]), LENGTHS[:3]) is None
+
+
+def test_half_a_length_is_none_where_it_is_no_whole_number():
+    found = fitted(values(lambda n: n // 8, LENGTHS), LENGTHS)
+    assert found is not None
+    with pytest.raises(NotWhole, match="9/8"):
+        found.at((9,))
+
+
+def test_arithmetic_is_that_of_the_values():
+    n, two = Polynomial((((1,), 1),)), constant(2, 1)
+    both = (n + two) * (n - two)
+    assert [both.at((size,)) for size in (0, 3, 10)] == [size * size - 4 for size in (0, 3, 10)]
+    assert str(both) == "-4 + n * n"
+    assert str(n) == "n"
+    assert (n - n).constant == 0
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 50)] * 3), min_size=1, max_size=4),
+    st.lists(st.integers(1, 60), min_size=3, max_size=5, unique=True),
+    st.integers(1, 90),
+)
+def test_chords_are_above_the_most_of_polynomials(terms, lengths, length):
+    def most(n):
+        return max(a * n * n + b * n + c for a, b, c in terms)
+
+    points = tuple((n,) for n in lengths)
+    assert Chords(points, values(most, points)).at((length,)) >= most(length)
