@@ -91,6 +91,10 @@ class Rockmate(ModuleProxy):
             are planned as the other arguments say.
         options: all of the above but `plan` as one record, in place of them.
         cache: False to neither look for the plan in the user's cache (`rockmate.plan_files.cache`) nor keep it there.
+        plan_in_background: False to look for no better plans while training goes on. Calls of several sizes are planned
+            at once, and a process of its own, at the lowest priority, looks for better schedules, taken between
+            steps. It is off where there is one core, under ``torch.use_deterministic_algorithms``, and where the
+            environment has ``ROCKMATE_BACKGROUND=0``.
 
     Raises:
         BudgetError: the budget or its scope cannot be read.
@@ -122,6 +126,7 @@ class Rockmate(ModuleProxy):
         opaque: torch.nn.Module | Iterable[torch.nn.Module] = (),
         plan: PlanFile | str | os.PathLike[str] | None = None,
         cache: bool = True,
+        plan_in_background: bool = True,
         options: PlanOptions | None = None,
     ) -> None:
         said = {
@@ -135,6 +140,7 @@ class Rockmate(ModuleProxy):
             "shapes": shapes,
             "opaque": opaque,
             "cache": cache,
+            "plan_in_background": plan_in_background,
         }
         options = PlanOptions.of(options, said, time_limit, gap)
         request = options.request(budget)
@@ -217,6 +223,20 @@ class Rockmate(ModuleProxy):
         `sample` is as for the constructor. Raises as planning does.
         """
         return self._family.member_for(make_sample(self.original, sample)).plan
+
+    def replan(self, budget: Budget, sample: Any = None) -> None:
+        """Train within another budget from now on. What was traced and measured is kept, and solved anew.
+
+        Calls are planned when they come next, as with a first budget; those like `sample` at once. The budget is as
+        for the constructor: a fraction is of the eager peak of the call that is planned first.
+
+        Raises:
+            BudgetError: the budget cannot be read; then nothing has changed.
+            BudgetTooSmall: no schedule fits for the `sample`, or later for a first call.
+        """
+        self._family.replan(budget)
+        if sample is not None:
+            self.plan_for(sample)
 
     def plan_file(self) -> PlanFile:
         """`plan` with all that is known of it, to be kept as a file, looked at, and used again."""

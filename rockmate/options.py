@@ -43,6 +43,7 @@ class PlanOptions:
     shapes: Shapes = "replan"  # what happens to a call that no plan holds for
     opaque: torch.nn.Module | Iterable[torch.nn.Module] = ()  # submodules whose call is one operation
     cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
+    plan_in_background: bool = True  # better plans for calls of several sizes: looked for while training goes on
 
     @classmethod
     def of(
@@ -86,6 +87,7 @@ class PlanOptions:
             pin=as_pins(self.pin),
             scope=self.scope,
             optimizer=self.optimizer,
+            in_background=self.plan_in_background,
         )
         check_request(request)
         return request

@@ -13,6 +13,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What is tested is planned here and now, and nothing of it is left behind: tests of the cache have one of their own.
 os.environ["ROCKMATE_CACHE"] = "0"
+os.environ["ROCKMATE_BACKGROUND"] = "0"  # plans that are the same each time; tests of what goes on there turn it on
 
 import torch
 

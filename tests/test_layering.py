@@ -136,6 +136,7 @@ ROCKMATE_MAY_USE = (
     "rk_solvers.liveness",
     "rk_solvers.solver",
     "rk_solvers.limits",
+    "rk_solvers.side_process",
     "rk_solvers.bounds",
     "rk_solvers.local",
     "rk_solvers.baselines",

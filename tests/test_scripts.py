@@ -84,6 +84,15 @@ def test_relu_benchmark_writes_its_results(tmp_path):
 
 
 @pytest.mark.ci
+def test_planning_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/planning.py", "--quick", "--models", "gpt2-12", "--output", str(tmp_path))
+    result = json.loads((tmp_path / "planning-cpu.json").read_text(encoding="utf-8"))
+    (row,) = result["rows"]
+    assert all(row[name] > 0 for name in ("eager_s", "first_s", "first_cpu_s", "second_s", "cached_s"))
+    assert len(result["bars"]) == 3
+
+
+@pytest.mark.ci
 def test_lengths_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/lengths.py", "--quick", "--models", "hf-bert", "--batches", "8", "--output", str(tmp_path))
     result = json.loads((tmp_path / "lengths-cpu.json").read_text(encoding="utf-8"))

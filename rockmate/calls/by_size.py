@@ -6,10 +6,11 @@ of other sizes has its plan within milliseconds.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,10 +18,13 @@ from rkgb import GuardError, Sample, make_sample
 from rockmate.calls.specialization import Specialization
 from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
-from rockmate.families.family import LEAST_MEMBERS, family_of
+from rockmate.families.family import family_of
+from rockmate.families.polynomials import Point
 from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
+from rockmate.planning.background import BackgroundSearch, Found, is_wanted
+from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
 from rockmate.runtime.double_backward import DoubleBackward
@@ -28,6 +32,10 @@ from rockmate.runtime.double_backward import DoubleBackward
 _MOST = 1024  # sizes whose plans are kept; what has not been used for longest goes, and is made again in no time
 _MOST_MEASURED = 6  # members of a family
 _MOST_REFUSED = 4096
+_ATTEMPTS = 3  # schedules that are tried for one call
+_QUICK_S = 1.0  # of a search for a call of other sizes than those that are planned
+_SEARCH_S = 10.0  # of a search in the background, for one of many sizes
+_WORTH = 0.002  # of a step's time: a plan that gains less is not made in place of one that is there
 
 
 class PlansBySize:
@@ -35,15 +43,21 @@ class PlansBySize:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._families: dict[Hashable, FamilyPlans | None] = {}  # by the plans that they are made of
+        # By the plans that they are made of, which are kept beside.
+        self._families: dict[Hashable, tuple[FamilyPlans | None, Sequence[Specialization]]] = {}
         self._made: OrderedDict[Hashable, Specialization] = OrderedDict()
         self._refused: set[Hashable] = set()  # calls that are of no family after all, as a step showed
+        self._preferred: set[Hashable] = set()  # calls that have plans of their own, and better ones by their sizes
+        self._search = BackgroundSearch()
+        self._looking = threading.Lock()
 
     def forget(self) -> None:
         """The module, or what is known of it, has changed."""
         self._families.clear()
         self._made.clear()
         self._refused.clear()
+        self._preferred.clear()
+        self._search.close()
 
     def __iter__(self) -> Iterator[Specialization]:
         return iter(tuple(self._made.values()))
@@ -52,6 +66,30 @@ class PlansBySize:
         """The plan for calls that look like `call`, if it is there."""
         member = self._made.get(CallPattern.of(call).key)
         return () if member is None else (member,)
+
+    def prefers(self, call: Sample) -> bool:
+        """Whether a better plan than its own is there for `call`, and is still to be made."""
+        if not self._preferred:
+            return False
+        key = CallPattern.of(call).key
+        return key in self._preferred and key not in self._made
+
+    def has_better(self, call: Sample, planned: Iterable[Specialization], request: PlanRequest) -> bool:
+        """As `prefers`, once it was looked whether the search in the background has found something."""
+        self._look(planned, request)
+        return self.prefers(call)
+
+    def hurried(
+        self, request: PlanRequest, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization]
+    ) -> PlanRequest:
+        """`request` for a call that may differ from planned ones in sizes alone: with little time for a search.
+
+        Once there are a few of them, what is better for these sizes is looked for in the background.
+        """
+        pattern, limits = CallPattern.of(call), request.limits
+        if not is_wanted(request) or not any(_may_be_family(one, pattern, traits) for one in planned):
+            return request
+        return replace(request, limits=limits.within(min(limits.search_s, _QUICK_S)))
 
     def run(
         self,
@@ -63,11 +101,50 @@ class PlansBySize:
     ) -> tuple[bool, Any]:
         """Whether a call of new sizes is of a family of the plans that are there, and what the module returns by that.
 
-        Steps of the family's first plan, and of sizes above all that were seen before, are compared with the module's
+        Steps of a schedule's first plan, and of sizes above all that were seen before, are compared with the module's
         own, and measured: for nobody else to run within this.
         """
         member = self._new(call, traits, planned, request)
-        return (False, None) if member is None else self._first_run(member, call, double_backward)
+        if member is None:
+            self._preferred.discard(CallPattern.of(call).key)
+            return False, None
+        return self._first_run(member, call, double_backward)
+
+    def _look(self, planned: Iterable[Specialization], request: PlanRequest) -> None:
+        """Take what the search in the background has found, and let it go on. Never waits."""
+        if not self._search.is_busy or not self._looking.acquire(blocking=False):
+            return
+        try:
+            found = self._search.finished()
+            if found is not None:
+                self._take(found, planned, request)
+        finally:
+            self._looking.release()
+
+    def _take(self, found: Found, planned: Iterable[Specialization], request: PlanRequest) -> None:
+        plans, point, budget_bytes = cast(tuple[FamilyPlans, Point, int], found.key)
+        if found.solution is not None and plans.take(point, found.solution, budget_bytes):
+            self._made.clear()  # which of them are better now shows when they come again
+            for one in planned:
+                best_ms = plans.best_ms(one.measured.pattern, budget_bytes)
+                if best_ms is not None and best_ms < (1 - _WORTH) * one.plan.time_ms:
+                    self._preferred.add(one.measured.pattern.key)
+        if not self._begin(plans, request, budget_bytes):
+            self._search.close()
+
+    def _begin(self, plans: FamilyPlans, request: PlanRequest, budget_bytes: int) -> bool:
+        """Whether there is something to look for: then a search begins in the background."""
+        wanted = plans.wanted(request.limits.gap) if is_wanted(request) else None
+        if wanted is None:
+            return False
+        point, problem = wanted
+        limits = replace(request.limits, search_s=min(request.limits.search_s, _SEARCH_S), extra_s=0.0)
+        solver = solver_for(replace(request, limits=limits), replace(plans.family.base, problem=problem))
+        try:
+            self._search.begin((plans, point, budget_bytes), solver, problem, budget_bytes, limits.longest_s)
+        except Exception:  # noqa: BLE001  a solver of the user's that cannot be sent to another process
+            return False
+        return True
 
     def _new(
         self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
@@ -115,35 +192,51 @@ class PlansBySize:
     ) -> Specialization | None:
         budget = request.budget
         budget_bytes = budget if isinstance(budget, int) else members[0].plan.budget_bytes
-        found = plans.plan_for(call, request, budget_bytes)
-        if found is None:
-            return None
-        measured, planned = found
-        member = Specialization(self._model, measured, planned, _settings=members[0].runner.settings)
-        if plans.is_new_ground(planned.point):
-            with planning(self._model):
-                sample = make_sample(self._model, call)
-                if not gives_the_same(self._model, member.runner, measured, sample, request.loss):
-                    self._refuse(measured.pattern.key)
+        for _ in range(_ATTEMPTS):
+            found = plans.plan_for(call, request, budget_bytes)
+            if found is None:
+                return None
+            measured, planned = found
+            member = Specialization(self._model, measured, planned, _settings=members[0].runner.settings)
+            if plans.is_new_ground(planned):
+                is_within = self._is_within(member, call, request, budget_bytes, compared=plans.is_new)
+                if is_within is None:
                     return None
-                taken_bytes = step_bytes(self._model, member.runner, measured, sample, request.loss)
-            planned.plan = replace(planned.plan, measured_peak_bytes=taken_bytes)
-            if taken_bytes > budget_bytes:
+                if not is_within:
+                    plans.drop(planned)
+                    continue
+                plans.was_seen(planned)
+            if not self._search.is_busy:
+                self._begin(plans, request, budget_bytes)
+            return member
+        return None
+
+    def _is_within(
+        self, member: Specialization, call: Sample, request: PlanRequest, budget_bytes: int, compared: bool
+    ) -> bool | None:
+        """Whether a real step is within the budget; None where it is `compared` with the module's own, and differs."""
+        measured, planned = member.measured, member.planned
+        with planning(self._model):
+            sample = make_sample(self._model, call)
+            if compared and not gives_the_same(self._model, member.runner, measured, sample, request.loss):
                 self._refuse(measured.pattern.key)
                 return None
-            plans.was_seen(planned.point)
-        return member
+            taken_bytes = step_bytes(self._model, member.runner, measured, sample, request.loss)
+        planned.plan = replace(planned.plan, measured_peak_bytes=taken_bytes)
+        return taken_bytes <= budget_bytes
 
     def _plans_of(self, members: Sequence[Specialization]) -> FamilyPlans | None:
         """The family of these plans; None where they are none."""
-        by_pattern = {one.measured.pattern.key: one for one in members}
-        chosen = list(by_pattern.values())[-_MOST_MEASURED:]
-        key = frozenset(map(id, chosen))
+        by_sizes = {tuple(traits.shape for traits in one.measured.pattern.traits): one for one in members}
+        ordered = [by_sizes[sizes] for sizes in sorted(by_sizes)]  # in whichever order they were used
+        count = min(len(ordered), _MOST_MEASURED)
+        chosen = [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
+        key = tuple(map(id, chosen))
         if key not in self._families:
-            family = family_of([one.measured for one in chosen]) if len(chosen) >= LEAST_MEMBERS else None
+            family = family_of([one.measured for one in chosen])
             plans = None if family is None else FamilyPlans(family, [(one.measured, one.planned) for one in chosen])
-            self._families[key] = plans
-        return self._families[key]
+            self._families[key] = plans, chosen  # which lives as long, so that no other one has its place
+        return self._families[key][0]
 
 
 def _may_be_family(one: Specialization, pattern: CallPattern, traits: ModuleTraits) -> bool:

@@ -6,8 +6,6 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
 from rkgb.process.garbage import own_garbage_collected
 from rkgb.process.surroundings import profiler_is_taken, profiler_looked_for
-from rkgb.process.turns import TURNS, TurnsOf, warnings_collected
+from rkgb.process.turns import TURNS, TurnsOf
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.replay.first_call import FirstCall, is_lazy_module, left_as_it_was
 from rkgb.state.module_state import for_planning
@@ -27,7 +25,9 @@ from rockmate.calls.by_size import PlansBySize
 from rockmate.calls.fallbacks import FallbackCounts
 from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
+from rockmate.calls.remembered import RememberedCalls
 from rockmate.calls.specialization import InferenceCall, Specialization
+from rockmate.calls.told import Told
 from rockmate.errors import (
     BudgetTooSmall,
     CheckpointingWarning,
@@ -44,12 +44,12 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.guards.transforms import reason_to_run_unplanned, refuse_transforms
-from rockmate.memory.budget import AboveResidents
+from rockmate.memory.budget import AboveResidents, Budget, check_budget
 from rockmate.memory.optimizer_state import with_parameters
 from rockmate.options import Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
-from rockmate.plan_files.reuse import plan_above, plan_or_reuse
+from rockmate.plan_files.reuse import plan_above, plan_again, plan_or_reuse
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
@@ -67,7 +67,6 @@ _MOST_PLANS = 64
 _MOST_BRANCHES = 8  # plans for calls that are alike but for what the module reads
 _MOST_UNUSED = 16  # plans that no later call has used
 _MOST_FAILED = 8  # plannings that failed for one call after another
-_MOST_TOLD = 256
 _MOST_KNOWN = 4096  # measured blocks
 _MOST_GRADIENTS = 4  # plans for one kind of call, each for steps before which other gradients are there
 _HABIT = 4  # calls that find all gradients there, before they are worth a plan of their own
@@ -94,13 +93,14 @@ class Specializations:
         self._signature = inspect.signature(model.forward)
         self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
         self._known: dict[Any, MeasuredBlocks] = {}  # by flags and threads, under which blocks were measured
-        self._told: OrderedDict[str, None] = OrderedDict()
+        self._told = Told()
         self._expected: list[tuple[CallPattern, PortablePlan]] = []
         self._own_checkpointing = OwnCheckpointing(model)
         self._double_backward = DoubleBackward(model)
         self._untrained: list[InferenceCall] = []
         self._turns = TurnsOf(model)
         self._by_size = PlansBySize(model)
+        self._remembered = RememberedCalls(model, self.members, self.request)
         self._made = 0  # plans so far
         self._told_of_numbers = False
         self._was_planned = False  # here, or what this is a copy of: from then on training goes on
@@ -156,6 +156,18 @@ class Specializations:
             self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned
         )
         self._given = plan_file
+        self._remembered.request = self.request
+
+    def replan(self, budget: Budget) -> None:
+        """Plan calls within another budget when they come next, by what was measured. Raises `BudgetError`."""
+        check_budget(budget)
+        with self._turns.planning():
+            self._remembered.keep()
+            self.members.remove(self.members)
+            self._by_size.forget()
+            self.request = replace(self.request, budget=budget)
+            self._was_planned, self._share, self._given, self._expected = False, None, None, []
+            self._settled, self._failures = SettledCalls(), []
 
     def adopt(self, member: Specialization) -> None:
         """Take in a plan, as the one used last."""
@@ -164,7 +176,7 @@ class Specializations:
         self._was_planned = True
         self._failures = []
         if dropped:
-            self._tell(
+            self._told.tell(
                 f"{type(self._model).__name__} has {_MOST_PLANS} plans, as many as are kept: each new one takes the "
                 "place of the one that was not used for longest. Pad batches to fewer sizes."
             )
@@ -238,12 +250,12 @@ class Specializations:
     def _by_a_plan(self, call: Sample) -> tuple[bool, Any, Exception | None]:
         """Whether a plan holds for `call`, and what the module returns by it; or why the likeliest plan does not."""
         traits = self._traits()
-        if traits is None or not self.members:
+        if traits is None or not self.members or self._by_size.has_better(call, self.members, self.request):
             return False, None, None
         refusal: Exception | None = None
         # The plan for most gradients that are there has most room for the rest.
         alike = sorted(self.members.alike(call), key=lambda one: -len(one.measured.gradients))
-        for member in (*alike, *self._by_size.alike(call)):
+        for member in (*self._by_size.alike(call), *alike):
             mismatch = self._mismatch(member, call, traits) or member.gradients_mismatch()
             if mismatch is None:
                 if self.shapes != "error" and not member.is_by_size and member.is_due_for_another(_HABIT):
@@ -286,10 +298,10 @@ class Specializations:
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
             request = replace(asked_now(request, self._share, self._model), progress=tell, follow=follow)
-            with profiler_looked_for(), self._told_once(), left_as_it_was(self._model, call) as first, first.told():
+            with profiler_looked_for(), self._told.once(), left_as_it_was(self._model, call) as first, first.told():
                 member = self._after_first_call(call, request, first)
         if profiler_is_taken():
-            self._tell(
+            self._told.tell(
                 f"{type(self._model).__name__} was planned while a profiler runs: the operations of planning are not "
                 "in the profile, and what they take was measured apart from it."
             )
@@ -320,6 +332,9 @@ class Specializations:
         return member
 
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
+        remembered = self._remembered.find(call, request) if self._given is None else None
+        if remembered is not None:
+            return plan_again(self._model, remembered, call, request)
         if self._given is None:
             known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
             for digest in list(known)[:-_MOST_KNOWN]:
@@ -347,7 +362,7 @@ class Specializations:
                 if ran:
                     return output
                 alike = None if isinstance(refusal, GuardError) else self._alike(call)
-            if alike is None and (traits := self._traits()) is not None:
+            if (alike is None or self._by_size.prefers(call)) and (traits := self._traits()) is not None:
                 request = asked_now(self.request, self._share, self._model)
                 ran, output = self._by_size.run(call, traits, self.members, request, self._double_backward)
                 if ran:
@@ -406,7 +421,7 @@ class Specializations:
         if len(known) >= _MOST_GRADIENTS:
             gradients = frozenset()  # a plan that makes them all holds whichever are there
         now, cause = self._situation(call), None
-        with progress_display(self.progress) as tell, self._told_once():
+        with progress_display(self.progress) as tell, self._told.once():
             may_exceed = self._goes_on and refusal is not None
             request = asked_now(self.request, self._share, self._model, alike.measured)
             request = replace(request, progress=tell, follow=None, may_exceed=may_exceed)
@@ -449,7 +464,8 @@ class Specializations:
         follow = self._decisions_for(call, any_near=too_many is not None)
         with own_garbage_collected():  # once an error, which holds what it met, is gone
             try:
-                planned = self._trained_plan_for(call, replace(self.request, may_exceed=True), follow)
+                request = self._by_size.hurried(self.request, call, now.traits, self.members)
+                planned = self._trained_plan_for(call, replace(request, may_exceed=True), follow)
             except NothingToTrain:
                 return None
             except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
@@ -490,7 +506,7 @@ class Specializations:
         if not makes:
             return False
         self._first_makes = ""
-        self._tell(
+        self._told.tell(
             f"the first training call of {type(self._model).__name__} runs without a plan, and without a budget: it "
             f"makes {makes}. The plan is for all later calls. Where that one takes too much memory, call the module "
             "once under torch.no_grad(), on a first batch or a part of it, before it is planned."
@@ -529,7 +545,7 @@ class Specializations:
         if step.fits and refusal is not None:
             return ByItself(without_frames(refusal), now, step, too_many, instead_of_plans=True)
         name = type(self._model).__name__
-        self._tell(
+        self._told.tell(
             f"{name} is planned for nearly every call now: {too_many}, and its own step does not fit the budget. From "
             "here on such plans follow the decisions of those that are there, and are made without a word. Pad batches "
             "to fewer sizes, let the submodule that reads its data be one operation (opaque=[it]), or say "
@@ -548,11 +564,11 @@ class Specializations:
         except Exception:  # noqa: BLE001  whatever it is: then it stays as it is
             self._kept_open.add(path)
             return None
-        self.request = request
+        self.request = self._remembered.request = request
         alike = [one for one in self.members.alike(now.call) if one.measured.traits == now.traits]
         self.members.remove(alike)
         self._take_in(member)
-        self._tell(
+        self._told.tell(
             f"submodule {path!r} of {type(self._model).__name__} reads something else out of nearly every batch, and "
             f"is one operation from now on, never recomputed: {first_clause(refusal)}."
         )
@@ -583,7 +599,7 @@ class Specializations:
         self._settled.remember(why)
         peak_bytes = None if why.step is None else why.step.peak_bytes
         if self.fallbacks.count(type(why.cause).__name__, reason_of(why.cause), "by itself", peak_bytes):
-            self._warn(why.warning(type(self._model).__name__))
+            self._told.warn(why.warning(type(self._model).__name__))
         return output
 
     def _by_the_module(self, call: Sample) -> Any:
@@ -595,7 +611,7 @@ class Specializations:
             return
         plan = member.plan
         if self.fallbacks.count("BudgetTooSmall", member.why_above, "above the budget", plan.measured_peak_bytes):
-            self._warn(
+            self._told.warn(
                 FallbackWarning(
                     f"calls of {type(self._model).__name__} such as {plan.calls} run above the budget: "
                     f"{member.why_above}. The module itself takes {format_bytes(plan.baseline_peak_bytes)}. Such calls "
@@ -654,7 +670,7 @@ class Specializations:
         """Once for all: later values are many, and none of them is measured."""
         if not self._told_of_numbers:
             self._told_of_numbers = True
-            self._tell(
+            self._told.tell(
                 f"{type(self._model).__name__} was traced once more, in {member.plan.planning_s:.1f} s: "
                 f"{first_clause(refusal)}. The graph is the same, and so is the plan."
             )
@@ -662,13 +678,13 @@ class Specializations:
     def _tell_of_own_checkpointing(self) -> None:
         news = self._own_checkpointing.news()
         if news is not None:
-            self._tell(news, CheckpointingWarning)
+            self._told.tell(news, CheckpointingWarning)
 
     def tell_of_tracer(self, tracer: str) -> None:
         """Tell that what `tracer` makes of the module has no plan; not of planning itself, of what holds the module."""
         if not TURNS.is_planner():
             name = type(self._model).__name__
-            self._tell(
+            self._told.tell(
                 f"{tracer} records {name}, which is planned, as the module itself: what it makes of it trains without "
                 f"the plan, and without a budget. Record it in eval mode if it is for inference ({name}.eval()), or "
                 "train the planned module itself.",
@@ -677,22 +693,3 @@ class Specializations:
 
     def _unbudgeted(self, reason: str) -> str:
         return f"{type(self._model).__name__} runs without a plan, and without a budget: {reason}."
-
-    @contextlib.contextmanager
-    def _told_once(self) -> Iterator[None]:
-        """What planning warns of comes once, and not for every plan."""
-        with warnings_collected() as caught:
-            yield
-        for told in caught:
-            self._tell(str(told.message), told.category)
-
-    def _tell(self, text: str, category: type[Warning] = ReplanWarning) -> None:
-        """Once, however often the warning filters would have it."""
-        if text not in self._told:
-            self._told[text] = None
-            if len(self._told) > _MOST_TOLD:
-                self._told.popitem(last=False)
-            self._warn(category(text))
-
-    def _warn(self, warning: Warning) -> None:
-        warnings.warn(warning, stacklevel=frames_to_the_user())

@@ -23,6 +23,9 @@ from rockmate.planning.request import PlanRequest
 
 _SEARCH_S = 1.0  # for a schedule where none of those that are there fits: the step waits for it
 _MOST_SCHEDULES = 16
+_MOST_SEEN = 4096  # sizes
+_NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
+_WORTH = 0.002  # of a step's time: another schedule that gains less is not taken
 KEEP_ALL = PortablePlan((), KeepAll().name)
 
 
@@ -36,6 +39,9 @@ class FamilyPlans:
         self._schedules = list(by_stages.values())
         self._sized: dict[PortablePlan, SizedPlan] = {}
         self._highest: Point | None = None  # of each symbol the largest size of steps that ran; None before the first
+        self._ran: set[PortablePlan] = set()  # schedules of which a step was measured
+        self._extra_ms: dict[Point, tuple[float, float]] = {}  # of steps: beyond keeping all, and of keeping all
+        self._searched: list[Point] = []  # for which a schedule of their own was looked for
 
     def plan_for(self, call: Sample, request: PlanRequest, budget_bytes: int) -> tuple[Measured, PlanOfSize] | None:
         """The plan of a call, with what it takes; None where the call is none of the family, or no schedule fits."""
@@ -59,16 +65,68 @@ class FamilyPlans:
         schedule = decisions.schedule_for(problem)
         plan = _plan(measured, schedule, decisions.solver, budget_bytes)
         plan = replace(plan, planning_s=time.perf_counter() - started)
+        if len(self._extra_ms) < _MOST_SEEN:
+            self._extra_ms[point] = plan.time_ms - plan.baseline_time_ms, plan.baseline_time_ms
         sized = self._sized_for(decisions, problem)
         return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
 
-    def is_new_ground(self, point: Point) -> bool:
-        """Whether a step of these sizes may show what no step before it has shown."""
-        return self._highest is None or any(map(operator.gt, point, self._highest))
+    @property
+    def is_new(self) -> bool:
+        """Whether no step of the family has run."""
+        return self._highest is None
 
-    def was_seen(self, point: Point) -> None:
-        """A step of these sizes was as predicted."""
-        self._highest = tuple(map(max, *self.family.points, point, self._highest or point))
+    def is_new_ground(self, planned: PlanOfSize) -> bool:
+        """Whether a step of that plan may show what no step before it has shown."""
+        if self._highest is None or planned.sized.decisions not in self._ran:
+            return True
+        return any(map(operator.gt, planned.point, self._highest))
+
+    def was_seen(self, planned: PlanOfSize) -> None:
+        """A step of that plan was as predicted."""
+        self._highest = tuple(map(max, *self.family.points, planned.point, self._highest or planned.point))
+        self._ran.add(planned.sized.decisions)
+
+    def drop(self, planned: PlanOfSize) -> None:
+        """A step of that plan took more than predicted, and more than the budget."""
+        self._schedules = [one for one in self._schedules if one != planned.sized.decisions]
+
+    def wanted(self, gap: float) -> tuple[Point, Problem] | None:
+        """For which sizes a better schedule would gain most; None where none gains more than `gap` of a step.
+
+        What was found for some sizes is near what is best for sizes near them.
+        """
+        gains = [
+            (extra_ms, point)
+            for point, (extra_ms, whole_ms) in self._extra_ms.items()
+            if extra_ms > gap * whole_ms and not any(_are_near(point, other) for other in self._searched)
+        ]
+        if not gains or len(self._searched) >= _MOST_SCHEDULES:
+            return None
+        point = max(gains)[1]
+        self._searched.append(point)
+        return point, self.family.problem_at(point)
+
+    def take(self, point: Point, solution: Solution, budget_bytes: int) -> bool:
+        """Whether what was found for these sizes is better there than all that is known; from now on it is known."""
+        if not solution.status.fits:
+            return False
+        problem, decisions = self.family.problem_at(point), PortablePlan.of(solution.schedule, solution.solver)
+        known = self._best(problem, budget_bytes)
+        if known is not None:
+            times_ms = [peak_and_time(problem, dict(one.stages))[1] for one in (known, decisions)]
+            if times_ms[1] > (1 - _WORTH) * times_ms[0]:
+                return False
+        self._add(decisions)
+        return True
+
+    def best_ms(self, pattern: CallPattern, budget_bytes: int) -> float | None:
+        """What a step of such a call takes by the quickest schedule; None where it has none."""
+        point = self.family.point_of(pattern)
+        problem = None if point is None else self.family.problem_at(point)
+        best = None if problem is None else self._best(problem, budget_bytes)
+        if problem is None or best is None:
+            return None
+        return peak_and_time(problem, dict(best.stages))[1]
 
     def _best(self, problem: Problem, budget_bytes: int) -> PortablePlan | None:
         """The quickest of the schedules that are there, of those that fit."""
@@ -89,8 +147,12 @@ class FamilyPlans:
         if not solution.status.fits:
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)
-        self._schedules = [*self._schedules[-_MOST_SCHEDULES:], decisions]
+        self._add(decisions)
         return decisions
+
+    def _add(self, decisions: PortablePlan) -> None:
+        others = [one for one in self._schedules if one not in (decisions, KEEP_ALL)]
+        self._schedules = [KEEP_ALL, *others[-_MOST_SCHEDULES:], decisions]
 
     def _sized_for(self, decisions: PortablePlan, problem: Problem) -> SizedPlan:
         if decisions not in self._sized:
@@ -98,6 +160,10 @@ class FamilyPlans:
             check(problem, decisions.schedule_for(problem), None)
             self._sized[decisions] = SizedPlan(self.family, decisions)
         return self._sized[decisions]
+
+
+def _are_near(point: Point, other: Point) -> bool:
+    return all(abs(mine - theirs) <= _NEAR * max(mine, theirs) for mine, theirs in zip(point, other, strict=True))
 
 
 def _plan(measured: Measured, schedule: Schedule, solver: str, budget_bytes: int) -> Plan:

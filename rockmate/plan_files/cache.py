@@ -88,6 +88,11 @@ def get(key: str) -> PlanFile | None:
     return plan_file
 
 
+def has(key: str) -> bool:
+    """Whether there is a plan under `key`."""
+    return _path(key).exists()
+
+
 def put(key: str, plan_file: PlanFile) -> bool:
     """Keep a plan, and let go of the oldest where they are too many. Whether it is there now.
 

@@ -16,12 +16,13 @@ import torch
 
 import rk_solvers
 import rkgb
-from rkgb import RecordMismatch, Sample
+from rkgb import RecordMismatch, Sample, make_sample
 from rkgb.profile.measure import MeasuredBlocks
 from rockmate.errors import PlanFileError, PoorPlanWarning
 from rockmate.guards.checkpointing import is_switched_off
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.memory.resident import ResidentRise
+from rockmate.memory.split import gradients_made, gradients_there
 from rockmate.plan_files import cache
 from rockmate.plan_files.alike import taken_over
 from rockmate.plan_files.content import PlanFile
@@ -56,10 +57,12 @@ def plan_or_reuse(
         if over is not None:
             over[0].sample = None
             return over
-        key = _key(model, traced, request) if use_cache and cache.is_enabled() and alone else None
+        keys = _keys(model, traced, request) if use_cache and cache.is_enabled() and alone else None
+        key, measured_key = keys or (None, None)
         found = None if key is None else _reused(model, traced, request, key)
         if found is None:
-            measured = measure_traced(model, traced, request, known)
+            measured = None if measured_key is None else _measured_before(model, traced, request, measured_key)
+            measured = measured or measure_traced(model, traced, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
             _tell_poor_plan(planned, request)
             planned.plan = replace(planned.plan, planning_peak_bytes=resident.rise_bytes())
@@ -67,11 +70,37 @@ def plan_or_reuse(
                 planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
             )
             if key is not None and planned.is_complete and within:
-                cache.put(key, plan_file_of(model, measured, planned.plan, request))
+                plan_file = plan_file_of(model, measured, planned.plan, request)
+                cache.put(key, plan_file)
+                if measured_key is not None and not cache.has(measured_key):
+                    cache.put(measured_key, plan_file)
         else:
             measured, planned = found
     measured.sample = None
     return measured, planned
+
+
+def plan_again(
+    model: torch.nn.Module, measured: Measured, sample: Any, request: PlanRequest
+) -> tuple[Measured, LoweredPlan]:
+    """Plan what was `measured` of calls like `sample` within another budget.
+
+    Nothing is traced or measured anew, but for the eager step where other gradients are there.
+
+    Raises as `make_plan`.
+    """
+    check_request(request)
+    with planning(model):
+        call = make_sample(model, sample)
+        there = gradients_there(model, measured.graphs.D_graph).intersection(gradients_made(measured.graphs))
+        if there == measured.gradients:
+            other = replace(measured, sample=call, measuring_s=0.0)
+        else:
+            other = measured_above(model, measured, call, request, there)
+        other, planned = plan_with_others(other, request, model, make_plan)
+        _tell_poor_plan(planned, request)
+    other.sample = None
+    return other, planned
 
 
 def plan_above(
@@ -111,6 +140,25 @@ def _reused(
     return found
 
 
+def _measured_before(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, measured_key: str
+) -> Measured | None:
+    """What was measured of the same training for another budget, or another solver; None where nothing was."""
+    plan_file = cache.get(measured_key)
+    if plan_file is None or plan_file.promise.memory_split is not None:
+        return None
+    request.progress("reuse", 0, 1)
+    gradients = traced.gradients
+    try:
+        measured, _ = restore_traced(model, traced, plan_file)
+    except (PlanFileError, RecordMismatch):
+        cache.drop(measured_key)
+        traced.gradients = gradients
+        return None
+    request.progress("reuse", 1, 1)
+    return measured
+
+
 def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) -> bool:
     """Where the budget is the free memory: whether about as much is free now, and not less."""
     if not is_what_is_free(request.budget):
@@ -123,26 +171,34 @@ def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) ->
     return then_bytes <= now_bytes and (without or then_bytes >= now_bytes * (1 - RESERVE))
 
 
-def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | None:
-    """A digest of all that decides a plan; None where something of it cannot be told."""
+def _keys(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> tuple[str, str] | None:
+    """Digests of all that decides a plan, and of all that decides what is measured; None where something of it cannot
+    be told."""
     solver = request.solver if isinstance(request.solver, str) else solver_text(request.solver)
     if solver is None:
         return None
     budget = "auto" if is_what_is_free(request.budget) else read_budget(request.budget)
-    content = [
+    of_measuring = [
         _code_digest(),
         msgspec.to_builtins(made_here(traced.device)),
         graph_record(model, str(traced.pattern), traced.graph).digest,
         [(node.name, node.keep_reason) for node in traced.graph if node.keep_reason],
-        [budget, type(budget).__name__, request.scope],  # 1.0 is a share, and 1 is a byte
+        request.scope,
         traced.state_bytes and traced.state_bytes[0],
-        [solver, asdict(request.limits)],
-        None if request.follow is None else request.follow.to_json(),
         None if traced.loss is None else traced.loss.peak_bytes,
         request.opaque,
         sorted(traced.gradients),
         is_switched_off(),  # a fraction is of the step with the model's own checkpointing, where that is on
     ]
+    of_solving = [
+        [budget, type(budget).__name__],  # 1.0 is a share, and 1 is a byte
+        [solver, asdict(request.limits)],
+        None if request.follow is None else request.follow.to_json(),
+    ]
+    return _digest([*of_measuring, *of_solving]), _digest(of_measuring)
+
+
+def _digest(content: list[Any]) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 

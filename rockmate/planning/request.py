@@ -31,6 +31,7 @@ class PlanRequest:
     may_branch: bool = False  # data that take another branch of the model are planned by themselves
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
+    in_background: bool = True  # searches may go on while training does
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
 

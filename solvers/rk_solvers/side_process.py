@@ -194,6 +194,13 @@ def serve(calls: IO[bytes], answers: IO[bytes]) -> None:
         answers.flush()
 
 
+def with_low_priority(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call gives that is made when nothing else has to be done, where the system has priorities."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(19 - os.nice(0))
+    return function(*arguments)
+
+
 def main() -> None:
     """What the process runs: standard output is for answers alone, whatever back ends print to it."""
     with os.fdopen(os.dup(1), "wb") as answers:

@@ -1,0 +1,132 @@
+"""A search in a process of its own: never waited for, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from rk_solvers import Data, ForwardOp, Limits, Problem, Solver, solver_named
+from rk_solvers.problem import BackwardOp
+from rockmate import PlanOptions
+from rockmate.planning import background
+from rockmate.planning.background import BackgroundSearch, is_wanted
+from rockmate.planning.request import PlanRequest
+
+
+def problem_of(count=6):
+    data = tuple(Data(f"d{k}", 100, k) for k in range(count))
+    forward = tuple(ForwardOp(f"f{k}", 1.0, (k - 1,) if k else (), (k,)) for k in range(count))
+    backward = tuple(BackwardOp(f"b{k}", 1.0, (k,), 10, 20) for k in reversed(range(count)))
+    return Problem(data, forward, backward)
+
+
+class Raises(Solver):
+    name = "raises"
+
+    def solve(self, problem, budget_bytes):
+        raise RuntimeError("no")
+
+
+class Ends(Solver):
+    name = "ends"
+
+    def solve(self, problem, budget_bytes):
+        os._exit(3)
+
+
+class Sleeps(Solver):
+    name = "sleeps"
+
+    def solve(self, problem, budget_bytes):
+        time.sleep(600)
+
+
+def answer_of(search, seconds=60):
+    ends = time.monotonic() + seconds
+    while (found := search.finished()) is None:
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    return found
+
+
+def test_what_is_found_comes_with_its_key():
+    search, problem = BackgroundSearch(), problem_of()
+    assert search.finished() is None
+    search.begin("here", solver_named("greedy"), problem, 450, 10)
+    assert search.is_busy
+    found = answer_of(search)
+    assert found.key == "here"
+    assert found.solution.status.fits
+    assert found.solution.peak_bytes <= 450
+    search.close()
+    assert not search.is_busy
+
+
+@pytest.mark.parametrize("solver", [Raises(), Ends()])
+def test_a_search_that_fails_is_no_failure_of_training(solver):
+    search = BackgroundSearch()
+    search.begin(1, solver, problem_of(), 450, 10)
+    assert answer_of(search).solution is None
+    search.begin(2, solver_named("greedy"), problem_of(), 450, 10)
+    assert answer_of(search).solution is not None
+    search.close()
+
+
+def test_a_search_that_is_closed_ends_its_process():
+    search = BackgroundSearch()
+    search.begin(1, Sleeps(), problem_of(), 450, 600)
+    process = search._process._process
+    assert process.poll() is None
+    search.close()
+    assert process.poll() is not None
+
+
+def test_a_fork_has_no_search(monkeypatch):
+    search = BackgroundSearch()
+    search.begin(1, Sleeps(), problem_of(), 450, 600)
+    process = search._process._process
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        assert not search.is_busy
+        assert search.finished() is None
+    assert process.poll() is None  # it is the other one's
+    search.close()
+
+
+def test_python_ends_while_a_search_goes_on():
+    code = (
+        "from tests.families.test_background import *\n"
+        "search = BackgroundSearch(); search.begin(1, Sleeps(), problem_of(), 450, 600)\n"
+        "print(search._process._process.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    pid = int(done.stdout)
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}"):
+            break
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_where_it_is_not_wanted(monkeypatch):
+    monkeypatch.setattr(background.os, "cpu_count", lambda: 4)
+    monkeypatch.delenv("ROCKMATE_BACKGROUND", raising=False)
+    assert is_wanted(PlanRequest(0.5))
+    assert not is_wanted(PlanOptions(plan_in_background=False).request(0.5))
+    assert not is_wanted(PlanRequest(0.5, limits=Limits(rounds=2)))
+    monkeypatch.setenv("ROCKMATE_BACKGROUND", "0")
+    assert not is_wanted(PlanRequest(0.5))
+    monkeypatch.delenv("ROCKMATE_BACKGROUND")
+    monkeypatch.setattr(background.os, "cpu_count", lambda: 1)
+    assert not is_wanted(PlanRequest(0.5))
+    monkeypatch.setattr(background.os, "cpu_count", lambda: 2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not is_wanted(PlanRequest(0.5))
+    finally:
+        torch.use_deterministic_algorithms(False)
