@@ -43,7 +43,7 @@ class PlanOptions:
     shapes: Shapes = "replan"  # what happens to a call that no plan holds for
     opaque: torch.nn.Module | Iterable[torch.nn.Module] = ()  # submodules whose call is one operation
     cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
-    plan_in_background: bool = True  # better plans for calls of several sizes: looked for while training goes on
+    plan_in_background: bool = True  # better plans are looked for while training goes on with what was found quickly
 
     @classmethod
     def of(

@@ -58,6 +58,7 @@ PROMISES = {
     "`pin`": "module/test_pin.py::test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned",
     "`plan`": "plan_files/test_restore.py::test_the_same_plan_runs_and_trains_exactly",
     "`cache`": "plan_files/test_cache.py::test_a_second_start_finds_the_plan_and_trains_exactly",
+    "`plan_in_background`": "families/test_background.py::test_where_it_is_not_wanted",
     "`shapes`": "module/test_shapes.py::test_the_plan_next_in_size_is_followed "
     "module/test_shapes.py::test_other_shapes_run_eagerly_if_so_wanted_and_say_so_once "
     "module/test_shapes.py::test_other_shapes_are_refused_if_so_wanted",

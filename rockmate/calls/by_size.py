@@ -6,25 +6,23 @@ of other sizes has its plan within milliseconds.
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from rkgb import GuardError, Sample, make_sample
+from rockmate.calls.improvements import WORTH, Improvements
 from rockmate.calls.specialization import Specialization
 from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
 from rockmate.families.family import family_of
-from rockmate.families.polynomials import Point
 from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
-from rockmate.planning.background import BackgroundSearch, Found, is_wanted
-from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
 from rockmate.runtime.double_backward import DoubleBackward
@@ -33,9 +31,6 @@ _MOST = 1024  # sizes whose plans are kept; what has not been used for longest g
 _MOST_MEASURED = 6  # members of a family
 _MOST_REFUSED = 4096
 _ATTEMPTS = 3  # schedules that are tried for one call
-_QUICK_S = 1.0  # of a search for a call of other sizes than those that are planned
-_SEARCH_S = 10.0  # of a search in the background, for one of many sizes
-_WORTH = 0.002  # of a step's time: a plan that gains less is not made in place of one that is there
 
 
 class PlansBySize:
@@ -48,8 +43,18 @@ class PlansBySize:
         self._made: OrderedDict[Hashable, Specialization] = OrderedDict()
         self._refused: set[Hashable] = set()  # calls that are of no family after all, as a step showed
         self._preferred: set[Hashable] = set()  # calls that have plans of their own, and better ones by their sizes
-        self._search = BackgroundSearch()
-        self._looking = threading.Lock()
+        # It does not hold this object, which holds it: what goes on in the background ends with the module.
+        self.improvements = Improvements(self._told_of_better())
+
+    def _told_of_better(self) -> Callable[[FamilyPlans, int], None]:
+        myself = weakref.ref(self)
+
+        def tell(plans: FamilyPlans, budget_bytes: int) -> None:
+            known = myself()
+            if known is not None:
+                known.has_better(plans, budget_bytes)
+
+        return tell
 
     def forget(self) -> None:
         """The module, or what is known of it, has changed."""
@@ -57,7 +62,7 @@ class PlansBySize:
         self._made.clear()
         self._refused.clear()
         self._preferred.clear()
-        self._search.close()
+        self.improvements.forget()
 
     def __iter__(self) -> Iterator[Specialization]:
         return iter(tuple(self._made.values()))
@@ -71,25 +76,15 @@ class PlansBySize:
         """Whether a better plan than its own is there for `call`, and is still to be made."""
         if not self._preferred:
             return False
-        key = CallPattern.of(call).key
-        return key in self._preferred and key not in self._made
+        return CallPattern.of(call).key in self._preferred
 
-    def has_better(self, call: Sample, planned: Iterable[Specialization], request: PlanRequest) -> bool:
-        """As `prefers`, once it was looked whether the search in the background has found something."""
-        self._look(planned, request)
-        return self.prefers(call)
-
-    def hurried(
-        self, request: PlanRequest, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization]
-    ) -> PlanRequest:
-        """`request` for a call that may differ from planned ones in sizes alone: with little time for a search.
-
-        Once there are a few of them, what is better for these sizes is looked for in the background.
-        """
-        pattern, limits = CallPattern.of(call), request.limits
-        if not is_wanted(request) or not any(_may_be_family(one, pattern, traits) for one in planned):
-            return request
-        return replace(request, limits=limits.within(min(limits.search_s, _QUICK_S)))
+    def has_better(self, plans: FamilyPlans, budget_bytes: int) -> None:
+        """A family has a better schedule for some sizes: for which ones shows when they come again."""
+        self._made.clear()
+        for one in next((members for known, members in self._families.values() if known is plans), ()):
+            best_ms = plans.best_ms(one.measured.pattern, budget_bytes)
+            if best_ms is not None and best_ms < (1 - WORTH) * one.plan.time_ms:
+                self._preferred.add(one.measured.pattern.key)
 
     def run(
         self,
@@ -105,46 +100,15 @@ class PlansBySize:
         own, and measured: for nobody else to run within this.
         """
         member = self._new(call, traits, planned, request)
-        if member is None:
-            self._preferred.discard(CallPattern.of(call).key)
-            return False, None
-        return self._first_run(member, call, double_backward)
+        return (False, None) if member is None else self._first_run(member, call, double_backward)
 
-    def _look(self, planned: Iterable[Specialization], request: PlanRequest) -> None:
-        """Take what the search in the background has found, and let it go on. Never waits."""
-        if not self._search.is_busy or not self._looking.acquire(blocking=False):
-            return
-        try:
-            found = self._search.finished()
-            if found is not None:
-                self._take(found, planned, request)
-        finally:
-            self._looking.release()
-
-    def _take(self, found: Found, planned: Iterable[Specialization], request: PlanRequest) -> None:
-        plans, point, budget_bytes = cast(tuple[FamilyPlans, Point, int], found.key)
-        if found.solution is not None and plans.take(point, found.solution, budget_bytes):
-            self._made.clear()  # which of them are better now shows when they come again
-            for one in planned:
-                best_ms = plans.best_ms(one.measured.pattern, budget_bytes)
-                if best_ms is not None and best_ms < (1 - _WORTH) * one.plan.time_ms:
-                    self._preferred.add(one.measured.pattern.key)
-        if not self._begin(plans, request, budget_bytes):
-            self._search.close()
-
-    def _begin(self, plans: FamilyPlans, request: PlanRequest, budget_bytes: int) -> bool:
-        """Whether there is something to look for: then a search begins in the background."""
-        wanted = plans.wanted(request.limits.gap) if is_wanted(request) else None
-        if wanted is None:
-            return False
-        point, problem = wanted
-        limits = replace(request.limits, search_s=min(request.limits.search_s, _SEARCH_S), extra_s=0.0)
-        solver = solver_for(replace(request, limits=limits), replace(plans.family.base, problem=problem))
-        try:
-            self._search.begin((plans, point, budget_bytes), solver, problem, budget_bytes, limits.longest_s)
-        except Exception:  # noqa: BLE001  a solver of the user's that cannot be sent to another process
-            return False
-        return True
+    def make(self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest) -> None:
+        """Have a plan by its sizes for a call that has one of its own, for which all was measured; see `prefers`."""
+        key = CallPattern.of(call).key
+        self._preferred.discard(key)
+        member = self._new(call, traits, planned, request)
+        if member is not None:
+            self._made[key] = member
 
     def _new(
         self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
@@ -206,8 +170,7 @@ class PlansBySize:
                     plans.drop(planned)
                     continue
                 plans.was_seen(planned)
-            if not self._search.is_busy:
-                self._begin(plans, request, budget_bytes)
+            self.improvements.ask_for_family(plans, budget_bytes, request)
             return member
         return None
 

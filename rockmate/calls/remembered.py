@@ -65,7 +65,8 @@ def _holds(member: Specialization, call: Sample, traits: ModuleTraits) -> bool:
     measured = member.measured
     if member.is_by_size or measured.numbers is not None or measured.settings.have_tensors:
         return False
-    if not measured.was_measured_as_now():
+    reads_data = any(op.is_guard for op in measured.graphs.D_graph)  # which may take another branch with these
+    if reads_data or not measured.was_measured_as_now():
         return False
     try:
         return member.mismatch(call, traits) is None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from rk_solvers import Solver
 from rkgb import GuardError, Sample, TraceError, make_sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
@@ -35,7 +35,6 @@ from rockmate.errors import (
     FallbackWarning,
     NothingToTrain,
     PlanMismatch,
-    ReplanWarning,
     TransformError,
 )
 from rockmate.guards.checkpointing import OwnCheckpointing
@@ -50,6 +49,7 @@ from rockmate.options import Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_again, plan_or_reuse
+from rockmate.planning.background import hurried
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
@@ -57,7 +57,7 @@ from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.share import Share, asked_now
 from rockmate.progress import ProgressCallback, progress_display
-from rockmate.runtime.double_backward import DoubleBackward, frames_to_the_user
+from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.units import format_bytes
 
 # Enough for every length that a collator pads to; what has not been used for longest goes.
@@ -102,7 +102,6 @@ class Specializations:
         self._by_size = PlansBySize(model)
         self._remembered = RememberedCalls(model, self.members, self.request)
         self._made = 0  # plans so far
-        self._told_of_numbers = False
         self._was_planned = False  # here, or what this is a copy of: from then on training goes on
         self._settled = SettledCalls()
         self._own_steps = OwnSteps(model)
@@ -250,7 +249,7 @@ class Specializations:
     def _by_a_plan(self, call: Sample) -> tuple[bool, Any, Exception | None]:
         """Whether a plan holds for `call`, and what the module returns by it; or why the likeliest plan does not."""
         traits = self._traits()
-        if traits is None or not self.members or self._by_size.has_better(call, self.members, self.request):
+        if traits is None or not self.members or self._has_better(call):
             return False, None, None
         refusal: Exception | None = None
         # The plan for most gradients that are there has most room for the rest.
@@ -271,6 +270,11 @@ class Specializations:
             elif refusal is None:
                 refusal = mismatch
         return False, None, refusal or self._mismatch(self.members[0], call, traits)
+
+    def _has_better(self, call: Sample) -> bool:
+        """Whether what was found in the background is to be tried for `call`."""
+        self._by_size.improvements.look(self.request)
+        return self._by_size.improvements.has_better(call) or self._by_size.prefers(call)
 
     def member_for(self, call: Sample) -> Specialization:
         """The plan that holds for `call` in training, made if there is none. Raises as planning does."""
@@ -297,7 +301,8 @@ class Specializations:
         refuse_what_spans_ranks(self._model)  # before any part of it runs
         self._tell_of_own_checkpointing()
         with progress_display(self.progress) as tell:
-            request = replace(asked_now(request, self._share, self._model), progress=tell, follow=follow)
+            request = hurried(asked_now(request, self._share, self._model))
+            request = replace(request, progress=tell, follow=follow)
             with profiler_looked_for(), self._told.once(), left_as_it_was(self._model, call) as first, first.told():
                 member = self._after_first_call(call, request, first)
         if profiler_is_taken():
@@ -314,6 +319,7 @@ class Specializations:
             self._share = Share.of(given, member.measured)
         self.members.remove([other for other in self.members if member.covers(other)])
         self.adopt(member)
+        self._by_size.improvements.ask_for(member, self.request)
 
     def _after_first_call(self, call: Sample, request: PlanRequest, first: FirstCall) -> Specialization:
         """Measure and plan, where need be on the state that the first call of the module makes."""
@@ -357,12 +363,12 @@ class Specializations:
         if refusal is not None and self.shapes == "eager" and alike is None:
             return self._by_itself(call, ByItself(refusal, told=self._unbudgeted(first_clause(refusal))))
         with self._turns.planning():
-            if made != self._made:  # by another thread, while this one waited for its turn
+            if self._has_tried_better(call) or made != self._made:  # by another thread, while this one waited
                 ran, output, refusal = self._by_a_plan(call)
                 if ran:
                     return output
                 alike = None if isinstance(refusal, GuardError) else self._alike(call)
-            if (alike is None or self._by_size.prefers(call)) and (traits := self._traits()) is not None:
+            if alike is None and (traits := self._traits()) is not None:
                 request = asked_now(self.request, self._share, self._model)
                 ran, output = self._by_size.run(call, traits, self.members, request, self._double_backward)
                 if ran:
@@ -380,6 +386,28 @@ class Specializations:
                     raise guard
                 found = self._by_itself_after(self._situation(call), guard)
         return self._by_itself(call, found) if isinstance(found, ByItself) else self._by_the_module(call)
+
+    def _has_tried_better(self, call: Sample) -> bool:
+        """Whether what was found in the background for `call` was tried just now, and taken where it is better."""
+        found, traits = self._by_size.improvements.better(call), self._traits()
+        if traits is not None and found is not None and any(one is found[0] for one in self.members):
+            self._take_better(call, traits, *found)
+        if traits is None or not self._by_size.prefers(call):
+            return found is not None
+        self._by_size.make(call, traits, self.members, asked_now(self.request, self._share, self._model))
+        return True
+
+    def _take_better(self, call: Sample, traits: ModuleTraits, member: Specialization, solver: Solver) -> None:
+        """Follow what `solver` has found in place of the plan of `member`, if a real step is within the budget."""
+        if self._mismatch(member, call, traits) is not None:
+            return
+        request = replace(self.request, budget=member.plan.budget_bytes, solver=solver)
+        try:
+            planned = plan_again(self._model, member.measured, call, request, member.measured.gradients)
+        except Exception:  # noqa: BLE001  the plan that is there is as good as it was
+            return
+        self.members.remove([member])
+        self.adopt(Specialization.of(self._model, *planned))
 
     def _ran(self, found: Specialization | ByItself | None, call: Sample) -> tuple[bool, Any, GuardError | None]:
         """Whether `call` ran by a plan just made, if it is one, and what came out; or what that plan's guard says."""
@@ -464,8 +492,7 @@ class Specializations:
         follow = self._decisions_for(call, any_near=too_many is not None)
         with own_garbage_collected():  # once an error, which holds what it met, is gone
             try:
-                request = self._by_size.hurried(self.request, call, now.traits, self.members)
-                planned = self._trained_plan_for(call, replace(request, may_exceed=True), follow)
+                planned = self._trained_plan_for(call, replace(self.request, may_exceed=True), follow)
             except NothingToTrain:
                 return None
             except Exception as error:  # noqa: BLE001  training goes on, and the user is told which it was
@@ -495,7 +522,7 @@ class Specializations:
         told = told and len(self.members) > 0 and not member.exceeds
         self._take_in(member)
         if told:
-            self._tell_of_plan(member, refusal)
+            self._told.of_plan(type(self._model).__name__, member, len(self.members), refusal)
         return member
 
     def _is_first_call(self) -> bool:
@@ -652,28 +679,6 @@ class Specializations:
         return min(found)[2] if found else None
 
     # ---- messages ----------------------------------------------------------------------------------
-
-    def _tell_of_plan(self, member: Specialization, refusal: Exception | None) -> None:
-        if member.planned.is_taken_over:
-            self._tell_of_numbers(member, refusal)
-            return
-        plan, name = member.plan, type(self._model).__name__
-        warnings.warn(
-            f"{name} was planned once more, in {plan.planning_s:.1f} s, and has {len(self.members)} plans now under "
-            f"{format_bytes(plan.budget_bytes)}: {first_clause(refusal)}. Each is kept for calls like its own; "
-            'shapes="nearest", "eager" or "error" does otherwise.',
-            ReplanWarning,
-            stacklevel=frames_to_the_user(),
-        )
-
-    def _tell_of_numbers(self, member: Specialization, refusal: Exception | None) -> None:
-        """Once for all: later values are many, and none of them is measured."""
-        if not self._told_of_numbers:
-            self._told_of_numbers = True
-            self._told.tell(
-                f"{type(self._model).__name__} was traced once more, in {member.plan.planning_s:.1f} s: "
-                f"{first_clause(refusal)}. The graph is the same, and so is the plan."
-            )
 
     def _tell_of_own_checkpointing(self) -> None:
         news = self._own_checkpointing.news()

@@ -8,8 +8,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from rkgb.process.turns import warnings_collected
+from rockmate.calls.by_itself import first_clause
+from rockmate.calls.specialization import Specialization
 from rockmate.errors import ReplanWarning
 from rockmate.runtime.double_backward import frames_to_the_user
+from rockmate.units import format_bytes
 
 _MOST_TOLD = 256
 
@@ -19,6 +22,7 @@ class Told:
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, None] = OrderedDict()
+        self._of_numbers = False
 
     @contextlib.contextmanager
     def once(self) -> Iterator[None]:
@@ -35,6 +39,23 @@ class Told:
             if len(self._texts) > _MOST_TOLD:
                 self._texts.popitem(last=False)
             self.warn(category(text))
+
+    def of_plan(self, name: str, member: Specialization, count: int, refusal: Exception | None) -> None:
+        """That the module of this class has one more plan, and `count` of them now; why the others do not hold."""
+        plan = member.plan
+        if not member.planned.is_taken_over:
+            text = (
+                f"{name} was planned once more, in {plan.planning_s:.1f} s, and has {count} plans now under "
+                f"{format_bytes(plan.budget_bytes)}: {first_clause(refusal)}. Each is kept for calls like its own; "
+                'shapes="nearest", "eager" or "error" does otherwise.'
+            )
+            self.warn(ReplanWarning(text))
+        elif not self._of_numbers:  # once for all: later values are many, and none of them is measured
+            self._of_numbers = True
+            self.tell(
+                f"{name} was traced once more, in {plan.planning_s:.1f} s: {first_clause(refusal)}. The graph is the "
+                "same, and so is the plan."
+            )
 
     def warn(self, warning: Warning) -> None:
         """Warn, at the line of the user's that called."""

@@ -88,9 +88,9 @@ def get(key: str) -> PlanFile | None:
     return plan_file
 
 
-def has(key: str) -> bool:
-    """Whether there is a plan under `key`."""
-    return _path(key).exists()
+def keys(beginning: str) -> list[str]:
+    """Those that begin so, the one used last first."""
+    return [entry.key for entry in entries() if entry.key.startswith(beginning)]
 
 
 def put(key: str, plan_file: PlanFile) -> bool:

@@ -33,6 +33,8 @@ from rockmate.planning.measured import Measured, Traced, measure_traced, measure
 from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
 
+_OF_MEASURING = 32  # digits of a key that are of what is measured: as many are of what is solved
+
 
 def plan_or_reuse(
     model: torch.nn.Module,
@@ -57,11 +59,10 @@ def plan_or_reuse(
         if over is not None:
             over[0].sample = None
             return over
-        keys = _keys(model, traced, request) if use_cache and cache.is_enabled() and alone else None
-        key, measured_key = keys or (None, None)
+        key = _key(model, traced, request) if use_cache and cache.is_enabled() and alone else None
         found = None if key is None else _reused(model, traced, request, key)
         if found is None:
-            measured = None if measured_key is None else _measured_before(model, traced, request, measured_key)
+            measured = None if key is None else _measured_before(model, traced, request, key)
             measured = measured or measure_traced(model, traced, request, known)
             measured, planned = plan_with_others(measured, request, model, make_plan)
             _tell_poor_plan(planned, request)
@@ -70,10 +71,7 @@ def plan_or_reuse(
                 planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
             )
             if key is not None and planned.is_complete and within:
-                plan_file = plan_file_of(model, measured, planned.plan, request)
-                cache.put(key, plan_file)
-                if measured_key is not None and not cache.has(measured_key):
-                    cache.put(measured_key, plan_file)
+                cache.put(key, plan_file_of(model, measured, planned.plan, request))
         else:
             measured, planned = found
     measured.sample = None
@@ -81,18 +79,25 @@ def plan_or_reuse(
 
 
 def plan_again(
-    model: torch.nn.Module, measured: Measured, sample: Any, request: PlanRequest
+    model: torch.nn.Module,
+    measured: Measured,
+    sample: Any,
+    request: PlanRequest,
+    gradients: frozenset[str] | None = None,
 ) -> tuple[Measured, LoweredPlan]:
     """Plan what was `measured` of calls like `sample` within another budget.
 
-    Nothing is traced or measured anew, but for the eager step where other gradients are there.
+    Nothing is traced or measured anew, but for the eager step where other gradients are there; those named are taken to
+    be, if any are.
 
     Raises as `make_plan`.
     """
     check_request(request)
     with planning(model):
         call = make_sample(model, sample)
-        there = gradients_there(model, measured.graphs.D_graph).intersection(gradients_made(measured.graphs))
+        there = gradients
+        if there is None:
+            there = gradients_there(model, measured.graphs.D_graph).intersection(gradients_made(measured.graphs))
         if there == measured.gradients:
             other = replace(measured, sample=call, measuring_s=0.0)
         else:
@@ -119,7 +124,7 @@ def plan_above(
 
 
 def _tell_poor_plan(planned: LoweredPlan, request: PlanRequest) -> None:
-    told = poor_plan_text(planned, request)
+    told = None if request.is_hurried else poor_plan_text(planned, request)
     if told is not None:
         warnings.warn(told, PoorPlanWarning, stacklevel=5)  # who calls Rockmate(...)
 
@@ -140,19 +145,18 @@ def _reused(
     return found
 
 
-def _measured_before(
-    model: torch.nn.Module, traced: Traced, request: PlanRequest, measured_key: str
-) -> Measured | None:
+def _measured_before(model: torch.nn.Module, traced: Traced, request: PlanRequest, key: str) -> Measured | None:
     """What was measured of the same training for another budget, or another solver; None where nothing was."""
-    plan_file = cache.get(measured_key)
-    if plan_file is None or plan_file.promise.memory_split is not None:
+    other_key = next(iter(cache.keys(key[:_OF_MEASURING])), None)
+    plan_file = None if other_key is None else cache.get(other_key)
+    if other_key is None or plan_file is None or plan_file.promise.memory_split is not None:
         return None
     request.progress("reuse", 0, 1)
     gradients = traced.gradients
     try:
         measured, _ = restore_traced(model, traced, plan_file)
     except (PlanFileError, RecordMismatch):
-        cache.drop(measured_key)
+        cache.drop(other_key)
         traced.gradients = gradients
         return None
     request.progress("reuse", 1, 1)
@@ -171,9 +175,9 @@ def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) ->
     return then_bytes <= now_bytes and (without or then_bytes >= now_bytes * (1 - RESERVE))
 
 
-def _keys(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> tuple[str, str] | None:
-    """Digests of all that decides a plan, and of all that decides what is measured; None where something of it cannot
-    be told."""
+def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | None:
+    """A digest of all that decides what is measured, and one of all else that decides a plan; None where something of
+    it cannot be told."""
     solver = request.solver if isinstance(request.solver, str) else solver_text(request.solver)
     if solver is None:
         return None
@@ -195,7 +199,7 @@ def _keys(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> tuple
         [solver, asdict(request.limits)],
         None if request.follow is None else request.follow.to_json(),
     ]
-    return _digest([*of_measuring, *of_solving]), _digest(of_measuring)
+    return _digest(of_measuring)[:_OF_MEASURING] + _digest(of_solving)[_OF_MEASURING:]
 
 
 def _digest(content: list[Any]) -> str:

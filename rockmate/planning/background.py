@@ -10,7 +10,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from rockmate.planning.request import PlanRequest
 
 _SWITCH = "ROCKMATE_BACKGROUND"
 _START_S = 30.0  # until the process is ready, on a machine that has much else to do
+_HURRIED_S = 1.0  # of a search that training waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,29 @@ class Found:
 def is_wanted(request: PlanRequest) -> bool:
     """Whether searches go on in the background: where there is a second core, and nothing has to be repeatable.
 
-    Not where the user said so, or `ROCKMATE_BACKGROUND` is "0", nor under ``torch.use_deterministic_algorithms``, or
-    where searches end by rounds.
+    Not where the user said so, or `ROCKMATE_BACKGROUND` is "0", nor under ``torch.use_deterministic_algorithms``, where
+    searches end by rounds, or where several ranks are to have one plan.
     """
     if not request.in_background or os.environ.get(_SWITCH, "1").strip().lower() in ("0", "off", "no", "false"):
         return False
     repeatable = request.limits.rounds is not None or torch.are_deterministic_algorithms_enabled()
-    return not repeatable and (os.cpu_count() or 1) > 1
+    return not repeatable and not _has_other_ranks() and (os.cpu_count() or 1) > 1
+
+
+def _has_other_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def hurried(request: PlanRequest) -> PlanRequest:
+    """`request` with little time for the search that training waits for, where a better plan may come later.
+
+    A solver that the user names has all the time that it takes.
+    """
+    if not is_wanted(request) or request.solver != "auto":
+        return request
+    limits = request.limits
+    return replace(request, limits=limits.within(min(limits.search_s, _HURRIED_S)), is_hurried=True)
 
 
 class BackgroundSearch:
@@ -50,19 +67,21 @@ class BackgroundSearch:
         self._ends: weakref.finalize | None = None  # type: ignore[type-arg]
         self._owner = 0
         self._key: Hashable = None
+        self._goes_on = False
 
     @property
     def is_busy(self) -> bool:
         """Whether a search goes on, or its answer has not been fetched. A fork of this process has none."""
-        return self._process is not None and self._owner == os.getpid()
+        return self._goes_on and self._owner == os.getpid()
 
     def begin(self, key: Hashable, solver: Solver, problem: Problem, budget_bytes: int, limit_s: float) -> None:
         """Look for a schedule; `finished` gives it, with the `key`."""
+        self._goes_on = False
         if self._process is None or self._owner != os.getpid():
             self._process, self._owner = SideProcess(), os.getpid()
             self._ends = weakref.finalize(self, self._process.close)
-        self._key = key
         self._process.start(limit_s + _START_S, with_low_priority, solver.solve, problem, budget_bytes)
+        self._key, self._goes_on = key, True
 
     def finished(self) -> Found | None:
         """What the search that was begun has come to; None while it goes on, or where there is none. Never waits."""
@@ -73,6 +92,7 @@ class BackgroundSearch:
             return None
         with warnings.catch_warnings(action="ignore"):  # of a search that failed: the plans that are there are as good
             solution = self._process.wait(None)
+        self._goes_on = False
         return Found(self._key, solution)
 
     def close(self) -> None:
@@ -80,3 +100,4 @@ class BackgroundSearch:
         if self._ends is not None and self._owner == os.getpid():
             self._ends()
         self._process = self._ends = None
+        self._goes_on = False

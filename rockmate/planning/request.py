@@ -32,6 +32,7 @@ class PlanRequest:
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
     in_background: bool = True  # searches may go on while training does
+    is_hurried: bool = False  # with little time for a search, as a better plan is looked for in the background
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def verify(
             if not planned.plans:
                 planned.plan_for(sample)
         else:
-            planned = Rockmate(original, arguments.copy(), budget, options=options)
+            planned = Rockmate(original, arguments.copy(), budget, options=replace(options, plan_in_background=False))
         measured = planned._member.measured
         graph = measured.graphs.D_graph
         present = {name for name, parameter in original.named_parameters() if parameter.grad is not None}

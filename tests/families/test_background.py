@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -9,13 +10,15 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from rk_solvers import Data, ForwardOp, Limits, Problem, Solver, solver_named
 from rk_solvers.problem import BackwardOp
-from rockmate import PlanOptions
+from rockmate import PlanOptions, Rockmate
 from rockmate.planning import background
 from rockmate.planning.background import BackgroundSearch, is_wanted
 from rockmate.planning.request import PlanRequest
+from tests.module.steps import FEW_ROUNDS, assert_same, seen, squares
 
 
 def problem_of(count=6):
@@ -130,3 +133,52 @@ def test_where_it_is_not_wanted(monkeypatch):
         assert not is_wanted(PlanRequest(0.5))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    monkeypatch.delenv("ROCKMATE_BACKGROUND")
+    monkeypatch.setattr(background.os, "cpu_count", lambda: 2)
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))))
+
+
+def test_training_begins_with_a_quick_plan_and_a_better_one_takes_its_place(wanted, monkeypatch):
+    monkeypatch.setattr(background, "_HURRIED_S", 0.0)
+    model = model_of()
+    eager = copy.deepcopy(model)
+    module = Rockmate(model, torch.randn(64, 32), 0.45, loss=squares, gap=0.0, time_limit=4.0)
+    quick, searched = module.plan, module._family._by_size.improvements
+    for number in range(6):
+        batch = torch.randn(64, 32)
+        while number == 2 and searched._search.is_busy and not searched._search._process.answered():
+            time.sleep(0.05)
+        assert_same_steps(eager, module, batch)
+    assert module.plan.time_ms <= quick.time_ms
+    assert module.plan.measured_peak_bytes <= module.plan.budget_bytes == quick.budget_bytes
+    assert len(module.plans) == 1
+    assert not searched.is_busy
+
+
+def test_a_better_plan_that_takes_more_than_the_budget_is_left(wanted, monkeypatch):
+    model = model_of()
+    module = Rockmate(model, torch.randn(64, 32), 0.45, loss=squares, plan_in_background=False, limits=FEW_ROUNDS)
+    (member,) = module._family.members
+    least = solver_named("keep-all").solve(member.measured.problem, 1 << 40)
+    module._family._by_size.improvements._found[member.measured.pattern.key] = member, least
+    assert_same_steps(copy.deepcopy(model), module, torch.randn(64, 32))
+    assert module._family.members[0] is member
+    assert not module._family._by_size.improvements._found
+
+
+def assert_same_steps(eager, module, batch):
+    found = []
+    for one in (eager, module):
+        one.zero_grad()
+        output = one(batch)
+        squares(output).backward()
+        found.append(seen(module.original if one is module else one, (), output))
+    assert_same(found[1], found[0])

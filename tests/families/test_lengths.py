@@ -14,7 +14,7 @@ from torch import nn
 from rk_solvers import Limits
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import Rockmate
-from rockmate.calls import by_size
+from rockmate.calls import improvements
 from tests.module.steps import CPU, FEW_ROUNDS, assert_same, seen, squares
 
 WIDTH = 16
@@ -194,9 +194,9 @@ def test_what_is_found_in_the_background_is_taken_between_steps(monkeypatch):
     torch.manual_seed(0)
     model = Attention(layers=4)
     eager = copy.deepcopy(model)
-    monkeypatch.setattr(by_size, "is_wanted", lambda request: True)
+    monkeypatch.setattr(improvements, "is_wanted", lambda request: True)
     module = Rockmate(model, budget=0.5, loss=squares, limits=Limits(rounds=0))
-    searched = module._family._by_size._search
+    searched = module._family._by_size.improvements._search
     for number, length in enumerate((40, 24, 32, 36, 39, 28, 38, 40, 37, 32, 40, 38)):
         batch = lengths_of()(length)
         while searched.is_busy and not searched._process.answered():

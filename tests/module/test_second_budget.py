@@ -141,4 +141,4 @@ def test_the_cache_serves_another_budget_in_another_process(nothing_measured, mo
     module = planned(model, batch(), 0.5)
     assert_within(module, batch())
     assert_trains_exactly(module, [batch() for _ in range(2)])
-    assert len(cache.entries()) == 3
+    assert len(cache.entries()) == 2

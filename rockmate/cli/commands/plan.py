@@ -94,6 +94,7 @@ def plan_target(target: Target, progress: bool, **asked: Any) -> Rockmate:
         target.sample,
         loss=target.loss,
         progress=progress,
+        plan_in_background=False,  # what is written is the best there is
         optimizer=None if optimizer is None else partial(OPTIMIZERS[optimizer], lr=1e-3),  # states do not depend on it
         **asked,
     )
