@@ -25,7 +25,7 @@ _SEARCH_S = 1.0  # for a schedule where none of those that are there fits: the s
 _MOST_SCHEDULES = 16
 _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
-_WORTH = 0.002  # of a step's time: another schedule that gains less is not taken
+_WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
 KEEP_ALL = PortablePlan((), KeepAll().name)
 
 
@@ -98,7 +98,7 @@ class FamilyPlans:
         gains = [
             (extra_ms, point)
             for point, (extra_ms, whole_ms) in self._extra_ms.items()
-            if extra_ms > gap * whole_ms and not any(_are_near(point, other) for other in self._searched)
+            if extra_ms > max(gap, _WORTH) * whole_ms and not any(_are_near(point, other) for other in self._searched)
         ]
         if not gains or len(self._searched) >= _MOST_SCHEDULES:
             return None
