@@ -216,8 +216,22 @@ def graphs(count: int, least: int = 20) -> Iterator[tuple[Tensor, Tensor, Tensor
         yield torch.randn(nodes, 8, generator=generator), edges, torch.arange(nodes) % 3
 
 
+def no_family(members):
+    """As of modules whose sizes are not followed."""
+
+
+@pytest.mark.ci
+def test_mini_batches_of_graphs_are_a_family():
+    batches = list(graphs(12))
+    model = planned(built(Graphs), batches[0], "1MiB")
+    trained_beside_eager(model, batches)
+    assert sum(plan.measured_peak_bytes is not None for plan in model.plans) <= 6
+    assert not model.fallbacks
+
+
 @pytest.mark.ci
 def test_mini_batches_of_graphs_of_which_each_has_another_size_are_not_planned_for_ever(monkeypatch):
+    monkeypatch.setattr("rockmate.calls.by_size.family_of", no_family)
     monkeypatch.setattr("rockmate.calls.specializations._MOST_UNUSED", 3)
     batches = list(graphs(9))
     model = planned(built(Graphs), batches[0], "1MiB")
@@ -230,6 +244,7 @@ def test_mini_batches_of_graphs_of_which_each_has_another_size_are_not_planned_f
 
 @pytest.mark.ci
 def test_graphs_whose_own_steps_do_not_fit_are_planned_and_the_oldest_plans_go(monkeypatch):
+    monkeypatch.setattr("rockmate.calls.by_size.family_of", no_family)
     monkeypatch.setattr("rockmate.calls.specializations._MOST_UNUSED", 2)
     monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 4)
     model = planned(built(Layers), rows()[:100], "120 KiB")
@@ -242,6 +257,7 @@ def test_graphs_whose_own_steps_do_not_fit_are_planned_and_the_oldest_plans_go(m
 
 @pytest.mark.ci
 def test_more_lengths_than_plans_are_kept_go_on_and_few_of_them_are_compared_with_a_call(monkeypatch):
+    monkeypatch.setattr("rockmate.calls.by_size.family_of", no_family)
     monkeypatch.setattr("rockmate.calls.specializations._MOST_PLANS", 6)
     model = planned(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), rows()[:100])
     with warnings.catch_warnings(action="ignore"):

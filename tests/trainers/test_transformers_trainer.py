@@ -106,6 +106,30 @@ def test_sentences_of_every_length_train_alike(tmp_path, shapes):
     assert (len(model.plans) > 2) == (shapes == "nearest")
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
+def test_batches_padded_to_their_own_longest_row_train_alike_and_few_lengths_are_planned(tmp_path, name):
+    """What the library's collators do: from the fourth length on, none is traced or measured."""
+    lengths = iter([*(12, 6, 9), *(7, 11, 10, 8, 12, 6, 9, 5) * 8])
+
+    def cut(rows):
+        longest = next(lengths)
+        cells = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        return {key: cell[:, :longest].contiguous() if cell.dim() > 1 else cell for key, cell in cells.items()}
+
+    family, settings = FAMILIES[name], {"num_train_epochs": 4, "save_strategy": "no", "eval_strategy": "no"}
+    results, kept = [], list(lengths)
+    for model in (family.build(), Rockmate(family.build(), budget=0.85, limits=FEW_ROUNDS)):
+        lengths = iter(kept)
+        trainer = trainer_of(model, family, tmp_path, **settings)
+        trainer.data_collator = cut
+        results.append(train(trainer))
+    assert_same(results[1], results[0])
+    measured = [plan for plan in model.plans if plan.planning_peak_bytes is not None]
+    assert len(measured) <= 8 < len(model.plans)
+    assert not model.fallbacks
+
+
 # ---- the library's own checkpointing -------------------------------------------------------------------------
 
 
