@@ -28,7 +28,7 @@ from rkgb.passes.equivalence import CanonicalForm, canonical_form
 from rkgb.process.autocast import without_autocast
 from rkgb.profile.block_memory import observe_memory
 from rkgb.profile.block_run import Observer, forget_gradients, run_block, stand_ins
-from rkgb.profile.recompute_cost import repetition_times
+from rkgb.profile.recompute_cost import OtherData, repetition_times
 from rkgb.state.module_state import main_device, module_devices, module_state_kept
 
 _WALKS = ("measure", "time")  # through the model, as progress names them
@@ -66,6 +66,7 @@ def measure_blocks(
         classes.setdefault(form.digest, []).append(index)
     compared = {indices[0] for digest, indices in classes.items() if digest in measured}
     timed = {index for digest, indices in classes.items() if digest not in measured for index in _spread(indices)}
+    others = OtherData()
     started = time.perf_counter()
     for walk in _WALKS:
         if walk != _WALKS[0] and (not timed or (time.perf_counter() - started) * 1e3 > _LONG_WALK_MS):
@@ -76,7 +77,7 @@ def measure_blocks(
                     progress(walk, index, len(blocks))
                 block, form = blocks[index], forms[index]
                 if index in timed:
-                    _measure(dgraph, block, form, values, measured)
+                    _measure(dgraph, block, form, values, measured, others)
                 elif compare is not None and walk == _WALKS[0] and index in compared:
                     compare(dgraph, block, values, _profile_of(form, measured))
         if progress is not None:
@@ -102,14 +103,20 @@ def _walked(blocks: list[Block], values: dict[str, Any]) -> Iterator[tuple[int, 
 
 
 def _measure(
-    graph: DGraph, block: Block, form: CanonicalForm, values: dict[str, Any], measured: MeasuredBlocks
+    graph: DGraph,
+    block: Block,
+    form: CanonicalForm,
+    values: dict[str, Any],
+    measured: MeasuredBlocks,
+    others: OtherData,
 ) -> None:
     """Add what `block` takes to what was `measured`: bytes where it is the first of its class, times always."""
     if form.digest in measured:
         before = _profile_of(form, measured)
-        profile = before.least_times(_timed(graph, block, values, before))
+        profile = before.least_times(_timed(graph, block, values, before, others))
     else:
-        profile = _timed(graph, block, values, observe_memory(graph, block, values, _device(graph, block)).profile())
+        seen = observe_memory(graph, block, values, _device(graph, block)).profile()
+        profile = _timed(graph, block, values, seen, others)
     measured[form.digest] = form.names, profile
     forget_gradients(block, values)
 
@@ -152,7 +159,9 @@ class _Timing(Observer):
         self.node_ms = [self._device.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
 
 
-def _timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile) -> BlockProfile:
+def _timed(
+    graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile, others: OtherData
+) -> BlockProfile:
     """The `profile` of `block` with the times that it takes now."""
     started = time.perf_counter()
     runs: list[BlockProfile] = []
@@ -163,5 +172,5 @@ def _timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockPr
         if len(runs) >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
             break
     least = reduce(BlockProfile.least_times, runs)
-    repeat_ms, restore_ms = repetition_times(graph, block, values, least.ops)
+    repeat_ms, restore_ms = repetition_times(graph, block, values, least.ops, others)
     return replace(least, repeat_ms=repeat_ms, restore_ms=restore_ms)

@@ -40,11 +40,26 @@ _LONG_MS = 10.0  # what takes so long in the forward hardly takes longer in the 
 Again = Callable[[], torch.Tensor]
 
 
-class ColdClock:
-    """Times after so many other bytes have been written, which empties the caches of what they hold."""
+class OtherData:
+    """What is written to empty the caches: memory that is new to the process takes longer to get than to write."""
 
-    def __init__(self, others_bytes: int) -> None:
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def of(self, size_bytes: int) -> torch.Tensor:
+        """So many bytes."""
+        if self._held.nbytes < size_bytes:
+            self._held = torch.empty(0, dtype=torch.uint8, device="cpu")  # gone before there is more
+            self._held = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        return self._held[:size_bytes]
+
+
+class ColdClock:
+    """Times after so many bytes of other data have been written, which empties the caches of what they hold."""
+
+    def __init__(self, others_bytes: int, others: OtherData | None = None) -> None:
         self.others_bytes = others_bytes
+        self._others = others or OtherData()
 
     def times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
         """The least time of each of `runs`, in ms, without gradients.
@@ -52,7 +67,7 @@ class ColdClock:
         They run one after another, several times over, and the caches are emptied before each round: writing takes far
         longer than most runs do, and each run reads data of its own, which those before it in the round have not read.
         """
-        others = torch.empty(self.others_bytes, dtype=torch.uint8, device="cpu")
+        others = self._others.of(self.others_bytes)
         least_ms = [math.inf] * len(runs)
         results: list[Any] = [None] * len(runs)
         with torch.no_grad():
@@ -70,30 +85,32 @@ class ColdClock:
 
 
 def repetition_times(
-    graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile]
+    graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile], others: OtherData
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Times in ms by node, and by operation that comes back in another way than by its repetition, bit by bit.
 
     A node is missing where the time of its forward will do. Of a node that is not repeated at all, it is the time of
-    what is done instead. `values` are what the block reads, by name, and `ops` its measured operations.
+    what is done instead. `values` are what the block reads, by name, `ops` its measured operations, and `others` is
+    written in between.
 
     Raises:
         GraphError: what is kept in the place of data does not give them back.
     """
     others_bytes = _others_bytes(graph, ops)
-    repeat_ms, restore_ms = _timed(graph, block, values, ops, others_bytes)
-    return {name: time_ms + _handling_ms(others_bytes) for name, time_ms in repeat_ms.items()}, restore_ms
+    handling_ms = _handling_ms(others_bytes)  # first: it is known from then on, and takes as much memory again
+    repeat_ms, restore_ms = _timed(graph, block, values, ops, ColdClock(others_bytes, others))
+    return {name: time_ms + handling_ms for name, time_ms in repeat_ms.items()}, restore_ms
 
 
 def _timed(
-    graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile], others_bytes: int
+    graph: DGraph, block: Block, values: dict[str, Any], ops: Mapping[str, OpProfile], clock: ColdClock
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """As `repetition_times`, without handling, for which there is another clock: not while this one takes memory."""
+    """As `repetition_times`, without handling."""
     ways = restorations(graph, block.nodes, ops)
     whole = {node for node, (first, *_) in ways.items() if first.of_node}
     nodes = [node for node in block.nodes if node not in whole and _is_worth_timing(graph, node, ops, node in ways)]
     tried = {node: found for node, found in ways.items() if node in whole or node in nodes}
-    observer = _Repeating(graph, nodes, ops, ColdClock(others_bytes), tried)
+    observer = _Repeating(graph, nodes, ops, clock, tried)
     _run(graph, block, values, observer)
     return observer.repeat_ms, observer.restore_ms
 

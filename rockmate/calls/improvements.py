@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rk_solvers import Problem, Solution
 from rkgb import Sample
 from rockmate.calls.specialization import Specialization
-from rockmate.families.choice import FamilyPlans
+from rockmate.families.choice import FamilyPlans, room_of
 from rockmate.families.polynomials import Point
 from rockmate.guards.inputs import CallPattern
 from rockmate.planning.background import BackgroundSearch, is_wanted
@@ -140,7 +140,8 @@ class Improvements:
         point, problem = wanted
         limits = replace(request.limits, search_s=min(request.limits.search_s, _FAMILY_S), extra_s=0.0)
         solver = solver_for(replace(request, limits=limits), replace(plans.family.base, problem=problem))
-        return self._send(_OfFamily(plans, point, budget_bytes), solver, problem, budget_bytes, limits.longest_s)
+        within_bytes = budget_bytes - room_of(budget_bytes)
+        return self._send(_OfFamily(plans, point, budget_bytes), solver, problem, within_bytes, limits.longest_s)
 
     def _began(self, key: _OfMember, member: Specialization, request: PlanRequest) -> bool:
         measured = member.measured

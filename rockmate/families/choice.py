@@ -23,6 +23,7 @@ from rockmate.planning.request import PlanRequest
 
 _SEARCH_S = 1.0  # for a schedule where none of those that are there fits: the step waits for it
 _MOST_SCHEDULES = 16
+_LEAST_ROOM_BYTES = 64 << 10  # predictions are short by up to 5 KiB: the state of a random stream that is held
 _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
 _WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
@@ -77,9 +78,11 @@ class FamilyPlans:
 
     def is_new_ground(self, planned: PlanOfSize) -> bool:
         """Whether a step of that plan may show what no step before it has shown."""
-        if self._highest is None or planned.sized.decisions not in self._ran:
+        if self._highest is None or any(map(operator.gt, planned.point, self._highest)):
             return True
-        return any(map(operator.gt, planned.point, self._highest))
+        room_bytes = room_of(planned.plan.budget_bytes)
+        is_near = not room_bytes or planned.plan.peak_bytes + room_bytes > planned.plan.budget_bytes
+        return is_near and planned.sized.decisions not in self._ran
 
     def was_seen(self, planned: PlanOfSize) -> None:
         """A step of that plan was as predicted."""
@@ -160,6 +163,13 @@ class FamilyPlans:
             check(problem, decisions.schedule_for(problem), None)
             self._sized[decisions] = SizedPlan(self.family, decisions)
         return self._sized[decisions]
+
+
+def room_of(budget_bytes: int) -> int:
+    """What a schedule is to leave of the budget, so that no step of it need be measured: a thousandth, if that is far
+    more than predictions are ever short by. 0 where it is not."""
+    room_bytes = budget_bytes // 1000
+    return room_bytes if room_bytes >= _LEAST_ROOM_BYTES else 0
 
 
 def _are_near(point: Point, other: Point) -> bool:
