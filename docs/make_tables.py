@@ -7,6 +7,7 @@ python docs/make_tables.py
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def with_tables(
     solvers: Path | None = None,
     deep: Path | None = None,
     families: Path | None = None,
+    lengths: Path | None = None,
+    planning: Path | None = None,
 ) -> str:
     """The page with what stands between its marks replaced by the tables of these files.
 
@@ -50,7 +53,14 @@ def with_tables(
         ValueError: the page lacks a mark.
     """
     texts: list[str | None] = ["\n\n".join("\n".join(section(_read(path))) for path in sorted(results))]
-    others = (memory, bytes_sections), (solvers, solver_sections), (deep, deep_sections), (families, family_sections)
+    others = [
+        (memory, bytes_sections),
+        (solvers, solver_sections),
+        (deep, deep_sections),
+        (families, family_sections),
+        (lengths, lengths_sections),
+        (planning, planning_sections),
+    ]
     for path, sections in others:
         exists = path is not None and path.exists()
         texts.append(None if path is None else "\n".join(sections(_read(path))) if exists else "")
@@ -143,6 +153,41 @@ def deep_sections(report: dict[str, Any]) -> Iterator[str]:
         texts += [format_bytes(result[f"{process}_peak_bytes"]) for process in ("planning", "aside")]
         texts += [f"{100 * result['overhead']:+.1f} %", "not known" if gap is None else f"{100 * gap:.2f} %"]
         yield row([*texts, verdict(result)])
+
+
+def lengths_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of runs on batches padded to their own longest row: a table, and the bars."""
+    where = report["circumstances"]
+    yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores, code at {where['code']}."
+    yield ""
+    ways = ("eager", "checkpoint", "rockmate")
+    yield row(["", "batches", "traced", *ways, "a step later on / eager", "a new length", "budget", "peak"])
+    yield row(["---", *["--:"] * 9])
+    for run in report["runs"]:
+        steps = list(zip(*(run["step_s"][way] for way in ("rockmate", "eager")), strict=True))
+        later = [mine / theirs for number, (mine, theirs) in enumerate(steps) if number not in run["planned"]]
+        texts = [run["model"], str(len(run["lengths"])), str(len(run["planned"]))]
+        texts += [f"{sum(run['step_s'][way]):.0f} s" for way in ways]
+        texts.append(f"{statistics.median(later):.3f}")
+        new = statistics.median(run["new_length_ms"]), statistics.median(run["new_length_share"])
+        texts.append(f"{new[0]:.0f} ms, {100 * new[1]:.1f} %")
+        yield row([*texts, format_bytes(run["budget_bytes"]), format_bytes(run["peak_bytes"]["rockmate"])])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
+def planning_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of what planning takes: a table, and the bars."""
+    where = report["circumstances"]
+    yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores, code at {where['code']}."
+    yield ""
+    yield row(["", "eager step", "first plan, processors", "by the clock", "second budget", "by the cache"])
+    yield row(["---", *["--:"] * 5])
+    for result in report["rows"]:
+        names = ("eager_s", "first_cpu_s", "first_s", "second_s", "cached_s")
+        yield row([result["model"], *(f"{result[name]:.2f} s" for name in names)])
+    yield ""
+    yield from bar_table(report["bars"])
 
 
 def family_sections(report: dict[str, Any]) -> Iterator[str]:
@@ -333,7 +378,14 @@ def main() -> None:
     write_peers()
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    names = ("bytes-cpu.json", "solvers.json", "deep-cpu.json", "hf-families.json")
+    names = (
+        "bytes-cpu.json",
+        "solvers.json",
+        "deep-cpu.json",
+        "hf-families.json",
+        "lengths-cpu.json",
+        "planning-cpu.json",
+    )
     stored = [ROOT / "benchmarks" / "results" / name for name in names]
     page.write_text(with_tables(page.read_text(encoding="utf-8"), results, *stored), encoding="utf-8")
 
