@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rkgb import DGraph, GuardError, LeafKind, RockmateError, Sample
+from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.ir.call import is_ref
 from rkgb.ir.dgraph import leaf_tensors
 from rkgb.ir.opaque import OpaqueCall
@@ -61,6 +62,7 @@ class Runner:
         self._devices = {parameter.device for parameter in module.parameters()} | pattern.devices
         self._flags = BackEndFlags(self._devices)
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
+        self._may_be_refused = may_be_refused  # the first call of its sizes: they may be none of the code's
         self._is_guarded = may_be_refused or any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
         self._opaque = {op.call.function.path for op in graph if isinstance(op.call.function, OpaqueCall)}
         self._written = _written_buffers(graph)
@@ -134,7 +136,9 @@ class Runner:
         buffers = [(self._module.get_buffer(path), self._module.get_buffer(path).clone()) for path in self._written]
         try:
             yield
-        except GuardError:
+        except Exception as error:
+            if not isinstance(error, GuardError) and (not self._may_be_refused or is_out_of_memory(error)):
+                raise
             for before in held:
                 before.restore()
             for generator, state in streams:
@@ -142,7 +146,10 @@ class Runner:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-            raise
+            if isinstance(error, GuardError):
+                raise
+            told = f"{type(error).__name__}: {error}"
+            raise GuardError(f"the code does not hold for calls of such sizes: {told}") from error
 
     def _settings_mismatch(self) -> PlanMismatch | None:
         difference = self.settings.difference()

@@ -15,7 +15,9 @@ from rk_solvers import Limits
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import Rockmate
 from rockmate.calls import improvements
-from tests.module.steps import CPU, FEW_ROUNDS, assert_same, seen, squares
+from rockmate.errors import PlanMismatch
+from rockmate.runtime.step import Step
+from tests.module.steps import CPU, FEW_ROUNDS, assert_same_step, squares
 
 WIDTH = 16
 
@@ -102,14 +104,7 @@ def assert_trains_as_eager(model, batches, budget=0.7, peaks=True):
     """Steps on all batches, with their bits; returns the planned module."""
     eager, module = copy.deepcopy(model), Rockmate(model, budget=budget, loss=squares, limits=FEW_ROUNDS)
     for number, batch in enumerate(batches):
-        found = []
-        for one in (eager, module):
-            one.zero_grad()
-            torch.manual_seed(number)
-            output = one(batch)
-            squares(output).backward()
-            found.append(seen(module.original if one is module else one, (), output))
-        assert_same(found[1], found[0])
+        assert_same_step(module, eager, batch, number)
     for batch in batches if peaks else ():
         module.zero_grad()
         with AllocationLog(CPU) as log:  # of the step alone: its plan is there
@@ -211,12 +206,15 @@ def test_what_is_found_in_the_background_is_taken_between_steps(monkeypatch):
     assert not searched.is_busy
 
 
-def assert_same_step(module, eager, batch, seed):
-    found = []
-    for one in (eager, module):
-        one.zero_grad()
-        torch.manual_seed(seed)
-        output = one(batch)
-        squares(output).backward()
-        found.append(seen(module.original if one is module else one, (), output))
-    assert_same(found[1], found[0])
+@pytest.mark.parametrize("end", [PlanMismatch("saved another tensor"), RuntimeError("shape is invalid")])
+def test_whatever_a_first_step_of_new_sizes_ends_with_the_call_is_planned_by_itself(end, monkeypatch):
+    torch.manual_seed(0)
+    module = assert_trains_as_eager(Attention(), [lengths_of()(length) for length in (40, 12, 24, 30)])
+    planned = len(module._family.members)
+
+    def refused(self, name, value):
+        raise end
+
+    monkeypatch.setattr(Step, "check_shape", refused)
+    assert_same_step(module, copy.deepcopy(module.original), lengths_of()(31), 5)
+    assert len(module._family.members) == planned + 1

@@ -190,6 +190,18 @@ def assert_trains_exactly(module: Rockmate, batches: list[Any], loss: Loss = squ
     assert_same_training(train(module, batches, loss), train(eager, batches, loss))
 
 
+def assert_same_step(module: Rockmate, eager: nn.Module, batch: Any, seed: int = 0, loss: Loss = squares) -> None:
+    """One step of `module` against one of `eager`, each without gradients before it, and on the numbers of `seed`."""
+    found = []
+    for one in (eager, module):
+        one.zero_grad()
+        torch.manual_seed(seed)
+        output = one(batch)
+        loss(output).backward()
+        found.append(seen(module.original if one is module else eager, (), output))
+    assert_same(found[1], found[0])
+
+
 def assert_same_walk(module: Rockmate, walk: Callable[[Callable[..., Any]], None]) -> None:
     """`walk` calls what it is given and goes backward; gradients, buffers and random stream are then those of eager."""
     eager = copy.deepcopy(module.original)
