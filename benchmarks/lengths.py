@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import time
@@ -26,7 +25,16 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.reporting import bar, circumstances, code_version, console, new_table, option_parser, print_bars
+from benchmarks.reporting import (
+    bar,
+    circumstances,
+    code_version,
+    console,
+    new_table,
+    option_parser,
+    print_bars,
+    write_report,
+)
 from rockmate import PeakMemory, Rockmate, keep_freed_memory
 
 LONGEST, SHORTEST = 512, 32
@@ -197,8 +205,7 @@ def main() -> None:
         "bars": bars,
         "runs": [asdict(run) for run in runs],
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / RESULTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_report(options.output, RESULTS, content)
 
 
 if __name__ == "__main__":

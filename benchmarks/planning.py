@@ -27,7 +27,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import nn
 
-from benchmarks.reporting import ROOT, bar, circumstances, code_version, console, new_table, option_parser, print_bars
+from benchmarks.reporting import (
+    ROOT,
+    bar,
+    circumstances,
+    code_version,
+    console,
+    new_table,
+    option_parser,
+    print_bars,
+    write_report,
+)
 
 BUDGETS = (0.5, 0.4)
 RESULTS = "planning-cpu.json"
@@ -145,8 +155,7 @@ def main() -> None:
         "bars": bars,
         "rows": [asdict(row) for row in rows],
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / RESULTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_report(options.output, RESULTS, content)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class PlansBySize:
 
     def alike(self, call: Sample) -> tuple[Specialization, ...]:
         """The plan for calls that look like `call`, if it is there."""
-        member = self._made.get(CallPattern.of(call).key)
+        member = self._made.get(CallPattern.of(call).key) if self._made else None
         return () if member is None else (member,)
 
     def prefers(self, call: Sample) -> bool:

@@ -138,7 +138,7 @@ class Improvements:
         if wanted is None:
             return False
         point, problem = wanted
-        limits = replace(request.limits, search_s=min(request.limits.search_s, _FAMILY_S), extra_s=0.0)
+        limits = request.limits.within(min(request.limits.search_s, _FAMILY_S))
         solver = solver_for(replace(request, limits=limits), replace(plans.family.base, problem=problem))
         within_bytes = budget_bytes - room_of(budget_bytes)
         return self._send(_OfFamily(plans, point, budget_bytes), solver, problem, within_bytes, limits.longest_s)

@@ -144,8 +144,7 @@ class FamilyPlans:
 
     def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> PortablePlan | None:
         """A schedule for sizes for which none that is there fits."""
-        limits = request.limits
-        quick = replace(limits, search_s=min(limits.search_s, _SEARCH_S), extra_s=0.0)
+        quick = request.limits.within(min(request.limits.search_s, _SEARCH_S))
         solution: Solution = solver_for(replace(request, limits=quick), measured).solve(measured.problem, budget_bytes)
         if not solution.status.fits:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,11 +44,7 @@ def step_bytes(
     module: torch.nn.Module, runner: Runner, measured: Measured, sample: Sample, loss: LossFunction | None
 ) -> int:
     """Peak of one real step by `runner`. The module is left as it was."""
-    measured.sample = sample
-    try:
-        return measured_peak(module, runner, measured, loss).allocated_bytes
-    finally:
-        measured.sample = None
+    return measured_peak(module, runner, replace(measured, sample=sample), loss).allocated_bytes
 
 
 def _digests(

@@ -20,7 +20,6 @@ from rk_solvers import Problem
 from rkgb import DNode
 from rkgb.ir.call import Call, is_ref
 from rkgb.ir.opaque import OpaqueCall
-from rkgb.ir.restoration import Restoration
 from rkgb.ir.sgraph import SNode
 from rkgb.replay.same import same_function, same_value
 from rkgb.sizes import SizeRead
@@ -387,9 +386,3 @@ def _is_same_tree(mine: Any, other: Any, seen: frozenset[int] = frozenset()) -> 
     if not parts or is_ref(mine) or type(mine) is not type(other) or isinstance(mine, OwnGenerator):
         return same_value(mine, other)
     return id(mine) in seen or _is_same_tree(parts, others, seen | {id(mine)})
-
-
-def ways_at(ways: tuple[Any, ...], point: Point) -> tuple[Restoration, ...]:
-    """Ways to have data again, as they are for calls of these sizes."""
-    found: tuple[Restoration, ...] = at_point(ways, point)
-    return found

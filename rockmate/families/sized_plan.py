@@ -11,7 +11,7 @@ import torch
 
 from rkgb.ir.kgraph import KGraph
 from rockmate.families.aligned import at_point, numbers_in
-from rockmate.families.family import Family, ways_at
+from rockmate.families.family import Family
 from rockmate.families.polynomials import Point
 from rockmate.guards.attributes import BoundSettings
 from rockmate.planning.fixed_plan import PortablePlan
@@ -95,12 +95,12 @@ class SizedPlan:
             )
             for op, known in tables.saving.items()
         }
-        ways = {node: ways_at(found, point) for node, found in self.family.ways.items()}
+        ways = at_point(self.family.ways, point)
         packs, unpacks = dict(tables.packs), dict(tables.unpacks)
         for one in self.program.restored.values():
             way = next(found for found in ways[one.node] if found.key(one.node) == one.key)
             packs[one.key], unpacks[one.key] = way.pack, (way.unpack, one.kept)
-        shapes = at_point(dict(self.family.shapes), point) if checked else {}
+        shapes = at_point(self.family.shapes, point) if checked else {}
         sizes = at_point(self._functions, point)
         return replace(tables, saving=saving, packs=packs, unpacks=unpacks, sizes=sizes, shapes=shapes)
 
