@@ -9,6 +9,7 @@ import torch
 
 from rkgb.ir.bgraph import Leaf
 from rkgb.ir.call import Call, Ref
+from rkgb.ir.dgraph import DNode
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.recording.guard import Guard
 from rkgb.state.generators import OwnGenerator
@@ -24,6 +25,12 @@ def same_function(call: Call, other: Call) -> bool:
     if isinstance(mine, OpaqueCall) and isinstance(theirs, OpaqueCall):
         return mine.path == theirs.path
     return mine == theirs or (type(mine) is type(theirs) and call.op_name == other.op_name and not _is_operation(mine))
+
+
+def same_operation(mine: DNode, other: DNode) -> bool:
+    """Whether two operations are one but for the numbers and constants in their arguments."""
+    facts = ("name", "outputs", "grad_enabled", "is_random", "written", "is_guard", "plain_inputs", "inputs")
+    return all(getattr(mine, fact) == getattr(other, fact) for fact in facts) and same_function(mine.call, other.call)
 
 
 def argument_pairs(

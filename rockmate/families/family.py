@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rk_solvers import Problem
-from rkgb import DNode
 from rkgb.ir.call import Call, is_ref
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.sgraph import SNode
-from rkgb.replay.same import same_function, same_value
+from rkgb.replay.same import same_operation, same_value
 from rkgb.sizes import SizeRead
 from rkgb.state.generators import OwnGenerator
 from rkgb.tree import attributes_of
@@ -196,7 +195,7 @@ class _Alignment:
         for graph in self._graphs[1:]:
             if len(graph.nodes) != len(base.nodes) or graph.values.keys() != base.values.keys():
                 raise NotAligned("operations")
-            if not all(map(_is_same_operation, graph.nodes, base.nodes)):
+            if not all(map(same_operation, graph.nodes, base.nodes)):
                 raise NotAligned("operations")
             for name, leaf in base.leaves.items():
                 if name not in graph.leaves or not _is_same_leaf(leaf, graph.leaves[name]):
@@ -349,11 +348,6 @@ def _repeated_alike(problems: Sequence[Problem]) -> list[Problem]:
         )
         for problem in problems
     ]
-
-
-def _is_same_operation(mine: DNode, other: DNode) -> bool:
-    facts = ("name", "outputs", "grad_enabled", "is_random", "written", "is_guard", "plain_inputs", "inputs")
-    return all(getattr(mine, fact) == getattr(other, fact) for fact in facts) and same_function(mine.call, other.call)
 
 
 def _is_same_leaf(mine: Any, other: Any) -> bool:

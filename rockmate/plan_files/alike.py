@@ -27,7 +27,7 @@ from rkgb.passes.s_to_k import s_to_k
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.profile.recorded import recorded_profiles
 from rkgb.recording.guard import Guard
-from rkgb.replay.same import argument_pairs, same_function, same_value
+from rkgb.replay.same import argument_pairs, same_operation, same_value
 from rkgb.state.module_state import for_planning
 from rkgb.tree import structure
 from rockmate.guards.numbers import (
@@ -92,8 +92,7 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _is_same_operation(mine: Any, other: Any) -> bool:
-    facts = ("name", "outputs", "grad_enabled", "is_random", "written", "is_guard", "plain_inputs", "inputs")
-    if any(getattr(mine, fact) != getattr(other, fact) for fact in facts) or not same_function(mine.call, other.call):
+    if not same_operation(mine, other):
         return False
     if isinstance(mine.call.function, OpaqueCall) and mine.call.function.traits != other.call.function.traits:
         return False
