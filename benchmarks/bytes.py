@@ -34,7 +34,6 @@ from rockmate.units import format_bytes
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 SMALLEST = "smallest"
-RESULTS = "bytes-cpu.json"
 MIB = 1 << 20
 LEAST_GROWTH_BYTES = 16 * MIB  # of a process: less is hidden by what it has in reserve
 STEPS = 2  # whose peaks are measured, and which are compared with eager's
@@ -95,9 +94,9 @@ def _status_bytes(field: str) -> int:
 # ---- one model -------------------------------------------------------------------------------------------
 
 
-def rows_of(name: str, fractions: Sequence[float], time_limit_s: float) -> list[Row]:
+def rows_of(name: str, fractions: Sequence[float], time_limit_s: float, device: str) -> list[Row]:
     """`name` under these fractions of its eager peak, under nothing, and under the smallest budget named then."""
-    model, sample, loss = model_named(name)
+    model, sample, loss = model_named(name, device)
     base = PlanRequest(None, loss, limits=Limits().within(time_limit_s))
     measured = measure(model, sample, base)
     rows = [_row(name, f"{fraction:g}", fraction, measured, model, base) for fraction in fractions]
@@ -209,6 +208,7 @@ def parse_options() -> argparse.Namespace:
     parser = option_parser(__doc__, "tiny models only")
     everything = [*zoo.names(), "t5-6", "llama-8"]
     parser.add_argument("--models", nargs="+", choices=everything, help="default: all of them")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--add", action="store_true", help="to the result file: rows of other models stay in it")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of one search (default 10)")
     options = parser.parse_args()
@@ -221,18 +221,18 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     returned = give_freed_memory_back()
-    path = options.output / RESULTS
+    path = options.output / f"bytes-{torch.device(options.device).type}.json"
     stored = json.loads(path.read_text(encoding="utf-8"))["rows"] if options.add and path.exists() else []
     rows = [Row(**row) for row in stored if row["model"] not in options.models]
     for name in options.models:
-        rows += rows_of(name, FRACTIONS, options.time_limit)
+        rows += rows_of(name, FRACTIONS, options.time_limit, options.device)
         print_rows([row for row in rows if row.model == name])
         report = {
             "circumstances": circumstances(options) | {"freed memory is given back": returned, "steps": STEPS},
             "rows": [asdict(row) for row in rows],
             "bars": bars_of(rows),
         }
-        write_report(options.output, RESULTS, report)  # after each model, as all of them take long
+        write_report(options.output, path.name, report)  # after each model, as all of them take long
     print_bars(bars_of(rows))
 
 

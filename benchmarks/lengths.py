@@ -14,7 +14,6 @@ import argparse
 import copy
 import os
 import statistics
-import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,13 +34,13 @@ from benchmarks.reporting import (
     print_bars,
     write_report,
 )
+from rkgb.devices.registry import device_of
 from rockmate import PeakMemory, Rockmate, keep_freed_memory
 
 LONGEST, SHORTEST = 512, 32
 WIDTH, LAYERS, WORDS, ROWS = 256, 12, 8000, 4
 FEW_WORDS = 50  # that batches are made of, which tiny models have, too
 EAGER, CHECKPOINT, PLANNED = "eager", "checkpoint", "rockmate"
-RESULTS = "lengths-cpu.json"
 
 
 @dataclass
@@ -77,7 +76,7 @@ def built(name: str, quick: bool) -> nn.Module:
     return transformers.BertForMaskedLM(bert).train()
 
 
-def batch_of(length: int, seed: int) -> dict[str, torch.Tensor]:
+def batch_of(length: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Rows of random words, the first as long as the batch, the others padded."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(1, FEW_WORDS, (ROWS, length), generator=generator)
@@ -85,21 +84,22 @@ def batch_of(length: int, seed: int) -> dict[str, torch.Tensor]:
     lengths[0] = length
     mask = (torch.arange(length) < lengths).long()
     labels = words.masked_fill(mask == 0, -100)
-    return {"input_ids": words * mask, "attention_mask": mask, "labels": labels}
+    made = {"input_ids": words * mask, "attention_mask": mask, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
-def step(model: nn.Module, batch: dict[str, torch.Tensor], seed: int) -> None:
-    """Forward and backward, with fresh gradients."""
+def step_s(model: nn.Module, batch: dict[str, torch.Tensor], seed: int) -> float:
+    """What forward and backward take, with fresh gradients."""
     model.zero_grad()
     torch.manual_seed(seed)
-    model(**batch).loss.backward()
+    return device_of(batch["labels"].device).time_ms(lambda: model(**batch).loss.backward()) / 1e3
 
 
 def peak_of(model: nn.Module, batch: dict[str, torch.Tensor], seed: int = 0) -> int:
     """Most bytes that a step holds above what was there before it."""
     model.zero_grad()
     torch.manual_seed(seed)
-    with PeakMemory() as peak:
+    with PeakMemory(batch["labels"].device) as peak:
         model(**batch).loss.backward()
     return peak.peak_bytes
 
@@ -115,20 +115,19 @@ def trained(name: str, options: argparse.Namespace) -> Run:
     shortest, longest = (8, 48) if options.quick else (SHORTEST, LONGEST)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(shortest, longest + 1, (options.batches,), generator=generator).tolist()
-    eager = built(name, options.quick)
+    device = torch.device(options.device)
+    eager = built(name, options.quick).to(device)
     checkpointed = copy.deepcopy(eager)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    budget_bytes = peak_of(eager, batch_of(longest, 0)) // 2
+    budget_bytes = peak_of(eager, batch_of(longest, 0, device)) // 2
     planned = Rockmate(copy.deepcopy(eager), budget=budget_bytes, loss=lambda output: output.loss)
     ways: dict[str, nn.Module] = {EAGER: eager, CHECKPOINT: checkpointed, PLANNED: planned}
     run = Run(name, budget_bytes, lengths, {way: [] for way in ways})
     for number, length in enumerate(lengths):
-        batch, plans = batch_of(length, number), measured_plans(planned)
+        batch, plans = batch_of(length, number, device), measured_plans(planned)
         for turn in range(len(ways)):
             way = list(ways)[(number + turn) % len(ways)]
-            started = time.perf_counter()
-            step(ways[way], batch, number)
-            run.step_s[way].append(time.perf_counter() - started)
+            run.step_s[way].append(step_s(ways[way], batch, number))
         if measured_plans(planned) > plans:
             run.planned.append(number)
         run.exact = run.exact and is_same(eager, planned)
@@ -136,8 +135,8 @@ def trained(name: str, options: argparse.Namespace) -> Run:
             f"{number:4} length {length:4} " + "  ".join(f"{way} {run.step_s[way][-1] * 1e3:.0f} ms" for way in ways)
         )
     for way, model in ways.items():
-        run.peak_bytes[way] = max(peak_of(model, batch_of(length, 0)) for length in sorted(set(lengths)))
-    measure_new_lengths(run, planned, eager, (shortest, longest))
+        run.peak_bytes[way] = max(peak_of(model, batch_of(length, 0, device)) for length in sorted(set(lengths)))
+    measure_new_lengths(run, planned, eager, (shortest, longest), device)
     return run
 
 
@@ -146,18 +145,18 @@ def measured_plans(planned: Rockmate) -> int:
     return sum(plan.measured_peak_bytes is not None for plan in planned.plans)
 
 
-def measure_new_lengths(run: Run, planned: Rockmate, eager: nn.Module, ends: tuple[int, int]) -> None:
+def measure_new_lengths(
+    run: Run, planned: Rockmate, eager: nn.Module, ends: tuple[int, int], device: torch.device
+) -> None:
     """What the first step of a length takes beyond later ones of that length."""
     unseen = [length for length in range(*ends) if length not in run.lengths]
     for length in unseen[:: max(1, len(unseen) // 24)]:
-        batch = batch_of(length, 0)
+        batch = batch_of(length, 0, device)
         times_s: list[float] = []
         eager_s: list[float] = []
         for _ in range(4):
             for model, found in ((eager, eager_s), (planned, times_s)):
-                started = time.perf_counter()
-                step(model, batch, 0)
-                found.append(time.perf_counter() - started)
+                found.append(step_s(model, batch, 0))
         beyond_s = times_s[0] - statistics.median(times_s[1:])
         run.new_length_ms.append(beyond_s * 1e3)
         run.new_length_share.append(beyond_s / statistics.median(eager_s))
@@ -182,6 +181,7 @@ def main() -> None:
     """Run the script."""
     parser = option_parser(__doc__, "tiny models")
     parser.add_argument("--models", nargs="+", choices=("hf-gpt2", "hf-bert"), default=["hf-gpt2", "hf-bert"])
+    parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--batches", type=int, default=300, help="default 300")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -205,7 +205,7 @@ def main() -> None:
         "bars": bars,
         "runs": [asdict(run) for run in runs],
     }
-    write_report(options.output, RESULTS, content)
+    write_report(options.output, f"lengths-{torch.device(options.device).type}.json", content)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,19 @@ def measured(name: str) -> Measured:
     return measure(model, sample, PlanRequest(1.0, loss))
 
 
-def model_named(name: str) -> Trainable:
-    """One of `MODELS`, or any model of the zoo, with a sample and the loss of its output."""
+def model_named(name: str, device: str = "cpu") -> Trainable:
+    """One of `MODELS`, or any model of the zoo, with a sample and the loss of its output.
+
+    Those of transformers have losses of their own, so that they can be moved whole; `gpt2-deep` is for the CPU.
+    """
+    from torch.utils._pytree import tree_map
+
     from rockmate import zoo
 
     if name in OTHERS:
-        return OTHERS[name]()
-    entry = zoo.get(name)
+        model, sample, loss = OTHERS[name]()
+        return model.to(device), tree_map(lambda tensor: tensor.to(device), sample), loss
+    entry = zoo.get(name, device=device)
     return entry.model, entry.sample, entry.loss
 
 
