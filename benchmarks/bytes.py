@@ -13,18 +13,30 @@ import json
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # its products are the same each time
 
 import torch
 
 from benchmarks.problems import model_named
-from benchmarks.reporting import bar, circumstances, console, new_table, option_parser, print_bars, write_report
+from benchmarks.reporting import (
+    bar,
+    circumstances,
+    code_version,
+    console,
+    new_table,
+    option_parser,
+    print_bars,
+    write_report,
+)
 from rk_solvers import Limits
+from rkgb.devices.registry import device_of
 from rockmate import BudgetTooSmall, PeakMemory, Rockmate, reduce_fragmentation, verify, zoo
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan
@@ -221,6 +233,9 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     returned = give_freed_memory_back()
+    if options.device != "cpu":  # where kernels add in another order each time, nothing would be exact
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
     path = options.output / f"bytes-{torch.device(options.device).type}.json"
     stored = json.loads(path.read_text(encoding="utf-8"))["rows"] if options.add and path.exists() else []
     rows = [Row(**row) for row in stored if row["model"] not in options.models]
@@ -228,7 +243,13 @@ def main() -> None:
         rows += rows_of(name, FRACTIONS, options.time_limit, options.device)
         print_rows([row for row in rows if row.model == name])
         report = {
-            "circumstances": circumstances(options) | {"freed memory is given back": returned, "steps": STEPS},
+            "circumstances": circumstances(options)
+            | {
+                "code": code_version(),
+                "device": device_of(torch.device(options.device)).name,
+                "freed memory is given back": returned,
+                "steps": STEPS,
+            },
             "rows": [asdict(row) for row in rows],
             "bars": bars_of(rows),
         }

@@ -19,6 +19,7 @@ from rkgb.ir.dgraph import DGraph, leaf_tensors, run_nodes
 from rkgb.ir.sample import Sample
 from rkgb.recording.digest import computed_digests, digest
 from rkgb.replay.fresh import Offer, offers, refused
+from rkgb.replay.order import are_orderly, differ_by_order_alone
 from rkgb.replay.own_checkpoints import random_numbers_restored, told_of_other_numbers
 from rkgb.replay.spool import Spool, Spooled, gradients_taken, saved_on
 from rkgb.state.attributes import AttributeWrite, Writing, outline, written
@@ -269,7 +270,8 @@ def replay_check(
 
     Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
     module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the
-    message says so. `low_memory` sets what autograd saves and all gradients aside on disk.
+    message says so; but where a device adds in another order each time, the order alone may differ
+    (`rkgb.replay.order`). `low_memory` sets what autograd saves and all gradients aside on disk.
     """
     with Spool() if low_memory else contextlib.nullcontext() as spool:
         # Each run has its own copy of the data: a module may write into its inputs.
@@ -321,6 +323,9 @@ def replay_check(
             for _ in range(_RETRIES):
                 if eagerly(fresh, private=True).first_difference(by_graph(fresh, private=True)) is None:
                     return f"{told}. {_others_draw(module)}" if told else _others_draw(module)
+        elif itself is not None and not are_orderly(module_devices(module, sample.tensors)):
+            if differ_by_order_alone(lambda: eagerly(fresh), lambda: by_graph(fresh)):
+                return told
     # Looking for the place takes what a whole forward saves.
     place = None if low_memory else first_difference_place(graph, module, fresh, difference[0])
     raise _inexact(module, difference[1], place, _cause(disturbed, itself))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rkgb import GuardError, Sample, make_sample
+from rkgb.devices.out_of_memory import if_it_fits
 from rockmate.calls.improvements import WORTH, Improvements
 from rockmate.calls.specialization import Specialization
 from rockmate.families.choice import FamilyPlans
@@ -177,14 +178,24 @@ class PlansBySize:
     def _is_within(
         self, member: Specialization, call: Sample, request: PlanRequest, budget_bytes: int, compared: bool
     ) -> bool | None:
-        """Whether a real step is within the budget; None where it is `compared` with the module's own, and differs."""
+        """Whether a real step is within the budget, and the memory suffices for it; None where it is `compared` with
+        the module's own, and differs."""
         measured, planned = member.measured, member.planned
         with planning(self._model):
             sample = make_sample(self._model, call)
-            if compared and not gives_the_same(self._model, member.runner, measured, sample, request.loss):
-                self._refuse(measured.pattern.key)
-                return None
-            taken_bytes = step_bytes(self._model, member.runner, measured, sample, request.loss)
+
+            def step() -> int | None:
+                if compared and not gives_the_same(self._model, member.runner, measured, sample, request.loss):
+                    return None
+                return step_bytes(self._model, member.runner, measured, sample, request.loss)
+
+            taken = if_it_fits(lambda: [step()])
+        if taken is None:
+            return False
+        taken_bytes = taken[0]
+        if taken_bytes is None:
+            self._refuse(measured.pattern.key)
+            return None
         planned.plan = replace(planned.plan, measured_peak_bytes=taken_bytes)
         return taken_bytes <= budget_bytes
 

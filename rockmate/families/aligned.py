@@ -17,6 +17,8 @@ from typing import Any
 from rockmate.families.formulas import Formula
 from rockmate.families.polynomials import Chords, Point, Polynomial, fitted
 
+_BLOCKS = 8  # blocks of memory that one number is the sum of, or so: each is rounded up by itself
+
 
 class NotAligned(Exception):
     """What was made of calls of different sizes differs in more than in sizes."""
@@ -51,33 +53,33 @@ Leaf = Polynomial | Chords | Formula | Interpolated
 _LEAVES = (Polynomial, Chords, Formula, Interpolated)
 
 
-def aligned(trees: Sequence[Any], points: tuple[Point, ...], may_bound: bool = False) -> Any:
+def aligned(trees: Sequence[Any], points: tuple[Point, ...], block_bytes: int | None = None) -> Any:
     """One of `trees`, which were made at the `points`, with functions in the places of numbers that vary.
 
-    Where it `may_bound` them, a number that is no polynomial is bounded by `Chords`. Raises `NotAligned` where trees
-    differ otherwise, or such a number may not be bounded.
+    Where `block_bytes` are given, in which the device hands out memory, a number that is no polynomial is bounded by
+    `Chords`. Raises `NotAligned` where trees differ otherwise, or such a number may not be bounded.
     """
     first = trees[0]
     kind = type(first)
     if any(type(tree) is not kind for tree in trees):
         raise NotAligned(f"{trees}")
     if kind is int:
-        return first if all(tree == first for tree in trees) else _integer(tuple(trees), points, may_bound)
+        return first if all(tree == first for tree in trees) else _integer(tuple(trees), points, block_bytes)
     if kind is float:
         return first if all(tree == first for tree in trees) else _interpolated(tuple(trees), points)
     if kind in (tuple, list):
         if any(len(tree) != len(first) for tree in trees):
             raise NotAligned(f"{trees}")
-        items = [aligned(parts, points, may_bound) for parts in zip(*trees, strict=True)]
+        items = [aligned(parts, points, block_bytes) for parts in zip(*trees, strict=True)]
         return first if all(map(operator.is_, items, first)) else kind(items)
     if kind is dict:
         if any(tree.keys() != first.keys() for tree in trees):
             raise NotAligned(f"{trees}")
-        found = {key: aligned([tree[key] for tree in trees], points, may_bound) for key in first}
+        found = {key: aligned([tree[key] for tree in trees], points, block_bytes) for key in first}
         return first if all(found[key] is item for key, item in first.items()) else found
     if dataclasses.is_dataclass(kind) and not issubclass(kind, enum.Enum):
         changes = {
-            part.name: aligned([getattr(tree, part.name) for tree in trees], points, may_bound)
+            part.name: aligned([getattr(tree, part.name) for tree in trees], points, block_bytes)
             for part in dataclasses.fields(kind)
             if part.init
         }
@@ -137,10 +139,10 @@ def numbers_in(tree: Any, found: Callable[[Leaf], Any]) -> Any:
     return tree
 
 
-def _integer(values: tuple[int, ...], points: tuple[Point, ...], may_bound: bool) -> Polynomial | Chords:
+def _integer(values: tuple[int, ...], points: tuple[Point, ...], block_bytes: int | None) -> Polynomial | Chords:
     found = fitted(values, points)
-    if found is None and may_bound and min(values) >= 0:
-        return Chords(points, values)
+    if found is None and block_bytes is not None and min(values) >= 0:
+        return Chords(points, values, (block_bytes - 1) * _BLOCKS)
     if found is None:
         raise NotAligned(f"{values} at {points}")
     return found

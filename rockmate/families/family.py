@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rk_solvers import Problem
+from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, is_ref
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.sgraph import SNode
@@ -314,7 +315,7 @@ class _Alignment:
         node_of = {node.name: node for node in wholes[0].restorations}
         ways = {node_of[name]: self._aligned([one[name] for one in by_name]) for name in sorted(common)}
         parts = [{part.name: getattr(one, part.name) for part in fields(one)} for one in _repeated_alike(problems)]
-        return ways, aligned(parts, self._points, may_bound=True)
+        return ways, aligned(parts, self._points, device_of(self._base.device).allocated_bytes(1))
 
     def _aligned(self, trees: Sequence[Any]) -> Any:
         return aligned(trees, self._points)

@@ -3,6 +3,9 @@
 A `Point` has one size for each symbol: for each dimension, or group of dimensions, that varies from call to call.
 Bytes, shapes and strides are sums of products of sizes, so that a few points tell the whole polynomial. Coefficients
 are fractions, as half a length is a size, too; where a value is no whole number, the polynomial does not hold.
+
+Kernels of attention on GPUs want rows of their masks to begin at multiples of 8 elements, and PyTorch pads masks of
+other sizes for them: by `_padded` sizes, which monomials may have as further symbols.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from fractions import Fraction
 from functools import cache
 
 Point = tuple[int, ...]
-Monomial = tuple[int, ...]  # the exponent of each symbol
+Monomial = tuple[int, ...]  # the exponent of each symbol, and then perhaps that of each symbol's `_padded` size
 
 _HIGHEST = 2  # exponent of a symbol: attention's scores have the square of a length
 _HIGHEST_IN_ALL = 3  # as height times width times a batch
+_ROW = 8  # elements, by which masks are padded
+_MOST_TERMS_OF_PADDED = 3  # of polynomials with padded sizes in them
 
 
 class NotWhole(Exception):
@@ -31,6 +36,7 @@ class Polynomial:
     """A sum of monomials, each with its coefficient."""
 
     terms: tuple[tuple[Monomial, Fraction], ...]
+    has_padded: bool = False  # whether monomials have exponents of padded sizes, too
     # The same in integers, over one denominator: it is evaluated far more often than it is made.
     _integers: tuple[tuple[Monomial, int], ...] = field(init=False, repr=False, compare=False)
     _denominator: int = field(init=False, repr=False, compare=False)
@@ -43,7 +49,8 @@ class Polynomial:
 
     def at(self, point: Point) -> int:
         """Its value. Raises `NotWhole`."""
-        total = sum(coefficient * _value(monomial, point) for monomial, coefficient in self._integers)
+        sizes = _with_padded(point) if self.has_padded else point
+        total = sum(coefficient * _value(monomial, sizes) for monomial, coefficient in self._integers)
         whole, rest = divmod(total, self._denominator)
         if rest:
             raise NotWhole(f"{self} is {Fraction(total, self._denominator)}")
@@ -58,10 +65,10 @@ class Polynomial:
         return None if more or any(monomial) or coefficient.denominator != 1 else coefficient.numerator
 
     def __add__(self, other: Polynomial) -> Polynomial:
-        return _summed([*self.terms, *other.terms])
+        return _summed([*self.terms, *other.terms], self.has_padded or other.has_padded)
 
     def __neg__(self) -> Polynomial:
-        return Polynomial(tuple((monomial, -coefficient) for monomial, coefficient in self.terms))
+        return Polynomial(tuple((monomial, -coefficient) for monomial, coefficient in self.terms), self.has_padded)
 
     def __sub__(self, other: Polynomial) -> Polynomial:
         return self + -other
@@ -69,14 +76,16 @@ class Polynomial:
     def __mul__(self, other: Polynomial) -> Polynomial:
         return _summed(
             [
-                (tuple(map(operator.add, mine, theirs)), coefficient * factor)
+                (_product(mine, theirs), coefficient * factor)
                 for mine, coefficient in self.terms
                 for theirs, factor in other.terms
-            ]
+            ],
+            self.has_padded or other.has_padded,
         )
 
     def __str__(self) -> str:
-        return " + ".join(_text(monomial, coefficient) for monomial, coefficient in self.terms) or "0"
+        texts = (_text(monomial, coefficient, self.has_padded) for monomial, coefficient in self.terms)
+        return " + ".join(texts) or "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +93,19 @@ class Chords:
     """Bytes that are no polynomial, as the most of several is none: at least as many as there are.
 
     Each of the several is a polynomial without negative coefficients, and so is convex, as the most of them is: between
-    two points it is below the line through their values. Below all points it is at most what it is at the lowest, and
-    above them it grows no faster than the square of a size.
+    two points it is below the line through their values, but for what its parts are rounded up by. Below all points it
+    is at most what it is at the lowest, and above them it grows no faster than the square of a size.
     """
 
     points: tuple[Point, ...]
     values: tuple[int, ...]
+    rounded_bytes: int = 0  # at most
 
     def at(self, point: Point) -> int:
         """So many bytes at most."""
+        return self._below_lines(point) + self.rounded_bytes
+
+    def _below_lines(self, point: Point) -> int:
         pairs = sorted(zip(self.points, self.values, strict=True))
         if len(point) == 1:
             for (one, first), (other, second) in itertools.pairwise(pairs):
@@ -116,11 +129,14 @@ def constant(value: int, symbols: int) -> Polynomial:
     return Polynomial((((0,) * symbols, Fraction(value)),) if value else ())
 
 
-def _summed(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
+def _summed(terms: Sequence[tuple[Monomial, Fraction]], has_padded: bool) -> Polynomial:
     found: dict[Monomial, Fraction] = {}
-    for monomial, coefficient in terms:
+    symbols = max((len(monomial) for monomial, _ in terms), default=0)
+    for known, coefficient in terms:
+        monomial = known + (0,) * (symbols - len(known))
         found[monomial] = found.get(monomial, Fraction(0)) + coefficient
-    return Polynomial(tuple(sorted((item for item in found.items() if item[1]), key=lambda item: (sum(item[0]), item))))
+    kept = sorted((item for item in found.items() if item[1]), key=lambda item: (sum(item[0]), item))
+    return Polynomial(tuple(kept), has_padded)
 
 
 def symbol_name(index: int) -> str:
@@ -134,15 +150,35 @@ def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Polynomial | N
 
     It has fewer terms than there are points, so that one of them at least confirms it.
     """
-    candidates = _monomials(len(points[0]))
     if values == (0,) * len(values):
         return Polynomial(())
+    plain = _monomials(len(points[0]))
     for count in range(1, len(points)):
-        for chosen in itertools.combinations(candidates, count):
-            coefficients = _solved(chosen, values, points)
-            if coefficients is not None and all(coefficients):
-                return _summed(list(zip(chosen, coefficients, strict=True)))
+        for chosen in itertools.combinations(plain, count):
+            if (terms := _through(chosen, values, points)) is not None:
+                return _summed(terms, has_padded=False)
+    beside = tuple(monomial + (0,) * len(monomial) for monomial in plain)
+    padded, extended = _padded_monomials(len(points[0])), tuple(map(_with_padded, points))
+    for count in range(1, min(len(points) - 1, _MOST_TERMS_OF_PADDED) + 1):
+        for chosen in itertools.combinations((*beside, *padded), count):
+            if chosen[-1] in padded and (terms := _through(chosen, values, extended)) is not None:
+                return _summed(terms, has_padded=True)
     return None
+
+
+def _through(
+    chosen: tuple[Monomial, ...], values: tuple[int, ...], points: tuple[Point, ...]
+) -> list[tuple[Monomial, Fraction]] | None:
+    """These monomials, all of them, with coefficients by which they have these values."""
+    coefficients = _solved(chosen, values, points)
+    if coefficients is None or not all(coefficients):
+        return None
+    return list(zip(chosen, coefficients, strict=True))
+
+
+def _with_padded(point: Point) -> Point:
+    """The sizes, and what each is padded to: as PyTorch pads it, by a whole row where nothing were needed."""
+    return point + tuple(_ROW * (size // _ROW + 1) for size in point)
 
 
 @cache
@@ -150,6 +186,21 @@ def _monomials(symbols: int) -> tuple[Monomial, ...]:
     """Those that a polynomial may have, the lowest first."""
     found = itertools.product(range(_HIGHEST + 1), repeat=symbols)
     return tuple(sorted((one for one in found if sum(one) <= _HIGHEST_IN_ALL), key=lambda one: (sum(one), one)))
+
+
+@cache
+def _padded_monomials(symbols: int) -> tuple[Monomial, ...]:
+    """Those with one padded size in them, the lowest first."""
+    found = itertools.product(_monomials(symbols), range(symbols))
+    return tuple(
+        monomial + tuple(int(place == other) for other in range(symbols))
+        for monomial, place in found
+        if sum(monomial) < _HIGHEST_IN_ALL
+    )
+
+
+def _product(mine: Monomial, theirs: Monomial) -> Monomial:
+    return tuple(map(sum, itertools.zip_longest(mine, theirs, fillvalue=0)))
 
 
 def _solved(
@@ -179,8 +230,10 @@ def _value(monomial: Monomial, point: Point) -> int:
     return math.prod(size**exponent for size, exponent in zip(point, monomial, strict=True))
 
 
-def _text(monomial: Monomial, coefficient: Fraction) -> str:
-    factors = [symbol_name(index) for index, exponent in enumerate(monomial) for _ in range(exponent)]
+def _text(monomial: Monomial, coefficient: Fraction, has_padded: bool) -> str:
+    names = [symbol_name(index) for index in range(len(monomial) // (2 if has_padded else 1))]
+    names += [f"padded({name})" for name in names] if has_padded else []
+    factors = [name for name, exponent in zip(names, monomial, strict=True) for _ in range(exponent)]
     if coefficient != 1 or not factors:
         factors.insert(0, str(coefficient))
     return " * ".join(factors)

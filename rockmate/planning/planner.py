@@ -16,7 +16,7 @@ import torch
 
 from rk_solvers import KeepAll, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
-from rkgb.devices.out_of_memory import out_of_memory_told
+from rkgb.devices.out_of_memory import if_it_fits, out_of_memory_told
 from rkgb.devices.registry import device_of
 from rkgb.process.garbage import own_garbage_collected
 from rkgb.process.surroundings import surroundings_aside
@@ -44,6 +44,7 @@ from rockmate.runtime.lowering import Program, make_program
 from rockmate.runtime.runner import Runner
 from rockmate.units import format_apart, format_bytes
 
+_FOR_GAPS = 0.05  # of a budget, more each time: less for tensors where a real step finds no memory
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
@@ -149,7 +150,11 @@ def _tried_within(
         request.progress("solve", attempt, _ATTEMPTS)
         solution = _solve(measured, request, target_bytes, first=attempt == 0)
         request.progress("check", attempt, _ATTEMPTS)
-        tried = _tried(measured, request, module, solution, _Asked(budget_bytes, target_bytes, split))
+        asked = _Asked(budget_bytes, target_bytes, split)
+        tried = _tried_if_it_fits(measured, request, module, solution, asked, is_last=attempt + 1 == _ATTEMPTS)
+        if tried is None:  # gaps, and buffers of libraries, take what the tensors leave
+            target_bytes -= int((attempt + 1) * _FOR_GAPS * target_bytes)
+            continue
         peak_bytes = tried.peak.allocated_bytes
         if peak_bytes <= budget_bytes or not solution.status.fits:
             return tried  # whatever was predicted: this was measured
@@ -175,6 +180,18 @@ def _tried(
     _refuse_more_than_there_is(planned.plan, measured.device)
     peak = measured_peak(module, planned.runner_for(module, measured), measured, request.loss)
     return _Tried(planned, solution, asked.target_bytes, peak)
+
+
+def _tried_if_it_fits(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, solution: Solution, asked: _Asked, is_last: bool
+) -> _Tried | None:
+    """`_tried`; None where the device's memory does not suffice, and another plan may take less."""
+    if is_last or not solution.status.fits:
+        return _tried(measured, request, module, solution, asked)
+    found = if_it_fits(lambda: _tried(measured, request, module, solution, asked))
+    if found is None:
+        device_of(measured.device).empty_cache()
+    return found
 
 
 def _is_the_whole_step(request: PlanRequest) -> bool:

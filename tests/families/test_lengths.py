@@ -16,6 +16,9 @@ from rkgb.devices.allocation_log import AllocationLog
 from rockmate import Rockmate
 from rockmate.calls import improvements
 from rockmate.errors import PlanMismatch
+from rockmate.families.control import gives_the_same
+from rockmate.planning.measured import measure
+from rockmate.planning.request import PlanRequest
 from rockmate.runtime.step import Step
 from tests.module.steps import CPU, FEW_ROUNDS, assert_same_step, squares
 
@@ -218,3 +221,16 @@ def test_whatever_a_first_step_of_new_sizes_ends_with_the_call_is_planned_by_its
     monkeypatch.setattr(Step, "check_shape", refused)
     assert_same_step(module, copy.deepcopy(module.original), lengths_of()(31), 5)
     assert len(module._family.members) == planned + 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("attn_bias is not correctly aligned"), ValueError("size")])
+def test_a_step_of_new_sizes_that_fails_is_none_of_the_module(error):
+    model = Attention().train()
+    measured = measure(model, torch.randn(2, 8, WIDTH), PlanRequest(None, squares))
+
+    def failing(*args, **kwargs):
+        raise error
+
+    failing.original = model
+    assert not gives_the_same(model, failing, measured, measured.sample, squares)
+    assert gives_the_same(model, model, measured, measured.sample, squares)

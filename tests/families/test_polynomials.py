@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rockmate.families.aligned import aligned
 from rockmate.families.polynomials import Chords, NotWhole, Polynomial, constant, fitted
 
 LENGTHS = ((16,), (24,), (56,), (72,))
@@ -45,6 +46,21 @@ def test_three_values_do_not_tell_a_polynomial_of_three_terms():
     assert fitted(values(lambda n: n * n + n + 1, LENGTHS[:3]), LENGTHS[:3]) is None
 
 
+@pytest.mark.parametrize("function", [lambda n, up: up - n, lambda n, up: 3 * up, lambda n, up: 4 * n * up + n])
+def test_sizes_that_pytorch_pads_to_whole_rows_are_found(function):
+    def padded(n):
+        return function(n, 8 * (n // 8 + 1))
+
+    lengths = ((29,), (34,), (45,), (9,))
+    found = fitted(values(padded, lengths), lengths)
+    assert found is not None
+    assert "padded(n)" in str(found)
+    assert [found.at((n,)) for n in range(1, 70)] == [padded(n) for n in range(1, 70)]
+    assert [(found + found * found - constant(1, 1)).at((n,)) for n in (7, 8)] == [
+        padded(n) + padded(n) ** 2 - 1 for n in (7, 8)
+    ]
+
+
 def test_half_a_length_is_none_where_it_is_no_whole_number():
     found = fitted(values(lambda n: n // 8, LENGTHS), LENGTHS)
     assert found is not None
@@ -59,6 +75,22 @@ def test_arithmetic_is_that_of_the_values():
     assert str(both) == "-4 + n * n"
     assert str(n) == "n"
     assert (n - n).constant == 0
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 50)] * 3), min_size=1, max_size=8),
+    st.lists(st.integers(1, 60), min_size=3, max_size=5, unique=True),
+    st.integers(1, 90),
+)
+def test_chords_are_above_sums_of_whole_blocks(terms, lengths, length):
+    """As an allocator hands them out: each part is rounded up by itself."""
+
+    def blocks(n):
+        return sum(-(-(a * n * n + b * n + c) // 512) * 512 for a, b, c in terms)
+
+    points = tuple((n,) for n in lengths)
+    found = aligned([blocks(n) for n in lengths], points, 512)
+    assert (found.at((length,)) if isinstance(found, Chords) else blocks(length)) >= blocks(length)
 
 
 @given(

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.devices.cuda import Cuda, segments_are_expandable
+from rkgb.devices.cuda import Cuda, _allocator_settings, _set_allocator_settings, segments_are_expandable
 from rkgb.ir.sample import make_sample
 from rkgb.replay.replay import record_step
 from rockmate import PeakMemory, Rockmate, reduce_fragmentation, zoo
@@ -23,11 +25,11 @@ MIB = 1 << 20
 @pytest.fixture
 def expandable() -> Iterator[None]:
     """Expandable segments, in a cache without older ones."""
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     if not reduce_fragmentation().expandable_segments:
         pytest.skip("no expandable segments on this system")
     yield
-    torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+    _set_allocator_settings(before or "expandable_segments:False")
     torch.cuda.empty_cache()
 
 
@@ -154,3 +156,59 @@ def test_trying_out_algorithms_is_in_no_measured_step(benchmark, monkeypatch):
     with PeakMemory("cuda") as memory:
         entry.loss(model(*entry.sample)).backward()
     assert memory.peak_bytes <= model.plan.budget_bytes
+
+
+class Masked(nn.Module):
+    """Blocks of attention with a mask that is added: PyTorch pads it to rows of whole multiples of 8 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(64, 192), "out": nn.Linear(64, 64), "norm": nn.LayerNorm(64)})
+            for _ in range(4)
+        )
+
+    def forward(self, x, mask):
+        batch, length, _ = x.shape
+        bias = torch.zeros(batch, 1, length, length, device=x.device).masked_fill(~mask[:, None, None, :], -1e9)
+        for layer in self.layers:
+            heads = (
+                part.view(batch, length, 4, 16).transpose(1, 2) for part in layer["qkv"](layer["norm"](x)).chunk(3, -1)
+            )
+            mixed = F.scaled_dot_product_attention(*heads, attn_mask=bias, dropout_p=0.1)
+            x = x + layer["out"](mixed.transpose(1, 2).reshape(batch, length, 64))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.errors.ReplanWarning")
+@pytest.mark.parametrize(
+    ("lengths", "others"), [((29, 34, 45), (30, 51, 12)), ((16, 24, 40), (32, 56))], ids=["padded", "whole rows"]
+)
+def test_other_lengths_are_planned_by_their_sizes(lengths, others):
+    torch.manual_seed(0)
+    model = Masked().cuda().train()
+
+    def call(length):
+        mask = torch.arange(length, device="cuda") < torch.tensor([[length], [length // 2]], device="cuda")
+        return torch.randn(2, length, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(length)), mask
+
+    longest = call(max(*lengths, *others))
+    with PeakMemory("cuda") as memory:
+        model(*longest).square().mean().backward()
+    model.zero_grad()
+    planned = Rockmate(model, budget=int(0.8 * memory.peak_bytes), loss=lambda output: output.square().mean())
+    for length in (*lengths, *others):
+        sample = call(length)
+        grads = []
+        for way in (model, planned):
+            torch.manual_seed(length)
+            model.zero_grad()
+            way(*sample).square().mean().backward()
+            grads.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+        with PeakMemory("cuda") as memory:
+            planned(*sample).square().mean().backward()
+        assert memory.peak_bytes <= planned.plan.budget_bytes, length
+        for one, other in zip(*grads, strict=True):
+            assert (one - other).abs().max() <= RELATIVE_TOLERANCE * one.abs().max(), length
+    assert len(list(planned._family._by_size)) == len(others)
