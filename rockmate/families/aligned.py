@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rockmate.families.formulas import Formula
-from rockmate.families.polynomials import Chords, Point, Polynomial, fitted
-
-_BLOCKS = 8  # blocks of memory that one number is the sum of, or so: each is rounded up by itself
+from rockmate.families.polynomials import Blocks, Chords, Point, Polynomial, bounded, fitted
 
 
 class NotAligned(Exception):
@@ -47,10 +45,10 @@ class Interpolated:
         return max(lowest, first + share * (second - first), 0.0)
 
 
-Leaf = Polynomial | Chords | Formula | Interpolated
+Leaf = Polynomial | Blocks | Chords | Formula | Interpolated
 
 
-_LEAVES = (Polynomial, Chords, Formula, Interpolated)
+_LEAVES = (Polynomial, Blocks, Chords, Formula, Interpolated)
 
 
 def aligned(trees: Sequence[Any], points: tuple[Point, ...], block_bytes: int | None = None) -> Any:
@@ -139,10 +137,12 @@ def numbers_in(tree: Any, found: Callable[[Leaf], Any]) -> Any:
     return tree
 
 
-def _integer(values: tuple[int, ...], points: tuple[Point, ...], block_bytes: int | None) -> Polynomial | Chords:
+def _integer(
+    values: tuple[int, ...], points: tuple[Point, ...], block_bytes: int | None
+) -> Polynomial | Blocks | Chords:
+    if block_bytes is not None and min(values) >= 0:
+        return bounded(values, points, block_bytes)
     found = fitted(values, points)
-    if found is None and block_bytes is not None and min(values) >= 0:
-        return Chords(points, values, (block_bytes - 1) * _BLOCKS)
     if found is None:
         raise NotAligned(f"{values} at {points}")
     return found

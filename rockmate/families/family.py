@@ -81,7 +81,10 @@ class Family:
             op if op.peak_bytes >= op.resident_bytes else replace(op, peak_bytes=op.resident_bytes)
             for op in parts["backward"]
         )
-        return Problem(**parts)
+        try:
+            return Problem(**parts)
+        except ValueError as error:  # such as sizes below 0
+            raise NotWhole(str(error)) from error
 
     def symbols(self) -> tuple[str, ...]:
         """What the symbols stand for, as text."""

@@ -4,8 +4,8 @@ A `Point` has one size for each symbol: for each dimension, or group of dimensio
 Bytes, shapes and strides are sums of products of sizes, so that a few points tell the whole polynomial. Coefficients
 are fractions, as half a length is a size, too; where a value is no whole number, the polynomial does not hold.
 
-Kernels of attention on GPUs want rows of their masks to begin at multiples of 8 elements, and PyTorch pads masks of
-other sizes for them: by `_padded` sizes, which monomials may have as further symbols.
+Kernels of attention on GPUs have whole rows: PyTorch pads masks to multiples of 8 elements, if they are none already,
+and what the forward hands to the backward to multiples of 32. Such sizes are further symbols of a polynomial.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 
 Point = tuple[int, ...]
-Monomial = tuple[int, ...]  # the exponent of each symbol, and then perhaps that of each symbol's `_padded` size
+Monomial = tuple[int, ...]  # the exponent of each symbol, and then perhaps those of what `_PADDED` makes of each
 
 _HIGHEST = 2  # exponent of a symbol: attention's scores have the square of a length
 _HIGHEST_IN_ALL = 3  # as height times width times a batch
-_ROW = 8  # elements, by which masks are padded
-_MOST_TERMS_OF_PADDED = 3  # of polynomials with padded sizes in them
+_PADDED: tuple[tuple[str, Callable[[int], int]], ...] = (
+    ("above", lambda size: 8 * (size // 8 + 1)),
+    ("padded", lambda size: 32 * -(-size // 32)),
+)
 
 
 class NotWhole(Exception):
@@ -124,6 +126,43 @@ class Chords:
         return f"at most {self.values}"
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Bytes in whole blocks, as an allocator hands them out: at least as many as there are."""
+
+    terms: Polynomial
+    block_bytes: int
+
+    def at(self, point: Point) -> int:
+        """So many bytes at most."""
+        return -(-self.terms.at(point) // self.block_bytes) * self.block_bytes
+
+    def __str__(self) -> str:
+        return f"whole blocks of {self.terms}"
+
+
+def bounded(values: tuple[int, ...], points: tuple[Point, ...], block_bytes: int) -> Polynomial | Blocks | Chords:
+    """What has these `values` at the `points`, and elsewhere is at least as large as what they are of.
+
+    Bytes of several storages at once, each in blocks of its own, are none of one formula: they are bounded.
+    """
+    found = fitted(values, points)
+    if found is not None and (block_bytes == 1 or len(found.terms) == 1):
+        return found
+    if block_bytes > 1:
+        symbols = len(points[0])
+        for monomials, has_padded in ((_monomials(symbols), False), (_padded_monomials(symbols), True)):
+            for monomial in monomials:
+                works = [_value(monomial, _with_padded(point) if has_padded else point) for point in points]
+                most = min(value // work for value, work in zip(values, works, strict=True))
+                if all(most * work > value - block_bytes for value, work in zip(values, works, strict=True)):
+                    return Blocks(_summed([(monomial, Fraction(most))], has_padded), block_bytes)
+    return Chords(points, values, (block_bytes - 1) * _BLOCKS)
+
+
+_BLOCKS = 8  # that one number is the sum of, or so
+
+
 def constant(value: int, symbols: int) -> Polynomial:
     """The polynomial that is `value` everywhere."""
     return Polynomial((((0,) * symbols, Fraction(value)),) if value else ())
@@ -157,12 +196,16 @@ def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Polynomial | N
         for chosen in itertools.combinations(plain, count):
             if (terms := _through(chosen, values, points)) is not None:
                 return _summed(terms, has_padded=False)
-    beside = tuple(monomial + (0,) * len(monomial) for monomial in plain)
-    padded, extended = _padded_monomials(len(points[0])), tuple(map(_with_padded, points))
-    for count in range(1, min(len(points) - 1, _MOST_TERMS_OF_PADDED) + 1):
-        for chosen in itertools.combinations((*beside, *padded), count):
-            if chosen[-1] in padded and (terms := _through(chosen, values, extended)) is not None:
-                return _summed(terms, has_padded=True)
+    extended = tuple(map(_with_padded, points))
+    for padded in _padded_monomials(len(points[0])):
+        terms = _through((padded,), values, extended)
+        if terms is not None and terms[0][1].denominator == 1:
+            return _summed(terms, has_padded=True)
+        # By how much a size is padded.
+        rest = [_value(padded, sizes) - value for value, sizes in zip(values, extended, strict=True)]
+        for place, sizes in enumerate(zip(*points, strict=True)):
+            if rest == list(sizes):
+                return _summed([(padded, Fraction(1)), (_symbol(place, len(padded)), Fraction(-1))], has_padded=True)
     return None
 
 
@@ -177,8 +220,7 @@ def _through(
 
 
 def _with_padded(point: Point) -> Point:
-    """The sizes, and what each is padded to: as PyTorch pads it, by a whole row where nothing were needed."""
-    return point + tuple(_ROW * (size // _ROW + 1) for size in point)
+    return point + tuple(pad(size) for _, pad in _PADDED for size in point)
 
 
 @cache
@@ -191,12 +233,13 @@ def _monomials(symbols: int) -> tuple[Monomial, ...]:
 @cache
 def _padded_monomials(symbols: int) -> tuple[Monomial, ...]:
     """Those with one padded size in them, the lowest first."""
-    found = itertools.product(_monomials(symbols), range(symbols))
-    return tuple(
-        monomial + tuple(int(place == other) for other in range(symbols))
-        for monomial, place in found
-        if sum(monomial) < _HIGHEST_IN_ALL
-    )
+    padded = len(_PADDED) * symbols
+    found = itertools.product(_monomials(symbols), range(padded))
+    return tuple(monomial + _symbol(place, padded) for monomial, place in found if sum(monomial) < _HIGHEST_IN_ALL)
+
+
+def _symbol(place: int, symbols: int) -> Monomial:
+    return tuple(int(place == other) for other in range(symbols))
 
 
 def _product(mine: Monomial, theirs: Monomial) -> Monomial:
@@ -231,8 +274,8 @@ def _value(monomial: Monomial, point: Point) -> int:
 
 
 def _text(monomial: Monomial, coefficient: Fraction, has_padded: bool) -> str:
-    names = [symbol_name(index) for index in range(len(monomial) // (2 if has_padded else 1))]
-    names += [f"padded({name})" for name in names] if has_padded else []
+    names = [symbol_name(index) for index in range(len(monomial) // (1 + len(_PADDED) * has_padded))]
+    names += [f"{kind}({name})" for kind, _ in _PADDED for name in names] if has_padded else []
     factors = [name for name, exponent in zip(names, monomial, strict=True) for _ in range(exponent)]
     if coefficient != 1 or not factors:
         factors.insert(0, str(coefficient))

