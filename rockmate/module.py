@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from rk_solvers import Limits, Solver
 from rkgb import ModelError, make_sample
 from rkgb.ir.opaque import opaque_paths
+from rkgb.process.uncompiled import called_as_one
 from rockmate.calls.fallbacks import Fallback, FallbackCounts
 from rockmate.calls.specialization import Specialization
 from rockmate.calls.specializations import Specializations
@@ -43,7 +44,6 @@ _NOT_COMPILED = (
     "a planned module runs its own generated code in training, as one call between compiled graphs: compile without "
     "fullgraph=True, or compile submodules before the model is planned"
 )
-_OF_PLANS = ("_family", "_run_planned")
 
 
 class Rockmate(ModuleProxy):
@@ -105,7 +105,6 @@ class Rockmate(ModuleProxy):
     """
 
     _family: Specializations
-    _run_planned: Callable[..., Any]  # what `torch.compile` leaves alone
 
     def __init__(
         self,
@@ -180,8 +179,6 @@ class Rockmate(ModuleProxy):
         """Become `model`, with these plans."""
         self._stand_for(model)
         self.__dict__["_family"] = family
-        # Not bound to the family, which would make a cycle.
-        self.__dict__["_run_planned"] = torch.compiler.disable(Specializations.__call__, reason=_NOT_COMPILED)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -200,7 +197,7 @@ class Rockmate(ModuleProxy):
             if tracer is not None:
                 _tell_of_tracer(self._family, tracer)
                 return self.original.forward(*args, **kwargs)
-        return self._run_planned(self._family, *args, **kwargs)
+        return _run_planned(self._family, *args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Nothing: ``loss.backward()`` is enough. Accepted for code written for older versions."""
@@ -339,7 +336,7 @@ class Rockmate(ModuleProxy):
         """Attributes of the wrapper's own: what a library, or a class made of this one, has put on it."""
         usual = type(self)._empty()
         usual._stand_for(self.original)
-        return {name: value for name, value in self.__dict__.items() if name not in (*usual.__dict__, *_OF_PLANS)}
+        return {name: value for name, value in self.__dict__.items() if name not in (*usual.__dict__, "_family")}
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """What `torch.jit.script` takes in its place."""
@@ -377,6 +374,13 @@ def _tracer_at_work(compiling: bool) -> str | None:
     if torch.compiler.is_exporting():
         return "torch.export"
     return None if compiling or not torch._C._is_tracing() else "torch.jit.trace"
+
+
+def _by_plan(family: Specializations, *args: Any, **kwargs: Any) -> Any:
+    return family(*args, **kwargs)
+
+
+_run_planned = called_as_one(_by_plan, _NOT_COMPILED)
 
 
 def _tell_of_tracer(family: Specializations, tracer: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.errors import TraceError
 from rkgb.ir.call import is_ref
+from rkgb.process.uncompiled import DispatchMode
 from rkgb.state.attributes import (
     ABSENT,
     WATCHED_LISTS,
@@ -294,7 +294,7 @@ def _has_attributes(thing: Any) -> bool:
     return not isinstance(thing, (list, dict, set, tuple)) and hasattr(thing, "__dict__")
 
 
-class _StaleReads(TorchDispatchMode):
+class _StaleReads(DispatchMode):
     """Notes which of some storages are read."""
 
     def __init__(self, storages: dict[int, _Place]) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.devices.registry import device_of
 from rkgb.ir.bgraph import BGraph, BNode
@@ -24,6 +23,7 @@ from rkgb.ir.dgraph import last_uses, leaf_tensors
 from rkgb.ir.sample import Sample
 from rkgb.passes.b_to_d import RUNNING_STATISTICS
 from rkgb.passes.shape_reads import without_shape_read
+from rkgb.process.uncompiled import DispatchMode
 from rkgb.state.generators import is_own_generator
 from rkgb.state.module_state import module_state_kept, never_unpacked
 from rkgb.tree import leaves, map_leaves
@@ -107,7 +107,7 @@ class _Recorded:
     grad_enabled: bool
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Records the operations that run below autograd, with the tensors themselves: none is freed meanwhile."""
 
     def __init__(self) -> None:

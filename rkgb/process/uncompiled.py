@@ -1,4 +1,4 @@
-"""Hooks of saved tensors that `torch.compile` leaves alone.
+"""Hooks of saved tensors, and dispatch modes, that `torch.compile` leaves alone.
 
 Hooks run where compiled submodules run, and in the backward of a compiled training step: what autograd calls there is
 compiled, too. `torch.compiler.disable` prevents that by code around each call, which takes longer than most hooks do.
@@ -7,10 +7,11 @@ compiled, too. `torch.compiler.disable` prevents that by code around each call, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import TorchDispatchMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,3 +25,31 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def called_as_one(function: Callable[P, R], reason: str) -> Callable[P, R]:
+    """`function`, never compiled; a compiled function ends its graph where it calls it. `reason` is why it may not.
+
+    As `torch.compiler.disable` does, which loads the compiler.
+    """
+    marks = {"": True, "_msg": reason, "_recursive": True}
+    for end, value in marks.items():
+        setattr(function, f"_torchdynamo_disable{end}", value)
+    return never_compiled(function)
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` is not compiled, nor what it calls.
+
+    PyTorch would see to that by code around each call, and would load its compiler for it at the first one: a second of
+    the first plan.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in cls.__dict__:
+            cls.__torch_dispatch__ = never_compiled(cls.__dict__["__torch_dispatch__"])  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -15,7 +15,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
@@ -29,6 +28,7 @@ from rkgb.ir.sample import Sample
 from rkgb.passes.shape_reads import shape_depends_on_data, without_shape_read
 from rkgb.process.autocast import OFF, Autocast
 from rkgb.process.turns import replaced_here
+from rkgb.process.uncompiled import DispatchMode
 from rkgb.recording.custom_functions import applied_by, plain_apply
 from rkgb.recording.guard import Guard, shape_guard, snapshot
 from rkgb.recording.naming import Namer
@@ -64,7 +64,7 @@ _DATA_WITHIN: dict[str, tuple[int | str, ...]] = {
 _STORAGES = ("untyped_storage", "storage")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Notes every operation that runs, and names every tensor that it meets.
 
     Tensors are held weakly: recording takes no more memory than inference, as long as autograd's

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.capture.outliving import outliving
 from rkgb.devices.out_of_memory import is_out_of_memory, out_of_memory_told
@@ -22,6 +21,7 @@ from rkgb.errors import ModelError, TraceError
 from rkgb.ir.opaque import as_written
 from rkgb.ir.sample import Sample
 from rkgb.process.turns import TURNS
+from rkgb.process.uncompiled import DispatchMode
 from rkgb.recording.digest import digest
 from rkgb.recording.record import call_saving_nothing
 from rkgb.replay.fresh import offers
@@ -218,7 +218,7 @@ class _State:
         return [name for name in changed if name in later and later[name] == then[name]]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """Keeps a copy of each parameter that is about to be written in place, also through `.data`; sees what is made."""
 
     def __init__(self, module: torch.nn.Module) -> None:

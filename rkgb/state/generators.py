@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.errors import TraceError
+from rkgb.process.uncompiled import DispatchMode
 from rkgb.state.attributes import attributes_of as attributes_of_module
 from rkgb.tree import attributes_of, leaves
 
@@ -135,7 +135,7 @@ class GeneratorsMet:
         return OwnGenerator(f"generator {len(self._known)}", generator)
 
 
-class MeetingGenerators(TorchDispatchMode):
+class MeetingGenerators(DispatchMode):
     """Meets the generators of what runs inside, and lets it run."""
 
     def __init__(self, met: GeneratorsMet) -> None:

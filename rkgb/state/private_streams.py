@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.process.turns import STREAMS
+from rkgb.process.uncompiled import DispatchMode
 
 _SEED = 1
 
 
-class PrivateStreams(TorchDispatchMode):
+class PrivateStreams(DispatchMode):
     """Context: operations of this thread that draw from the default generator of one of `devices` have streams of
     their own, which are in place while such an operation runs, and no longer.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rkgb import Sample
 from rkgb.errors import TraceError
 from rkgb.passes.nondeterminism import COLLECTIVES
+from rkgb.process.uncompiled import DispatchMode
 from rkgb.recording.record import call_saving_nothing
 from rkgb.state.module_state import for_planning, module_state_kept
 
@@ -60,7 +61,7 @@ def refuse_collectives(model: torch.nn.Module, sample: Sample) -> None:
             pass
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(DispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = type(model).__name__
