@@ -110,7 +110,7 @@ def planned(label: str, entry: zoo.ZooEntry, budget: float) -> Contender | None:
     """Rockmate under a budget, an int in bytes or a float of the eager peak; None where it is infeasible."""
     weights = copy.deepcopy(entry.model)
     try:
-        model = Rockmate(weights, entry.sample, budget, loss=entry.loss, progress=True)
+        model = Rockmate(weights, entry.sample, budget, loss=entry.loss, plan_in_background=False, progress=True)
     except BudgetTooSmall as error:
         console.print(f"[red]{label}:[/red] {error}")
         return None

@@ -155,7 +155,7 @@ def plan_all(subject: Subject, entry: zoo.ZooEntry, budgets: list[float]) -> lis
     for budget in budgets:
         weights = copy.deepcopy(entry.model)
         try:
-            model = Rockmate(weights, entry.sample, budget, loss=entry.loss, progress=True)
+            model = Rockmate(weights, entry.sample, budget, loss=entry.loss, plan_in_background=False, progress=True)
         except BudgetTooSmall as error:
             console.print(f"[red]budget {budget:.2f}:[/red] {error}")
             continue

@@ -15,7 +15,9 @@ def planned(case: Case, eager_peak_bytes: int, *, share: float, solver: str = "a
     """A plan for that share of the eager peak, made anew."""
     weights = case.fresh_model()
     budget_bytes = int(share * eager_peak_bytes)
-    model = Rockmate(weights, case.sample, budget_bytes, loss=case.loss, solver=solver, cache=False)
+    model = Rockmate(
+        weights, case.sample, budget_bytes, loss=case.loss, solver=solver, cache=False, plan_in_background=False
+    )
     return Built(weights, model, plan=model.plan)
 
 

@@ -120,8 +120,13 @@ class Improvements:
         if isinstance(key, _OfFamily):
             if key.plans.take(key.point, solution, key.budget_bytes):
                 self._family_has_better(key.plans, key.budget_bytes)
-        elif isinstance(key, _OfMember) and solution.time_ms < (1 - WORTH) * key.member.plan.time_ms:
-            self._found[key.member.measured.pattern.key] = key.member, solution
+        elif isinstance(key, _OfMember):
+            planned = key.member.planned
+            if solution.time_ms < (1 - WORTH) * planned.plan.time_ms:
+                self._found[key.member.measured.pattern.key] = key.member, solution
+            elif solution.lower_bound_ms is not None:  # nothing better is there, and now it is known
+                bound_ms = min(solution.lower_bound_ms, planned.plan.time_ms)
+                planned.plan = replace(planned.plan, lower_bound_ms=max(planned.plan.lower_bound_ms or 0.0, bound_ms))
 
     def _begin(self, request: PlanRequest) -> bool:
         """Whether a search goes on, if need be the next one."""

@@ -14,6 +14,7 @@ from rockmate.families.family import Family
 from rockmate.families.polynomials import NotWhole, Point
 from rockmate.families.sized_plan import PlanOfSize, SizedPlan
 from rockmate.guards.inputs import CallPattern
+from rockmate.planning.background import hurried_limits, is_wanted
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured
@@ -21,7 +22,6 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 
-_SEARCH_S = 1.0  # for a schedule where none of those that are there fits: the step waits for it
 _MOST_SCHEDULES = 16
 _LEAST_ROOM_BYTES = 64 << 10  # predictions are short by up to 5 KiB: the state of a random stream that is held
 _MOST_SEEN = 4096  # sizes
@@ -144,8 +144,8 @@ class FamilyPlans:
 
     def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> PortablePlan | None:
         """A schedule for sizes for which none that is there fits."""
-        quick = request.limits.within(min(request.limits.search_s, _SEARCH_S))
-        solution: Solution = solver_for(replace(request, limits=quick), measured).solve(measured.problem, budget_bytes)
+        quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request
+        solution: Solution = solver_for(quick, measured).solve(measured.problem, budget_bytes)
         if not solution.status.fits:
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)

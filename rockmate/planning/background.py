@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rk_solvers import Problem, Solution, Solver
+from rk_solvers import Limits, Problem, Solution, Solver
 from rk_solvers.side_process import SideProcess, with_low_priority
 from rockmate.planning.request import PlanRequest
 
 _SWITCH = "ROCKMATE_BACKGROUND"
 _START_S = 30.0  # until the process is ready, on a machine that has much else to do
-_HURRIED_S = 1.0  # of a search that training waits for
+_HURRIED_S = 4.0  # of a search that training waits for, at most …
+_HURRIED_ROUNDS = 1  # … and no more than what needs no program: for a chain its own, for others two greedy tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,12 @@ def hurried(request: PlanRequest) -> PlanRequest:
     if not is_wanted(request) or request.solver != "auto":
         return request
     limits = request.limits
-    return replace(request, limits=limits.within(min(limits.search_s, _HURRIED_S)), is_hurried=True)
+    return replace(request, limits=hurried_limits(limits), is_hurried=True)
+
+
+def hurried_limits(limits: Limits) -> Limits:
+    """Of a search whose result may be bettered in the background: it starts no process, and solves no program."""
+    return replace(limits.within(min(limits.search_s, _HURRIED_S)), rounds=_HURRIED_ROUNDS)
 
 
 class BackgroundSearch:

@@ -264,7 +264,7 @@ def _lower_bound_ms(
         return solution.time_ms
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
-    if request.follow is not None:
+    if request.follow is not None or request.is_hurried:
         return None
     limit_s = min(request.limits.bound_s, request.limits.longest_s)
     plan = solution.schedule

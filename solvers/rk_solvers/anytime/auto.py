@@ -13,10 +13,12 @@ from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.groups import serving
 from rk_solvers.limits import Limits
 from rk_solvers.liveness import peak_and_time
+from rk_solvers.local.min_peak_search import min_peak_plan
 from rk_solvers.problem import Chain, Problem
 from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import SAME, Solution, Solver, solution_of
 
+LOWEST_S = 1.0  # for any plan that fits, where the search has found none in its time
 EXACT = 400  # binaries of a problem that the exact program solves in about a second
 
 
@@ -90,6 +92,8 @@ class Auto(Solver):
 
     def _solution(self, search: Search) -> Solution:
         problem, budget_bytes = search.problem, search.budget_bytes
+        if not search.plans and search.bound_ms < float("inf"):
+            self._add_lowest(search)
         if search.plans:
             best = search.plans[0]
             optimal = search.gap <= SAME
@@ -102,6 +106,14 @@ class Auto(Solver):
         solution = solution_of(problem, budget_bytes, smallest.schedule, self.name)
         proven_bytes = None if solution.status.fits else smallest.proven_bytes
         return replace(solution, lower_bound_ms=search.bound_ms, proven_bytes=proven_bytes)
+
+    def _add_lowest(self, search: Search) -> None:
+        """Take note of the plan of lowest peak that a short while finds, made quicker, if it fits."""
+        search.deadline = max(search.deadline, time.monotonic() + LOWEST_S)
+        problem, budget_bytes = search.problem, search.budget_bytes
+        lowest = min_peak_plan(problem, search.others, self.chain, search.deadline, budget_bytes)
+        if peak_and_time(problem, lowest)[0] <= budget_bytes:
+            search.add_repaired("smallest", lowest)
 
 
 def _is_small(problem: Problem) -> bool:

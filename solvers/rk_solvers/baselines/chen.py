@@ -72,9 +72,9 @@ def segment_plan(problem: Problem, cuts: tuple[int, ...]) -> Recompute:
             kept.add(item)
     groups: list[set[int]] = [set() for _ in problem.backward]
     stage_of: dict[int, int] = {}
+    seen: set[int] = set()  # with all that they are computed from
     for stage, op in enumerate(problem.backward):
         waiting = [item for item in op.needs if item not in kept]
-        seen: set[int] = set()
         while waiting:
             index = problem.data[waiting.pop()].producer
             if index in seen or not problem.forward[index].recomputable:
