@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+# Most of what is met, and holds nothing; of `_OPAQUE`, which takes longer to ask, too.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 # Never looked into: they hold tensors, if at all, as a part of the program and not of the data.
 _OPAQUE = (
     int,
@@ -49,7 +51,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[obj
 
 def leaves(tree: Any, is_leaf: Callable[[object], bool] = is_tensor) -> list[Any]:
     """The leaves of `tree` chosen by `is_leaf`, in the order in which `map_leaves` meets them."""
-    return list(_walk(tree, is_leaf, set()))
+    found: list[Any] = []
+    _collect(tree, is_leaf, set(), found)
+    return found
 
 
 def structure(tree: Any) -> Any:
@@ -91,6 +95,8 @@ class _Mapper:
             for key, item in tree.items():
                 mapping[key] = self.map(item)
             return mapping
+        if type(tree) in _PLAIN:
+            return tree
         if id(tree) in self._copies:
             return self._copies[id(tree)]
         if _has_leaf(tree, self._is_leaf):
@@ -101,25 +107,38 @@ class _Mapper:
         return tree
 
 
-def _walk(tree: Any, is_leaf: Callable[[object], bool], seen: set[int]) -> Iterator[Any]:
+def _collect(
+    tree: Any, is_leaf: Callable[[object], bool], seen: set[int], found: list[Any], first: bool = False
+) -> bool:
+    """Add the leaves of `tree` to those `found`, or the `first` one alone; whether to stop there.
+
+    No generator: this is most of what graphs are walked through by.
+    """
     if is_leaf(tree):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree if not isinstance(tree, torch.Size) else ():
-            yield from _walk(item, is_leaf, seen)
+        found.append(tree)
+        return first
+    kind = type(tree)
+    if kind in _PLAIN:
+        return False
+    if isinstance(tree, (tuple, list)):
+        items: Iterable[Any] = tree if not isinstance(tree, torch.Size) else ()
     elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _walk(item, is_leaf, seen)
-    elif id(tree) not in seen:
-        attributes = attributes_of(tree)
-        if attributes:
+        items = tree.values()
+    elif id(tree) in seen:
+        return False
+    else:
+        items = attributes_of(tree).values()
+        if items:
             seen.add(id(tree))
-            for item in attributes.values():
-                yield from _walk(item, is_leaf, seen)
+    for item in items:
+        if _collect(item, is_leaf, seen, found, first):
+            return True
+    return False
 
 
 def _has_leaf(tree: Any, is_leaf: Callable[[object], bool]) -> bool:
-    return next(_walk(tree, is_leaf, set()), None) is not None
+    found: list[Any] = []
+    return _collect(tree, is_leaf, set(), found, first=True)
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:

@@ -50,11 +50,14 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     # Of the numbers in ``(args, kwargs)`` those that come of sizes, by their paths; None where nobody has looked.
     sizes: Mapping[tuple[Any, ...], SizeExpression] | None = field(default=None, compare=False, repr=False)
+    _inputs: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)  # once asked for
 
     @property
     def inputs(self) -> list[str]:
         """Names of the values read, each once, in argument order."""
-        return ref_names((self.args, self.kwargs))
+        if self._inputs is None:
+            object.__setattr__(self, "_inputs", tuple(ref_names((self.args, self.kwargs))))
+        return list(self._inputs or ())
 
     @property
     def op_name(self) -> str:
