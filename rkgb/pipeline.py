@@ -119,7 +119,9 @@ def make_all_graphs(
     refuse_devices(model, arguments)
     with left_as_it_was(model, arguments) as first, first.told(), for_planning(model):
         tell("trace", 0, 4)
-        basic, dataflow = exact_trace(model, arguments, tracer, low_memory=low_memory, on_stage=tell, opaque=opaque)
+        basic, dataflow = exact_trace(
+            model, arguments, tracer, low_memory=low_memory, on_stage=tell, is_still=first.is_still, opaque=opaque
+        )
         if backward is not None:
             dataflow = with_trained_outputs(dataflow, model, arguments, backward)
         return measured_graphs(basic, d_to_s(dataflow), model, arguments, tell)
@@ -186,6 +188,7 @@ def exact_trace(
     low_memory: bool | None = None,
     on_stage: Stage | None = None,
     may_branch: bool = False,
+    is_still: bool = False,
     opaque: Sequence[torch.nn.Module] = (),
 ) -> tuple[BGraph, DGraph]:
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
@@ -205,7 +208,7 @@ def exact_trace(
         )
     tracer = "record" if cast else tracer
     with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
-        check = _Check(low_memory, may_branch, tell, tuple(opaque))
+        check = _Check(low_memory, may_branch, is_still, tell, tuple(opaque))
         basic, dataflow = _believed_trace(model, sample, tracer, check)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
@@ -263,8 +266,11 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
             _raise_the_models_own(model, sample)
         raise
     tell("trace", 1, 4)
+    fine = basic
     try:
-        dataflow = b_to_d(basic, model, sample.copy())
+        if tracer == "jit":
+            fine = expand_composites(basic, model, sample.copy())
+        dataflow = b_to_d(fine, model, sample.copy())
     except Exception as error:
         raise TraceError(
             f"what {tracer!r} traced of {type(model).__name__} does not run: {type(error).__name__}: {error}"
@@ -274,15 +280,14 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
     if check.low_memory is None and _step_is_too_large(model, dataflow):
         check = replace(check, low_memory=True)
     if tracer == "jit":
-        fine = expand_composites(basic, model, sample)
         tell("trace", 3, 4)
         if fine.nodes != basic.nodes:
             with contextlib.suppress(ReplayMismatch):
-                inspected = b_to_d(fine, model, sample)
-                told = check.accept(inspected, model, sample)
+                told = check.accept(dataflow, model, sample)
                 fine.side_effects += [told] if told else []
                 tell("trace", 4, 4)
-                return fine, inspected
+                return fine, dataflow
+            dataflow = b_to_d(basic, model, sample.copy())
     else:
         basic, dataflow = without_varying_guards(basic, dataflow, model, sample, check.opaque)
         whole = check.with_opaque(unsteady_submodules(basic, model, sample), model)
@@ -307,6 +312,7 @@ class _Check:
 
     low_memory: bool | None
     may_branch: bool
+    is_still: bool  # calls leave the module as it was
     tell: Stage
     opaque: tuple[torch.nn.Module, ...] = ()
 
@@ -320,13 +326,13 @@ class _Check:
         """The replay check in memory, or, where that may not or does not suffice, on disk."""
         if not self.low_memory:
             try:
-                return replay_check(graph, model, sample, False, self.may_branch)
+                return replay_check(graph, model, sample, False, self.may_branch, self.is_still)
             except Exception as error:
                 if self.low_memory is False or not is_out_of_memory(error):
                     raise
             gc.collect()  # of the step that was too large
         self.tell("trace (checked on disk: a whole step may not fit the memory)", 3, 4)
-        return replay_check(graph, model, sample, True, self.may_branch)
+        return replay_check(graph, model, sample, True, self.may_branch, self.is_still)
 
 
 _STEP_OVER_VALUES = 3  # a step holds gradients and what operations save beside the values that the graph names

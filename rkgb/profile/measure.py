@@ -32,9 +32,10 @@ from rkgb.profile.recompute_cost import OtherData, repetition_times
 from rkgb.state.module_state import main_device, module_devices, module_state_kept
 
 _WALKS = ("measure", "time")  # through the model, as progress names them
-_LONG_WALK_MS = 10_000.0  # where the first takes longer, there is no second
+_LONG_WALK_MS = 1_000.0  # where the first takes longer, there is no second: long operations vary less
 _TIMED_BLOCKS = 2  # of each class, in each walk
 _TIMED_RUNS = 3
+_LONG_BLOCK_MS = 100.0  # where the forward of a block takes longer, others of its class are not timed
 _TIMED_RUNS_MS = 400.0  # a block that takes longer than this in all is timed fewer times, but at least twice
 
 Progress = Callable[[str, int, int], None]
@@ -110,9 +111,11 @@ def _measure(
     measured: MeasuredBlocks,
     others: OtherData,
 ) -> None:
-    """Add what `block` takes to what was `measured`: bytes where it is the first of its class, times always."""
+    """Add what `block` takes to what was `measured`: bytes where it is the first of its class, and times."""
     if form.digest in measured:
         before = _profile_of(form, measured)
+        if sum(op.time_ms for op in before.ops.values()) > _LONG_BLOCK_MS:
+            return
         profile = before.least_times(_timed(graph, block, values, before, others))
     else:
         seen = observe_memory(graph, block, values, _device(graph, block)).profile()

@@ -20,6 +20,7 @@ from rkgb.devices.out_of_memory import is_out_of_memory, out_of_memory_told
 from rkgb.errors import ModelError, TraceError
 from rkgb.ir.opaque import as_written
 from rkgb.ir.sample import Sample
+from rkgb.process.ranks import has_other_ranks
 from rkgb.process.turns import TURNS
 from rkgb.process.uncompiled import DispatchMode
 from rkgb.recording.digest import digest
@@ -45,6 +46,7 @@ class FirstCall:
     module: torch.nn.Module
     sample: Sample
     is_structure: bool = False  # there are other buffers, or others that require gradients, so that no plan could hold
+    is_still: bool = False  # calls leave the module as it was, as far as can be seen of it
     made: list[str] = field(default_factory=list)  # in words; empty where calls are alike
     always_written: frozenset[torch.nn.Parameter] = frozenset()  # parameters that later calls write as well
     written: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)  # parameters, and what they were
@@ -101,17 +103,9 @@ def left_as_it_was(module: torch.nn.Module, sample: Sample) -> Iterator[FirstCal
     refuse_lazy(module)
     first = FirstCall(module, sample)
     with TURNS.planning(module), first._parameters_given_back():
-        if not _has_other_ranks():  # what a forward says to them must be said by all
+        if not has_other_ranks():  # what a forward says to them must be said by all
             _look(first)
         yield first
-
-
-def _has_other_ranks() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
 
 
 def is_lazy_module(module: torch.nn.Module) -> bool:
@@ -164,6 +158,7 @@ def _compare_calls(first: FirstCall, watch: _Watch) -> None:
         states.append(_State(module))
     first.always_written = frozenset(watch.seen)
     before, then, later = states
+    first.is_still = before.is_as(then) and then.is_as(later) and not watch.before
     first.is_structure = before.structure != then.structure and then.structure == later.structure
     first.made = [
         *then.news(before.structure, then.structure, later.structure),
@@ -210,6 +205,10 @@ class _State:
             return digest(value.detach())
         self._held.append(value)
         return (type(value).__name__, id(value), len(leaves(value)))
+
+    def is_as(self, other: _State) -> bool:
+        """Whether the module was the same then."""
+        return self.structure == other.structure and self.values == other.values
 
     @staticmethod
     def news(before: dict[str, Any], then: dict[str, Any], later: dict[str, Any]) -> list[str]:

@@ -141,20 +141,23 @@ def record_step(
     own: Sequence[OwnGenerator] = (),
     attributes: Sequence[AttributeWrite] = (),
     private: bool = False,
+    is_still: bool = False,
 ) -> StepRecord:
     """Forward and backward by `forward`, from a seed; `module` and the generators `own` are given back unchanged.
 
     The backward starts from fixed random gradients, so that no cancellation hides a difference, at the outputs and at
     what is left in `attributes`. With a `spool`, what autograd saves and every gradient go to disk: it takes little
     more memory than inference. With `private` random streams, numbers that other threads draw meanwhile change nothing.
+    A module that `is_still` is left by calls as it was.
     """
     devices = module_devices(module, sample.tensors)
     record = StepRecord({}, spool)
     streams = PrivateStreams([generator for generator, _ in random_states(devices)]) if private else None
     with module_state_kept(module, devices, own), streams or contextlib.nullcontext():
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
-        with torch.enable_grad(), _set_aside(module, sample, record):
-            _move_on(module, sample, seed + 1)
+        if not is_still:
+            with torch.enable_grad(), _set_aside(module, sample, record):
+                _move_on(module, sample, seed + 1)
         torch.clear_autocast_cache()
         seed_streams(seed, module, own, streams)
         with torch.enable_grad(), _set_aside(module, sample, record):
@@ -274,6 +277,7 @@ def replay_check(
     sample: Sample,
     low_memory: bool = False,
     may_branch: bool = False,
+    is_still: bool = False,
 ) -> str | None:
     """Compare outputs, gradients, buffers and random stream of graph and module on data that the trace has not seen.
 
@@ -285,18 +289,20 @@ def replay_check(
     Raises `ReplayMismatch` naming the first difference and the first operation that gives another result. A
     module that differs from itself between two equal runs is compared all the same: it cannot be exact, and the
     message says so; but where a device adds in another order each time, the order alone may differ
-    (`rkgb.replay.order`). `low_memory` sets what autograd saves and all gradients aside on disk.
+    (`rkgb.replay.order`). A module that `is_still` is left by calls as it was: none is made to change its state first.
+    `low_memory` sets what autograd saves and all gradients aside on disk.
     """
     with Spool() if low_memory else contextlib.nullcontext() as spool:
         # Each run has its own copy of the data: a module may write into its inputs.
         own, left = graph.generators, graph.attributes
 
         def eagerly(data: Sample, private: bool = False) -> StepRecord:
-            return record_step(module, data.copy(), lambda data: data.call(module), 0, spool, own, left, private)
+            run = partial(Sample.call, module=module)
+            return record_step(module, data.copy(), run, 0, spool, own, left, private, is_still)
 
         def by_graph(data: Sample, private: bool = False) -> StepRecord:
             run = partial(run_graph, graph, module)
-            return record_step(module, data.copy(), run, 0, spool, own, left, private)
+            return record_step(module, data.copy(), run, 0, spool, own, left, private, is_still)
 
         reference = _reference(module, sample, eagerly)
         fresh, expected, told = reference.data, reference.record, reference.told(module)

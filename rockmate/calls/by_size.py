@@ -1,11 +1,13 @@
 """Plans for calls that differ from planned ones in sizes alone: nothing is traced, measured or run for them.
 
-Three calls of different sizes are planned one by one. From then on they are a family (`rockmate.families`), and a call
-of other sizes has its plan within milliseconds.
+Calls of three different sizes are a family (`rockmate.families`), from which on one of other sizes has its plan within
+milliseconds: those that were planned one by one, and, where they are fewer, smaller ones that are cut out of a call and
+measured beside them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,16 +18,20 @@ import torch
 
 from rkgb import GuardError, Sample, make_sample
 from rkgb.devices.out_of_memory import if_it_fits
+from rkgb.process.ranks import has_other_ranks
 from rockmate.calls.improvements import WORTH, Improvements
 from rockmate.calls.specialization import Specialization
 from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
-from rockmate.families.family import family_of
+from rockmate.families.family import LEAST_MEMBERS, family_of
+from rockmate.families.siblings import siblings
 from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
+from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
+from rockmate.progress import no_progress
 from rockmate.runtime.double_backward import DoubleBackward
 
 _MOST = 1024  # sizes whose plans are kept; what has not been used for longest goes, and is made again in no time
@@ -42,6 +48,9 @@ class PlansBySize:
         # By the plans that they are made of, which are kept beside.
         self._families: dict[Hashable, tuple[FamilyPlans | None, Sequence[Specialization]]] = {}
         self._made: OrderedDict[Hashable, Specialization] = OrderedDict()
+        # Smaller calls, cut out of one that was made, by the largest plan that they are to be of one family with; what
+        # was measured of them stands beside it, and nothing where it was in vain.
+        self._siblings: dict[Specialization, list[Measured]] = {}
         self._refused: set[Hashable] = set()  # calls that are of no family after all, as a step showed
         self._preferred: set[Hashable] = set()  # calls that have plans of their own, and better ones by their sizes
         # It does not hold this object, which holds it: what goes on in the background ends with the module.
@@ -61,6 +70,7 @@ class PlansBySize:
         """The module, or what is known of it, has changed."""
         self._families.clear()
         self._made.clear()
+        self._siblings.clear()
         self._refused.clear()
         self._preferred.clear()
         self.improvements.forget()
@@ -101,6 +111,8 @@ class PlansBySize:
         own, and measured: for nobody else to run within this.
         """
         member = self._new(call, traits, planned, request)
+        if member is None and self._has_siblings(call, traits, planned, request):
+            member = self._new(call, traits, planned, request)
         return (False, None) if member is None else self._first_run(member, call, double_backward)
 
     def make(self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest) -> None:
@@ -123,6 +135,26 @@ class PlansBySize:
             if member is not None and member.mismatch(call, traits) is None and member.gradients_mismatch() is None:
                 return member
         return None
+
+    def _has_siblings(
+        self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
+    ) -> bool:
+        """Measure smaller calls, so many as lack to a family that `call` may be of; whether that was done."""
+        pattern = CallPattern.of(call)
+        if pattern.key in self._refused or has_other_ranks():
+            return False
+        for members in _by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
+            largest = max(members, key=lambda one: one.measured.problem.keep_all_time_ms)
+            if len(members) >= LEAST_MEMBERS or largest in self._siblings:
+                continue
+            self._siblings[largest] = []
+            samples = siblings(call, largest.measured.pattern, LEAST_MEMBERS - len(members))
+            alone = replace(request, progress=no_progress, is_still=False)
+            with contextlib.suppress(Exception), planning(self._model):  # the module may take no such sizes
+                self._siblings[largest] = [measure(self._model, sample, alone) for sample in samples]
+            if self._siblings[largest]:
+                return True
+        return False
 
     def _first_run(self, member: Specialization, call: Sample, double_backward: DoubleBackward) -> tuple[bool, Any]:
         """Each shape, and all that autograd saves, is compared with what was computed. Where something differs, nothing
@@ -200,14 +232,15 @@ class PlansBySize:
         return taken_bytes <= budget_bytes
 
     def _plans_of(self, members: Sequence[Specialization]) -> FamilyPlans | None:
-        """The family of these plans; None where they are none."""
+        """The family of these plans, and of smaller calls that were measured beside; None where they are none."""
         by_sizes = {tuple(traits.shape for traits in one.measured.pattern.traits): one for one in members}
         ordered = [by_sizes[sizes] for sizes in sorted(by_sizes)]  # in whichever order they were used
         count = min(len(ordered), _MOST_MEASURED)
         chosen = [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
-        key = tuple(map(id, chosen))
+        beside = [found for one in members for found in self._siblings.get(one, ())][: max(0, LEAST_MEMBERS - count)]
+        key = tuple(map(id, (*chosen, *beside)))
         if key not in self._families:
-            family = family_of([one.measured for one in chosen])
+            family = family_of([*(one.measured for one in chosen), *beside])
             plans = None if family is None else FamilyPlans(family, [(one.measured, one.planned) for one in chosen])
             self._families[key] = plans, chosen  # which lives as long, so that no other one has its place
         return self._families[key][0]

@@ -10,11 +10,11 @@ import torch
 
 from rkgb import Sample
 from rkgb.devices.registry import device_of
+from rkgb.process.ranks import has_other_ranks
 from rkgb.state.module_state import main_device, module_devices
 from rockmate.calls.specialization import Specialization
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
-from rockmate.guards.sharded import has_other_ranks
 from rockmate.memory.split import Residents
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.real_step import own_step_bytes

@@ -304,7 +304,7 @@ class Specializations:
             request = hurried(asked_now(request, self._share, self._model))
             request = replace(request, progress=tell, follow=follow)
             with profiler_looked_for(), self._told.once(), left_as_it_was(self._model, call) as first, first.told():
-                member = self._after_first_call(call, request, first)
+                member = self._after_first_call(call, replace(request, is_still=first.is_still), first)
         if profiler_is_taken():
             self._told.tell(
                 f"{type(self._model).__name__} was planned while a profiler runs: the operations of planning are not "

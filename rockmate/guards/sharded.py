@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rkgb import Sample
 from rkgb.errors import TraceError
 from rkgb.passes.nondeterminism import COLLECTIVES
+from rkgb.process.ranks import has_other_ranks
 from rkgb.process.uncompiled import DispatchMode
 from rkgb.recording.record import call_saving_nothing
 from rkgb.state.module_state import for_planning, module_state_kept
@@ -74,12 +75,6 @@ class _NoCollectives(DispatchMode):
                 "model.block = Rockmate(model.block, ...)."
             )
         return function(*args, **(kwargs or {}))
-
-
-def has_other_ranks() -> bool:
-    """Whether there are other processes in a group with this one."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_sharded(parameter: torch.Tensor | None) -> bool:

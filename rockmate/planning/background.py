@@ -16,6 +16,7 @@ import torch
 
 from rk_solvers import Limits, Problem, Solution, Solver
 from rk_solvers.side_process import SideProcess, with_low_priority
+from rkgb.process.ranks import has_other_ranks
 from rockmate.planning.request import PlanRequest
 
 _SWITCH = "ROCKMATE_BACKGROUND"
@@ -41,12 +42,7 @@ def is_wanted(request: PlanRequest) -> bool:
     if not request.in_background or os.environ.get(_SWITCH, "1").strip().lower() in ("0", "off", "no", "false"):
         return False
     repeatable = request.limits.rounds is not None or torch.are_deterministic_algorithms_enabled()
-    return not repeatable and not _has_other_ranks() and (os.cpu_count() or 1) > 1
-
-
-def _has_other_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return not repeatable and not has_other_ranks() and (os.cpu_count() or 1) > 1
 
 
 def hurried(request: PlanRequest) -> PlanRequest:

@@ -215,6 +215,9 @@ def _measure_eager(model: torch.nn.Module, measured: Measured, request: PlanRequ
     assert measured.sample is not None
     with for_planning(model):
         keep_all_peak = KeepAll().solve(measured.problem, sys.maxsize).peak_bytes
+        if isinstance(request.budget, int) and not is_switched_off():
+            measured.eager_peak_bytes = keep_all_peak  # nothing depends on it
+            return
         graph = measured.graphs.D_graph
         borrow = partial(borrowed_with_gradients, model, {measured.device}, graph, measured.gradients)
         step = partial(eager_peak_bytes, model, measured.sample, request.loss, measured.device)
@@ -298,6 +301,7 @@ def _trace(
         sample,
         on_stage=request.progress,
         may_branch=request.may_branch,
+        is_still=request.is_still,
         opaque=[model.get_submodule(path) for path in request.opaque],
     )
     pinned = pinned_operations(model, dataflow, request.pin)  # what is none is refused before more is run

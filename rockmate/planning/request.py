@@ -28,6 +28,7 @@ class PlanRequest:
     pin: tuple[Pin, ...] = ()  # what is saved and never recomputed
     scope: Scope = "step"  # what the budget is for
     optimizer: OptimizerLike | None = None  # whose state is in a budget for all of training
+    is_still: bool = False  # calls leave the module as it was, as was seen of it
     may_branch: bool = False  # data that take another branch of the model are planned by themselves
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
