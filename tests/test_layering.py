@@ -32,7 +32,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "state": ("errors", "tree", "source", "process", "devices"),
         "ir": ("errors", "tree", "sizes", "process", "devices", "state"),
         "restore": ("errors", "tree", "devices", "ir"),
-        "passes": ("errors", "tree", "devices", "state", "ir", "restore"),
+        "passes": ("errors", "tree", "process", "devices", "state", "ir", "restore"),
         "recording": ("errors", "tree", "source", "process", "state", "ir", "passes"),
         "opaque": ("errors", "tree", "process", "devices", "state", "ir", "passes", "recording"),
         "capture": ("errors", "tree", "source", "sizes", "process", "state", "ir", "recording", "opaque"),

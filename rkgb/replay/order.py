@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from rkgb.devices.registry import device_of
-
-if TYPE_CHECKING:
-    from rkgb.replay.replay import StepRecord
+from rkgb.replay.step_record import StepRecord
 
 _REPETITIONS = 3  # of a step, to see how far apart they are
 _FACTOR = 10  # by which the largest difference of a few repetitions may be short of the largest of many

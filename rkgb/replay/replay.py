@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,115 +21,28 @@ from rkgb.recording.digest import computed_digests, digest
 from rkgb.replay.fresh import Offer, offers, refused
 from rkgb.replay.order import are_orderly, differ_by_order_alone
 from rkgb.replay.own_checkpoints import random_numbers_restored, told_of_other_numbers
-from rkgb.replay.spool import Spool, Spooled, gradients_taken, saved_on
-from rkgb.state.attributes import AttributeWrite, Writing, outline, written
+from rkgb.replay.spool import Spool, gradients_taken, saved_on
+from rkgb.replay.step_record import RANDOM_STREAM, StepRecord
+from rkgb.state.attributes import AttributeWrite, Writing
 from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.state.module_state import module_devices, module_state_kept, random_states, seed_default_streams
 from rkgb.state.private_streams import PrivateStreams
 from rkgb.tree import leaves, map_leaves
 
-_STREAM = "random stream"  # what entries of random streams are called
 _RETRIES = 5  # of a comparison in which another thread drew random numbers
 _SHOWN = 3  # submodules named in a message
 # Their values are whatever was in memory: not even those of two equal runs are the same.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 
-@dataclass(slots=True)
-class StepRecord:
-    """What one forward and backward left behind, by name: everything that training can see."""
+class How(NamedTuple):
+    """In which circumstances a step is recorded."""
 
-    tensors: dict[str, torch.Tensor | Spooled | None]
-    spool: Spool | None = None
-    has_nan: bool = False  # in an output: what a NaN comes to is a NaN, whatever an operation does
-    plain: dict[str, Any] = field(default_factory=dict)  # outlines of what is left in attributes
-
-    def add(self, name: str, tensor: torch.Tensor | None, again: bool = True) -> None:
-        """Keep `tensor`, in the spool where there is one; `again` to replace what has been kept before."""
-        if not again and name in self.tensors:
-            return
-        self.tensors[name] = tensor if tensor is None or self.spool is None else self.spool.put(tensor)
-
-    def add_attribute(self, write: AttributeWrite, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Keep what there is in the place of `write` now; the tensors in it."""
-        return self.add_held(str(write), written([write], module)[0])
-
-    def add_held(self, name: str, value: Any) -> list[torch.Tensor]:
-        """Keep what an attribute holds: its tensors, which of them require gradients, and its plain values."""
-        tensors: list[torch.Tensor] = leaves(value)
-        self.plain[name] = (outline(value, by_identity=False), [tensor.requires_grad for tensor in tensors])
-        for index, tensor in enumerate(tensors):
-            self.add(name if len(tensors) == 1 else f"{name}, tensor {index}", tensor.detach().clone())
-        return tensors
-
-    def drop_held(self, name: str) -> None:
-        """Forget what an attribute held."""
-        del self.plain[name]
-        for entry in [entry for entry in self.tensors if entry == name or entry.startswith(f"{name}, tensor ")]:
-            del self.tensors[entry]
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """What was kept under `name`; None where there was nothing."""
-        kept = self.tensors.get(name)
-        if isinstance(kept, Spooled):
-            assert self.spool is not None
-            return self.spool.get(kept)
-        return kept
-
-    def streams_differ(self, other: StepRecord) -> bool:
-        """Whether another one of two equal steps left a random stream of PyTorch's own in another state."""
-        names = [name for name in self.tensors if name.startswith(_STREAM)]
-        pairs = [(self.tensor(name), other.tensor(name)) for name in names]
-        return any(mine is None or theirs is None or not torch.equal(mine, theirs) for mine, theirs in pairs)
-
-    def first_difference(self, other: StepRecord) -> str | None:
-        """Name and size of the first entry that is not bitwise equal, or None."""
-        found = self.first_difference_at(other)
-        return found and found[1]
-
-    def first_difference_at(self, other: StepRecord) -> tuple[str, str] | None:
-        """Name of the first entry that is not bitwise equal, and the sentence that says so; or None."""
-        for name in {**self.plain, **other.plain}:
-            value = self.plain.get(name)
-            if value != other.plain.get(name):
-                return name, f"the {name} is {_shown(other.plain.get(name))} instead of {_shown(value)}"
-        for name in self.tensors:
-            mine, theirs = self.tensor(name), other.tensor(name)
-            if mine is None and theirs is None:
-                continue
-            if mine is None or theirs is None:
-                return name, f"{name} exists on one side only"
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                return (
-                    name,
-                    f"{name} is {theirs.dtype}{list(theirs.shape)} instead of {mine.dtype}{list(mine.shape)}",
-                )
-            if not bitwise_equal(mine, theirs):
-                return name, f"{name} differs by up to {largest_difference(mine, theirs):.3g}"
-        return None
+    private: bool = False  # with random streams of its own: numbers that other threads draw meanwhile change nothing
+    is_still: bool = False  # calls leave the module as it was: none is made to change its state first
 
 
-def _shown(held: Any) -> str:
-    """What an attribute held, in words."""
-    if held is None:
-        return "nothing"
-    found, gradients = held
-    return f"{found}{' requiring a gradient' if any(gradients) else ''}"
-
-
-def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality of every element, a NaN being equal to a NaN."""
-    if left.is_floating_point() or left.is_complex():
-        return bool(((left == right) | (left.isnan() & right.isnan())).all())
-    return torch.equal(left, right)
-
-
-def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Largest absolute difference between two tensors of one shape; 0.0 for empty ones."""
-    if left.numel() == 0:
-        return 0.0
-    wide = torch.complex128 if left.is_complex() else torch.float64
-    return float((left.to(wide) - right.to(wide)).abs().nan_to_num().max())
+_USUAL = How()
 
 
 def record_step(
@@ -140,22 +53,20 @@ def record_step(
     spool: Spool | None = None,
     own: Sequence[OwnGenerator] = (),
     attributes: Sequence[AttributeWrite] = (),
-    private: bool = False,
-    is_still: bool = False,
+    how: How = _USUAL,
 ) -> StepRecord:
     """Forward and backward by `forward`, from a seed; `module` and the generators `own` are given back unchanged.
 
     The backward starts from fixed random gradients, so that no cancellation hides a difference, at the outputs and at
     what is left in `attributes`. With a `spool`, what autograd saves and every gradient go to disk: it takes little
-    more memory than inference. With `private` random streams, numbers that other threads draw meanwhile change nothing.
-    A module that `is_still` is left by calls as it was.
+    more memory than inference.
     """
     devices = module_devices(module, sample.tensors)
     record = StepRecord({}, spool)
-    streams = PrivateStreams([generator for generator, _ in random_states(devices)]) if private else None
+    streams = PrivateStreams([generator for generator, _ in random_states(devices)]) if how.private else None
     with module_state_kept(module, devices, own), streams or contextlib.nullcontext():
         # From a later state than the trace's: what the forward reads out of buffers and attributes has changed.
-        if not is_still:
+        if not how.is_still:
             with torch.enable_grad(), _set_aside(module, sample, record):
                 _move_on(module, sample, seed + 1)
         torch.clear_autocast_cache()
@@ -176,7 +87,7 @@ def record_step(
             record.add(f"buffer {name}", buffer.detach().clone())
         states = streams.states if streams is not None else [state for _, state in random_states(devices)]
         for index, state in enumerate(states):
-            record.add(f"{_STREAM} {index}", state)
+            record.add(f"{RANDOM_STREAM} {index}", state)
         for one in own:
             record.add(f"state of {one.name}", one.in_module(module).get_state())
     for tensor in sample.tensors:
@@ -293,32 +204,22 @@ def replay_check(
     `low_memory` sets what autograd saves and all gradients aside on disk.
     """
     with Spool() if low_memory else contextlib.nullcontext() as spool:
-        # Each run has its own copy of the data: a module may write into its inputs.
-        own, left = graph.generators, graph.attributes
-
-        def eagerly(data: Sample, private: bool = False) -> StepRecord:
-            run = partial(Sample.call, module=module)
-            return record_step(module, data.copy(), run, 0, spool, own, left, private, is_still)
-
-        def by_graph(data: Sample, private: bool = False) -> StepRecord:
-            run = partial(run_graph, graph, module)
-            return record_step(module, data.copy(), run, 0, spool, own, left, private, is_still)
-
-        reference = _reference(module, sample, eagerly)
+        steps = _Steps(graph, module, spool, is_still)
+        reference = _reference(module, sample, steps.eagerly)
         fresh, expected, told = reference.data, reference.record, reference.told(module)
         # Integers and masks mostly choose the way, which beside other floating-point data is the same.
         others = [offer for offer in reference.left if offer.integers_as_given] if may_branch else []
         try:
             while True:
                 try:
-                    found = by_graph(fresh)
+                    found = steps.by_graph(fresh)
                     break
                 except GuardError as error:
                     if not others:
                         raise
                     read = str(error).partition(": it would go")[0]
                     told = told or f"{read}: data that take another branch than the sample are traced by themselves."
-                    taken = _reference(module, sample, eagerly, others)
+                    taken = _reference(module, sample, steps.eagerly, others)
                     fresh, expected, others = taken.data, taken.record, taken.left
         except GuardError as error:
             raise ReplayMismatch(
@@ -333,22 +234,59 @@ def replay_check(
         difference = expected.first_difference_at(found)
         if difference is None:
             return told
-        other_numbers = _of_other_numbers(found, lambda: eagerly(fresh))
-        if other_numbers is not None:
-            return " ".join(filter(None, (other_numbers, told)))
-        again = eagerly(fresh)
-        itself = again.first_difference(expected)
-        disturbed = again.streams_differ(expected) or by_graph(fresh).streams_differ(found)
-        if disturbed:
-            for _ in range(_RETRIES):
-                if eagerly(fresh, private=True).first_difference(by_graph(fresh, private=True)) is None:
-                    return f"{told}. {_others_draw(module)}" if told else _others_draw(module)
-        elif itself is not None and not are_orderly(module_devices(module, sample.tensors)):
-            if differ_by_order_alone(lambda: eagerly(fresh), lambda: by_graph(fresh)):
-                return told
+        cause = steps.cause(fresh, expected, found)
+    if isinstance(cause, _Excused):
+        return " ".join(filter(None, (cause.before, f"{told}." if told and cause.after else told, cause.after))) or None
     # Looking for the place takes what a whole forward saves.
     place = None if low_memory else first_difference_place(graph, module, fresh, difference[0])
-    raise _inexact(module, difference[1], place, _cause(disturbed, itself))
+    raise _inexact(module, difference[1], place, cause)
+
+
+@dataclass(frozen=True, slots=True)
+class _Excused:
+    """A difference that is none of the trace, and what is to be told of it, around what is told of the data."""
+
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of a module and of its graph. Each has its own copy of the data: a module may write into its inputs."""
+
+    graph: BGraph | DGraph
+    module: torch.nn.Module
+    spool: Spool | None
+    is_still: bool
+
+    def eagerly(self, data: Sample, private: bool = False) -> StepRecord:
+        """One of the module."""
+        return self._recorded(data, partial(Sample.call, module=self.module), private)
+
+    def by_graph(self, data: Sample, private: bool = False) -> StepRecord:
+        """One of the graph."""
+        return self._recorded(data, partial(run_graph, self.graph, self.module), private)
+
+    def _recorded(self, data: Sample, run: Callable[[Sample], Any], private: bool) -> StepRecord:
+        own, left, how = self.graph.generators, self.graph.attributes, How(private, self.is_still)
+        return record_step(self.module, data.copy(), run, 0, self.spool, own, left, how)
+
+    def cause(self, data: Sample, expected: StepRecord, found: StepRecord) -> _Excused | str:
+        """Why steps on the same data differ, in words."""
+        other_numbers = _of_other_numbers(found, lambda: self.eagerly(data))
+        if other_numbers is not None:
+            return _Excused(before=other_numbers)
+        again = self.eagerly(data)
+        itself = again.first_difference(expected)
+        disturbed = again.streams_differ(expected) or self.by_graph(data).streams_differ(found)
+        if disturbed:
+            for _ in range(_RETRIES):
+                if self.eagerly(data, private=True).first_difference(self.by_graph(data, private=True)) is None:
+                    return _Excused(after=_others_draw(self.module))
+        elif itself is not None and not are_orderly(module_devices(self.module, data.tensors)):
+            if differ_by_order_alone(lambda: self.eagerly(data), lambda: self.by_graph(data)):
+                return _Excused()
+        return _cause(disturbed, itself)
 
 
 def _cause(disturbed: bool, itself: str | None) -> str:

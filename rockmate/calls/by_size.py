@@ -21,6 +21,7 @@ from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.process.ranks import has_other_ranks
 from rockmate.calls.improvements import WORTH, Improvements
 from rockmate.calls.specialization import Specialization
+from rockmate.calls.told import Told
 from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
 from rockmate.families.family import LEAST_MEMBERS, family_of
@@ -43,8 +44,9 @@ _ATTEMPTS = 3  # schedules that are tried for one call
 class PlansBySize:
     """The plans of one module for sizes that were not measured."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, told: Told) -> None:
         self._model = model
+        self._told = told
         # By the plans that they are made of, which are kept beside.
         self._families: dict[Hashable, tuple[FamilyPlans | None, Sequence[Specialization]]] = {}
         self._made: OrderedDict[Hashable, Specialization] = OrderedDict()
@@ -153,6 +155,11 @@ class PlansBySize:
             with contextlib.suppress(Exception), planning(self._model):  # the module may take no such sizes
                 self._siblings[largest] = [measure(self._model, sample, alone) for sample in samples]
             if self._siblings[largest]:
+                self._told.tell(
+                    f"{type(self._model).__name__} is called with other sizes than its plan is for: from here on such "
+                    "calls have plans made of what was measured of others, within the same budget, and none is told of "
+                    "any more. `plans` lists them."
+                )
                 return True
         return False
 

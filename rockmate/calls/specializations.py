@@ -99,7 +99,7 @@ class Specializations:
         self._double_backward = DoubleBackward(model)
         self._untrained: list[InferenceCall] = []
         self._turns = TurnsOf(model)
-        self._by_size = PlansBySize(model)
+        self._by_size = PlansBySize(model, self._told)
         self._remembered = RememberedCalls(model, self.members, self.request)
         self._made = 0  # plans so far
         self._was_planned = False  # here, or what this is a copy of: from then on training goes on

@@ -16,7 +16,8 @@ from rkgb import RockmateError, Sample, make_sample
 from rkgb.process.turns import TURNS
 from rkgb.recording.digest import digest
 from rkgb.replay.own_checkpoints import random_numbers_restored, told_of_other_numbers
-from rkgb.replay.replay import StepRecord, backward_from, first_difference_place, largest_difference, seed_streams
+from rkgb.replay.replay import backward_from, first_difference_place, seed_streams
+from rkgb.replay.step_record import StepRecord, largest_difference
 from rkgb.state.attributes import FreshTensors, Snapshot
 from rkgb.state.generators import OwnGenerator
 from rkgb.state.module_state import (

@@ -12,7 +12,7 @@ from rkgb.ir.call import bind
 from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.ir.profiles import BlockProfile
 from rkgb.ir.sample import Sample
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.state.module_state import module_state_kept
 
 Saved = tuple[str, tuple[int, ...], tuple[int, ...], int]  # storage's name, size, stride, offset

@@ -10,7 +10,7 @@ from rkgb import GraphError, b_to_d, cut, d_to_s, equivalent_classes, make_sampl
 from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.passes.cut import chain
 from rkgb.passes.expand import expand_composites
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import CASES, program

@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb import SGraph, chain, cut, make_sample
 from rkgb.ir.dgraph import leaf_tensors, run_nodes
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import CASES, program

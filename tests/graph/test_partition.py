@@ -9,7 +9,7 @@ from rkgb import GraphError, cut, equivalent_classes, make_sample
 from rkgb.ir.dgraph import leaf_tensors, run_nodes
 from rkgb.passes.cut import BlockMaker
 from rkgb.passes.partition import MAX_NODES, partition
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.state.module_state import module_state_kept
 from rockmate import zoo
 from tests.graph.cases import program

@@ -10,7 +10,8 @@ from torch import nn
 from rkgb import DNode, ReplayMismatch, b_to_d, make_sample, trace
 from rkgb.ir.call import Call, Ref
 from rkgb.replay.fresh import fresh_sample
-from rkgb.replay.replay import StepRecord, bitwise_equal, largest_difference, record_step, replay_check, run_graph
+from rkgb.replay.replay import record_step, replay_check, run_graph
+from rkgb.replay.step_record import StepRecord, bitwise_equal, largest_difference
 from tests.graph.cases import program
 from tests.graph.programs import linear, rows, state_of, traced, with_gradients
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Rockmate
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from rkgb import DGraph, RockmateError, Sample, make_sample
 from rkgb.pipeline import exact_trace
-from rkgb.replay.replay import bitwise_equal, run_graph
+from rkgb.replay.replay import run_graph
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.state.generators import OwnGenerator
 from rkgb.state.module_state import module_state_kept
 from rkgb.tree import leaves

@@ -11,3 +11,9 @@ from tests.module.steps import recomputing
 def layers() -> Rockmate:
     """A planned `Layers` that recomputes all it may."""
     return recomputing(built(Layers), rows())
+
+
+@pytest.fixture(autouse=True)
+def planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of a second size are planned by themselves, as those of no family are; tests/families has the others."""
+    monkeypatch.setattr("rockmate.calls.by_size.siblings", lambda *_: [])

@@ -14,7 +14,7 @@ from rk_solvers import Limits, Problem, peak_and_time, schedule_of
 from rk_solvers.groups import normalise
 from rk_solvers.problem import Recompute
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import Plan, Rockmate
 from rockmate.planning.measured import Measured, measure

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rockmate.plan_files.reuse
-from rkgb.replay.replay import bitwise_equal
+from rkgb.replay.step_record import bitwise_equal
 from rockmate import ReplanWarning, Rockmate
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning", "ignore::rkgb.TraceWarning")

@@ -112,11 +112,11 @@ def checks_of(monkeypatch, model: nn.Module, sample: Tensor, low_memory: bool | 
     checked, told = [], []
     replay_check = rkgb.pipeline.replay_check
 
-    def short_in_memory(graph, module, data, on_disk, may_branch):
+    def short_in_memory(graph, module, data, on_disk, *how):
         checked.append(on_disk)
         if not on_disk:
             raise no_memory()
-        replay_check(graph, module, data, on_disk, may_branch)
+        replay_check(graph, module, data, on_disk, *how)
 
     monkeypatch.setattr(rkgb.pipeline, "replay_check", short_in_memory)
     exact_trace(model, make_sample(model, sample), low_memory=low_memory, on_stage=lambda stage, *_: told.append(stage))
