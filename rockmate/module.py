@@ -91,8 +91,8 @@ class Rockmate(ModuleProxy):
             are planned as the other arguments say.
         options: all of the above but `plan` as one record, in place of them.
         cache: False to neither look for the plan in the user's cache (`rockmate.plan_files.cache`) nor keep it there.
-        plan_in_background: False to have the best plan before the first step. Else training begins with what a search
-            of a second has found; a process of its own, at the lowest priority, looks for better plans, which are taken
+        plan_in_background: False to have the best plan before the first step. Else training begins with what a short
+            search has found; a process of its own, at the lowest priority, looks for better plans, which are taken
             between steps. It is off where there is one core, on several ranks, for a solver that is named, under
             ``torch.use_deterministic_algorithms``, and where the environment has ``ROCKMATE_BACKGROUND=0``.
 

@@ -7,6 +7,8 @@ changes, and the second does not.
 from __future__ import annotations
 
 import contextlib
+import enum
+import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from rkgb.replay.fresh import offers
 from rkgb.state.attributes import Snapshot, attributes_of
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_devices, state_kept
+from rkgb.tree import attributes_of as parts_of
 from rkgb.tree import is_tensor, leaves
 
 _SHOWN = 3  # pieces of state named in a message
@@ -36,7 +39,8 @@ _ADVICE = (
     "Free some memory first, or give a smaller sample: the module is called twice, without gradients, to see what "
     "its first call makes."
 )
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_WITHOUT_STATE = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, types.ModuleType)
 
 
 @dataclass(eq=False, slots=True)
@@ -186,6 +190,8 @@ class _State:
         self.structure: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self._held: list[Any] = []  # so that no identity is given twice
+        self._contents: dict[int, Any] = {}  # of what is no plain value, by identity
+        self.is_known = True  # whether all of that can be looked into
         for path, part in module.named_modules():
             dot = f"{path}." if path else ""
             self.structure[f"the parts of {path or '(root)'!r}"] = tuple(part._modules)
@@ -197,6 +203,7 @@ class _State:
                         self.values[f"the value of {words}"] = digest(tensor.detach())
             for name, value in attributes_of(part).items():
                 self.values[f"attribute {dot + name!r}"] = self._comparable(value)
+                self._look_into(value)
 
     def _comparable(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
@@ -207,8 +214,33 @@ class _State:
         return (type(value).__name__, id(value), len(leaves(value)))
 
     def is_as(self, other: _State) -> bool:
-        """Whether the module was the same then."""
-        return self.structure == other.structure and self.values == other.values
+        """Whether the module was the same then, as far as can be seen: all that its attributes hold, too."""
+        same = self.structure == other.structure and self.values == other.values
+        return same and self.is_known and other.is_known and self._contents == other._contents
+
+    def _look_into(self, value: Any) -> Any:
+        """What stands for `value` in a comparison; what it holds is compared as well."""
+        if isinstance(value, _PLAIN):
+            return (type(value).__name__, value)
+        key = id(value)
+        if key not in self._contents:
+            self._contents[key] = None  # it may hold itself
+            self._held.append(value)
+            if is_tensor(value):
+                found: Any = value._version
+            elif isinstance(value, (list, tuple, set, frozenset)):
+                found = (len(value), [self._look_into(item) for item in value])
+            elif isinstance(value, dict):
+                found = [(self._look_into(name), self._look_into(item)) for name, item in value.items()]
+            elif isinstance(value, (torch.nn.Module, type, *_WITHOUT_STATE)):
+                found = None
+            else:
+                held = parts_of(value)
+                # Others may change where nobody sees it: iterators, and functions by what they enclose.
+                self.is_known &= bool(held) or (callable(value) and not getattr(value, "__closure__", None))
+                found = [(name, self._look_into(item)) for name, item in held.items()]
+            self._contents[key] = found
+        return key
 
     @staticmethod
     def news(before: dict[str, Any], then: dict[str, Any], later: dict[str, Any]) -> list[str]:
