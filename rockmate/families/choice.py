@@ -132,21 +132,28 @@ class FamilyPlans:
         return peak_and_time(problem, dict(best.stages))[1]
 
     def _best(self, problem: Problem, budget_bytes: int) -> PortablePlan | None:
-        """The quickest of the schedules that are there, of those that fit."""
+        """The quickest of the schedules that are there, of those that fit.
+
+        One that leaves no room is the last choice, unless a step of it ran: its first would have to be measured.
+        """
         fitting = []
         for place, decisions in enumerate(self._schedules):
             peak_bytes, time_ms = peak_and_time(problem, dict(decisions.stages))
             if peak_bytes <= budget_bytes:
-                fitting.append((time_ms, place))
-                if not decisions.stages:
+                is_near = peak_bytes + room_of(budget_bytes) > budget_bytes and decisions not in self._ran
+                fitting.append((is_near, time_ms, place))
+                if not decisions.stages and not is_near:
                     break  # nothing is quicker than to keep all
-        return self._schedules[min(fitting)[1]] if fitting else None
+        return self._schedules[min(fitting)[-1]] if fitting else None
 
     def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> PortablePlan | None:
         """A schedule for sizes for which none that is there fits."""
         quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request
-        solution: Solution = solver_for(quick, measured).solve(measured.problem, budget_bytes)
-        if not solution.status.fits:
+        for allowed_bytes in dict.fromkeys((budget_bytes - room_of(budget_bytes), budget_bytes)):
+            solution: Solution = solver_for(quick, measured).solve(measured.problem, allowed_bytes)
+            if solution.status.fits:
+                break
+        else:
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)
         self._add(decisions)
