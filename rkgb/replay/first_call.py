@@ -40,6 +40,7 @@ _ADVICE = (
     "its first call makes."
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MOST_LOOKED_INTO = 20_000  # objects: a module may hold whole data sets
 _WITHOUT_STATE = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, types.ModuleType)
 
 
@@ -223,7 +224,8 @@ class _State:
         if isinstance(value, _PLAIN):
             return (type(value).__name__, value)
         key = id(value)
-        if key not in self._contents:
+        self.is_known &= len(self._contents) < _MOST_LOOKED_INTO
+        if key not in self._contents and self.is_known:
             self._contents[key] = None  # it may hold itself
             self._held.append(value)
             if is_tensor(value):

@@ -152,7 +152,8 @@ class PlansBySize:
             self._siblings[largest] = []
             samples = siblings(call, largest.measured.pattern, LEAST_MEMBERS - len(members))
             alone = replace(request, progress=no_progress, is_still=False)
-            with contextlib.suppress(Exception), planning(self._model):  # the module may take no such sizes
+            # The module may take no such sizes; what is warned of was told of the plan.
+            with contextlib.suppress(Exception), self._told.once(), planning(self._model):
                 self._siblings[largest] = [measure(self._model, sample, alone) for sample in samples]
             if self._siblings[largest]:
                 self._told.tell(
