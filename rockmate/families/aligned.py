@@ -54,8 +54,9 @@ _LEAVES = (Polynomial, Blocks, Chords, Formula, Interpolated)
 def aligned(trees: Sequence[Any], points: tuple[Point, ...], block_bytes: int | None = None) -> Any:
     """One of `trees`, which were made at the `points`, with functions in the places of numbers that vary.
 
-    Where `block_bytes` are given, in which the device hands out memory, a number that is no polynomial is bounded by
-    `Chords`. Raises `NotAligned` where trees differ otherwise, or such a number may not be bounded.
+    Where `block_bytes` are given, in which the device hands out memory, what varies is what was measured: a number that
+    is no polynomial is bounded by `Chords`, and a float is a time. Raises `NotAligned` where trees differ otherwise, or
+    a number that operations are given is no polynomial.
     """
     first = trees[0]
     kind = type(first)
@@ -64,7 +65,11 @@ def aligned(trees: Sequence[Any], points: tuple[Point, ...], block_bytes: int | 
     if kind is int:
         return first if all(tree == first for tree in trees) else _integer(tuple(trees), points, block_bytes)
     if kind is float:
-        return first if all(tree == first for tree in trees) else _interpolated(tuple(trees), points)
+        if all(tree == first for tree in trees):
+            return first
+        if block_bytes is None:  # a number that operations are given: it is exact, or none
+            raise NotAligned(f"{trees} at {points}")
+        return _interpolated(tuple(trees), points)
     if kind in (tuple, list):
         if any(len(tree) != len(first) for tree in trees):
             raise NotAligned(f"{trees}")

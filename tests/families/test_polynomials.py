@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rockmate.families.aligned import aligned
+from rockmate.families.aligned import NotAligned, aligned
 from rockmate.families.polynomials import Chords, NotWhole, Polynomial, constant, fitted
 
 LENGTHS = ((16,), (24,), (56,), (72,))
@@ -113,3 +113,11 @@ def test_chords_are_above_the_most_of_polynomials(terms, lengths, length):
 
     points = tuple((n,) for n in lengths)
     assert Chords(points, values(most, points)).at((length,)) >= most(length)
+
+
+def test_floats_are_times_where_something_was_measured_and_no_numbers_for_operations():
+    points = ((16,), (24,), (56,))
+    assert aligned([1.0, 2.0, 6.0], points, 1).at((40,)) == pytest.approx(4.0)
+    with pytest.raises(NotAligned):
+        aligned([[1 / 16], [1 / 24], [1 / 56]], points)
+    assert aligned([[0.5], [0.5], [0.5]], points) == [0.5]
