@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rkgb.errors import RockmateError
+from rkgb.errors import GuardError, RockmateError
 
 
 class BudgetError(RockmateError, ValueError):
@@ -73,6 +73,10 @@ class InputMismatch(RockmateError):
 
 class PlanMismatch(RockmateError):
     """The module has changed since it was planned, so that its plan no longer holds."""
+
+
+class SizeMismatch(GuardError):
+    """A call's sizes are none of those that the code holds for, as its first run showed."""
 
 
 class PlanFileError(RockmateError):

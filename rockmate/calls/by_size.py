@@ -22,6 +22,7 @@ from rkgb.process.ranks import has_other_ranks
 from rockmate.calls.improvements import WORTH, Improvements
 from rockmate.calls.specialization import Specialization
 from rockmate.calls.told import Told
+from rockmate.errors import SizeMismatch
 from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
 from rockmate.families.family import LEAST_MEMBERS, family_of
@@ -112,31 +113,35 @@ class PlansBySize:
         Steps of a schedule's first plan, and of sizes above all that were seen before, are compared with the module's
         own, and measured: for nobody else to run within this.
         """
-        member = self._new(call, traits, planned, request)
-        if member is None and self._has_siblings(call, traits, planned, request):
-            member = self._new(call, traits, planned, request)
-        return (False, None) if member is None else self._first_run(member, call, double_backward)
+        planned = tuple(planned)
+        while True:
+            for member in self._new(call, traits, planned, request):
+                ran, output = self._first_run(member, call, double_backward)
+                if ran:
+                    return True, output
+            if not self._has_siblings(call, traits, planned, request):
+                return False, None
 
     def make(self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest) -> None:
         """Have a plan by its sizes for a call that has one of its own, for which all was measured; see `prefers`."""
         key = CallPattern.of(call).key
         self._preferred.discard(key)
-        member = self._new(call, traits, planned, request)
-        if member is not None:
+        for member in self._new(call, traits, planned, request):
             self._made[key] = member
+            return
 
     def _new(
         self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
-    ) -> Specialization | None:
+    ) -> Iterator[Specialization]:
+        """Plans for `call`, of one family after the other: it may take the branch of any."""
         pattern = CallPattern.of(call)
-        if pattern.key in self._refused:
-            return None
         for members in _by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
+            if pattern.key in self._refused:
+                return
             plans = self._plans_of(members)
             member = None if plans is None else self._of_family(plans, members, call, request)
             if member is not None and member.mismatch(call, traits) is None and member.gradients_mismatch() is None:
-                return member
-        return None
+                yield member
 
     def _has_siblings(
         self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
@@ -165,16 +170,18 @@ class PlansBySize:
         return False
 
     def _first_run(self, member: Specialization, call: Sample, double_backward: DoubleBackward) -> tuple[bool, Any]:
-        """Each shape, and all that autograd saves, is compared with what was computed. Where something differs, nothing
-        has happened.
+        """Each shape, and all that autograd saves, is compared with what was computed. Where something differs, or the
+        data take another branch, nothing has happened.
         """
         planned, key = member.planned, member.measured.pattern.key
         assert isinstance(planned, PlanOfSize)
         runner = planned.runner_for(self._model, member.measured, member.bound_settings, checked=True)
         try:
             output = runner.run(call, double_backward)
-        except GuardError:
+        except SizeMismatch:
             self._refuse(key)
+            return False, None
+        except GuardError:
             return False, None
         member.uses += 1
         self._made[key] = member
@@ -229,7 +236,10 @@ class PlansBySize:
                     return None
                 return step_bytes(self._model, member.runner, measured, sample, request.loss)
 
-            taken = if_it_fits(lambda: [step()])
+            try:
+                taken = if_it_fits(lambda: [step()])
+            except GuardError:  # the data are of another branch
+                return None
         if taken is None:
             return False
         taken_bytes = taken[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rkgb import Sample
+from rkgb import GuardError, Sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.recording.digest import digest
 from rkgb.replay.order import are_orderly, fixed_order
@@ -29,7 +29,8 @@ def gives_the_same(
 
     A module that differs from itself is none to compare with, but where a device adds in another order each time: then
     the two are compared in a fixed order. Where its own step does not fit the memory, nothing is compared. A step by
-    `runner` that fails gives nothing. The module is left as it was.
+    `runner` that fails gives nothing. The module is left as it was. Raises `GuardError` where the data take another
+    branch than the plan is for.
     """
     step = partial(_digests, module, measured, sample, loss)
     with for_planning(module):
@@ -50,7 +51,7 @@ def gives_the_same(
                 expected = step(module)
                 return step(runner) == expected or step(module) != expected
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, GuardError):
                 raise
             return False  # such as of kernels that take some sizes alone
 

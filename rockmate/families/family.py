@@ -181,8 +181,10 @@ class _Alignment:
 
     def _refuse_other_steps(self) -> None:
         for member in self._members:
-            if member.residents is not None or member.numbers is not None or member.graphs.B_graph.questions is None:
-                raise NotAligned("a budget for all of training, free numbers, or sizes that are not followed")
+            if member.residents is not None or member.numbers is not None:
+                raise NotAligned("a budget for all of training, or free numbers")
+            if (member.graphs.B_graph.questions is None) != (self._base.graphs.B_graph.questions is None):
+                raise NotAligned("front ends")
             for fact in ("traits", "pinned", "device", "threads"):
                 if getattr(member, fact) != getattr(self._base, fact):
                     raise NotAligned(fact)
@@ -210,8 +212,8 @@ class _Alignment:
                 raise NotAligned("outputs")
             if graph.attributes or base.attributes or graph.varying or len(graph.generators) != len(base.generators):
                 raise NotAligned("attributes, shapes that depend on data, or generators")
-            if any(isinstance(op.call.function, OpaqueCall) or op.is_guard for op in graph):
-                raise NotAligned("operations of which nothing is known, or guards")
+            if any(isinstance(op.call.function, OpaqueCall) for op in graph):
+                raise NotAligned("operations of which nothing is known")
             for name, value in base.values.items():
                 other = graph.values[name]
                 facts = ("dtype", "device", "requires_grad", "owner")
@@ -234,7 +236,8 @@ class _Alignment:
         given = [(call.args, call.kwargs) for call in calls]
         sizes = [call.sizes for call in calls]
         if any(one is None for one in sizes):
-            # What an operation is made of, or computed of a shape that is compared with what it is to be.
+            # What an operation is made of, or computed of a shape that is compared with what it is to be; or recorded
+            # in a forward that computes polynomials of sizes alone.
             args, kwargs = self._aligned(given)
             return args, kwargs
         paths = {path for one in sizes if one is not None for path in one}

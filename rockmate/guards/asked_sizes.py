@@ -25,11 +25,18 @@ from rockmate.guards.numbers import Expression, Number
 from rockmate.guards.tracked import NotFollowed, Uses, is_watched, watched
 
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_POLYNOMIAL = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 _NAMES: dict[Callable[..., Any], str] = {function: name for name, function in OPERATIONS.items()}
 
 
-def size_questions(module: torch.nn.Module, sample: Sample) -> tuple[SizeQuestion, ...] | None:
-    """What Python asks of sizes in a forward, and the answers; None where it cannot be followed. All is given back."""
+def size_questions(
+    module: torch.nn.Module, sample: Sample, polynomial: bool = False
+) -> tuple[SizeQuestion, ...] | None:
+    """What Python asks of sizes in a forward, and the answers; None where it cannot be followed. All is given back.
+
+    Where what it computes with them is to be `polynomial`, so that a few calls tell the rest, it counts as asked for
+    what is not.
+    """
     uses = Uses({})
     call = sample.copy()
     met = GeneratorsMet(module)
@@ -42,7 +49,7 @@ def size_questions(module: torch.nn.Module, sample: Sample) -> tuple[SizeQuestio
             nothing_saved(),
             as_written(),
             warnings.catch_warnings(action="ignore"),
-            _Sizes(uses),
+            _Sizes(uses, polynomial),
         ):
             call.call(module)
         return tuple(SizeQuestion(_expression(one.asked, uses), one.answer) for one in uses.questions)
@@ -73,13 +80,14 @@ class _Shape(tuple):  # type: ignore[type-arg]
 class _Sizes(TorchFunctionMode):
     """Gives sizes as numbers that are watched, and PyTorch's functions plain ones."""
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: Uses, polynomial: bool) -> None:
         super().__init__()
         self._uses = uses
+        self._polynomial = polynomial
         self._reads = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _plain((args, kwargs or {}))
+        args, kwargs = self._plain((args, kwargs or {}))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if isinstance(result, torch.Size) and (name == "size" or func == _SHAPE):
@@ -93,6 +101,20 @@ class _Sizes(TorchFunctionMode):
             self._uses.ask(self._shape(args[0].size())[0].expression)
         return result
 
+    def _plain(self, tree: Any) -> Any:
+        """The arguments of a function with plain numbers."""
+        if is_watched(tree):
+            if self._polynomial and not _is_polynomial(tree.expression):
+                self._uses.ask(tree.expression)
+            return tree.value
+        if type(tree) in (tuple, list, _Shape):
+            return (list if type(tree) is list else tuple)(map(self._plain, tree))
+        if type(tree) is dict:
+            return {key: self._plain(item) for key, item in tree.items()}
+        if type(tree) is slice:
+            return slice(*map(self._plain, (tree.start, tree.stop, tree.step)))
+        return tree
+
     def _shape(self, sizes: torch.Size) -> _Shape:
         self._reads += 1
         found = []
@@ -103,17 +125,10 @@ class _Sizes(TorchFunctionMode):
         return _Shape(found)
 
 
-def _plain(tree: Any) -> Any:
-    """The arguments of a function with plain numbers."""
-    if is_watched(tree):
-        return tree.value
-    if type(tree) in (tuple, list, _Shape):
-        return (list if type(tree) is list else tuple)(map(_plain, tree))
-    if type(tree) is dict:
-        return {key: _plain(item) for key, item in tree.items()}
-    if type(tree) is slice:
-        return slice(*map(_plain, (tree.start, tree.stop, tree.step)))
-    return tree
+def _is_polynomial(tree: Any) -> bool:
+    if isinstance(tree, Expression):
+        return tree.function in _POLYNOMIAL and all(map(_is_polynomial, tree.operands))
+    return isinstance(tree, Number) or type(tree) is int
 
 
 def _expression(tree: Any, uses: Uses) -> Any:

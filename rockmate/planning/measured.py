@@ -156,7 +156,8 @@ def trace_model(
         pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
         settings = Settings.read_by(model, arguments, dataflow.attributes)
-        asked_sizes = None if basic.questions is None else size_questions(model, arguments)
+        # What an operation is given is followed by one front end, and to be found from a few calls by the other.
+        asked_sizes = size_questions(model, arguments, polynomial=basic.questions is None)
     devices = module_devices(model, arguments.tensors)
     return Traced(
         arguments,

@@ -21,7 +21,7 @@ from rkgb.state.attributes import AttributeGone, Snapshot, Writing
 from rkgb.state.generators import generators_for
 from rkgb.state.module_state import random_states
 from rkgb.tree import map_leaves
-from rockmate.errors import InputMismatch, PlanMismatch
+from rockmate.errors import InputMismatch, PlanMismatch, SizeMismatch
 from rockmate.guards.attributes import BoundSettings
 from rockmate.guards.flags import BackEndFlags, flags_difference
 from rockmate.guards.inputs import CallPattern
@@ -149,7 +149,7 @@ class Runner:
             if isinstance(error, GuardError):
                 raise
             told = f"{type(error).__name__}: {error}"
-            raise GuardError(f"the code does not hold for calls of such sizes: {told}") from error
+            raise SizeMismatch(f"the code does not hold for calls of such sizes: {told}") from error
 
     def _settings_mismatch(self) -> PlanMismatch | None:
         difference = self.settings.difference()

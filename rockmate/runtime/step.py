@@ -19,13 +19,12 @@ from weakref import ref
 
 import torch
 
-from rkgb.errors import GuardError
 from rkgb.process.autocast import autocast_is_on, without_autocast
 from rkgb.process.surroundings import hooks_allowed
 from rkgb.process.turns import STREAMS
 from rkgb.process.uncompiled import never_compiled
 from rkgb.state.module_state import never_unpacked
-from rockmate.errors import PlanMismatch
+from rockmate.errors import PlanMismatch, SizeMismatch
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
 
@@ -172,10 +171,10 @@ class Step:
             yield
 
     def check_shape(self, name: str, value: torch.Tensor) -> None:
-        """Raise `GuardError` where a value has another shape than it was computed to have in a call of such sizes."""
+        """Raise `SizeMismatch` where a value has another shape than it was computed to have in a call of such sizes."""
         shape = self._tables.shapes.get(name)
         if shape is not None and tuple(value.shape) != shape:
-            raise GuardError(
+            raise SizeMismatch(
                 f"%{name} has the shape {list(value.shape)} in a call for whose sizes {list(shape)} was computed: the "
                 "module goes another way than in calls of other sizes."
             )
