@@ -91,7 +91,8 @@ class SizedPlan:
                 known.saved_count,
                 {place: ForgottenTensor(one.segment, *lies[op, place]) for place, one in known.forgotten.items()},
                 known.kept,
-                known.is_whole or checked,
+                known.is_whole,
+                checked,
             )
             for op, known in tables.saving.items()
         }

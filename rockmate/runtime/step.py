@@ -196,7 +196,7 @@ class Step:
         references = self._handles[op] = {}
         for index, forgotten in saving.forgotten.items():
             handle = handles[index]
-            if saving.is_whole and not _is_at(handle.value, forgotten):
+            if (saving.is_whole or saving.is_checked) and not _is_at(handle.value, forgotten):
                 raise PlanMismatch(
                     f"%{op} saved another tensor for its backward than when it was planned: the submodule runs other "
                     "code now, such as what torch.compile made for other shapes. Plan the module again, or compile it "

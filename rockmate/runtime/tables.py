@@ -42,10 +42,11 @@ class SavingOp:
     forgotten: dict[int, ForgottenTensor]  # by packing order
     kept: tuple[int, ...] = ()  # places of what is kept for a way to have its outputs again
     is_whole: bool = False  # the call of a submodule, which may come to run other code: compiled once more
+    is_checked: bool = False  # the first call of its sizes: what is forgotten is looked at, too
     unread: frozenset[int] = field(init=False)  # places of forgotten tensors at which no step looks
 
     def __post_init__(self) -> None:
-        unread = frozenset() if self.is_whole else frozenset(self.forgotten).difference(self.kept)
+        unread = frozenset() if self.is_whole or self.is_checked else frozenset(self.forgotten).difference(self.kept)
         object.__setattr__(self, "unread", unread)
 
 

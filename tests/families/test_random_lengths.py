@@ -50,8 +50,18 @@ class WithLengths(nn.Module):
         return F.pad(x, (0, 0, 0, 2)).cumsum(1)
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_steps_under_autocast_are_exact_and_within_the_budget(seed):
+    with torch.autocast("cpu", torch.bfloat16):
+        train_on_random_lengths(seed + 100)
+
+
 @pytest.mark.parametrize("seed", range(48))
 def test_steps_of_any_length_are_exact_and_within_the_budget(seed):
+    train_on_random_lengths(seed)
+
+
+def train_on_random_lengths(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = WithLengths(seed)

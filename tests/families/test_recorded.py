@@ -86,3 +86,35 @@ def test_what_is_computed_otherwise_is_of_no_family():
         for length in (64, 48, 32, 33):
             assert_same_step(planned, model, torch.randn(2, length, WIDTH))
     assert len(planned._family.members) == 5
+
+
+class Normalised(nn.Module):
+    """Batch normalisations, which save fewer tensors where they are repeated: running statistics move but once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4)
+        )
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        for layer in self.layers:
+            x = layer(x.reshape(rows * length, WIDTH)).view(rows, length, WIDTH)
+        return x
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_normalisations_are_repeated_in_the_first_step_of_a_size(precision):
+    model = Normalised().train()
+    eager = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
+        with PeakMemory() as memory:
+            squares(copy.deepcopy(model)(torch.randn(16, 96, WIDTH))).backward()
+        planned = Rockmate(model, budget=int(0.5 * memory.peak_bytes), loss=squares)
+        for length in (96, 61, 35, 90, 80):
+            assert_same_step(planned, eager, torch.randn(16, length, WIDTH))
+    assert len(planned._family.members) == 1
+    sized = list(planned._family._by_size)
+    again = {name for one in sized for names in one.plan.schedule.recomputed.values() for name in names}
+    assert any("batch_norm" in name for name in again)
