@@ -94,9 +94,11 @@ class Polynomial:
 class Chords:
     """Bytes that are no polynomial, as the most of several is none: at least as many as there are.
 
-    Each of the several is a polynomial without negative coefficients, and so is convex, as the most of them is: between
-    two points it is below the line through their values, but for what its parts are rounded up by. Below all points it
-    is at most what it is at the lowest, and above them it grows no faster than the square of a size.
+    Each of the several is a polynomial without negative coefficients, of one size at most a square, that is nowhere
+    above the values. So it is below any mixture of these whose mixtures of squares, of sizes and of ones are at least
+    those of the point: the dual of the linear program for the largest such polynomial there. Of several sizes, it is at
+    most what it is at a point above, and grows no faster than `_HIGHEST_IN_ALL` allows. What its parts are rounded up by
+    comes on top.
     """
 
     points: tuple[Point, ...]
@@ -105,25 +107,46 @@ class Chords:
 
     def at(self, point: Point) -> int:
         """So many bytes at most."""
-        return self._below_lines(point) + self.rounded_bytes
+        return self._largest(point) + self.rounded_bytes
 
-    def _below_lines(self, point: Point) -> int:
-        pairs = sorted(zip(self.points, self.values, strict=True))
+    def _largest(self, point: Point) -> int:
         if len(point) == 1:
-            for (one, first), (other, second) in itertools.pairwise(pairs):
-                if one[0] <= point[0] <= other[0]:
-                    share = Fraction(point[0] - one[0], other[0] - one[0])
-                    return math.ceil(first + share * (second - first))
-        above = [value for other, value in pairs if all(map(operator.le, point, other))]
+            found = _mixtures(self.points, point[0])
+            return min(-(-sum(map(operator.mul, weights, self.values)) // whole) for weights, whole in found)
+        above = [value for other, value in zip(self.points, self.values, strict=True) if _is_below(point, other)]
         if above:
             return min(above)
         growth = max(
             Fraction(size, known) for size, known in zip(point, map(max, zip(*self.points, strict=True)), strict=True)
         )
-        return math.ceil(max(self.values) * growth**_HIGHEST_IN_ALL if len(point) > 1 else max(self.values) * growth**2)
+        return math.ceil(max(self.values) * growth**_HIGHEST_IN_ALL)
 
     def __str__(self) -> str:
         return f"at most {self.values}"
+
+
+def _is_below(point: Point, other: Point) -> bool:
+    return all(map(operator.le, point, other))
+
+
+@cache
+def _mixtures(points: tuple[Point, ...], size: int) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Mixtures of values at the `points`, as weights over a whole, that bound a polynomial at `size`; see `Chords`."""
+    rows = [[Fraction(known) ** exponent for (known,) in points] for exponent in range(_HIGHEST + 1)]
+    wanted = [Fraction(size) ** exponent for exponent in range(_HIGHEST + 1)]
+    found: dict[tuple[tuple[int, ...], int], None] = {}
+    for count in range(1, min(len(points), len(rows)) + 1):
+        for places in itertools.combinations(range(len(points)), count):
+            for tight in itertools.combinations(range(len(rows)), count):
+                weights = _solution([[*(rows[row][place] for place in places), wanted[row]] for row in tight])
+                if weights is None or min(weights) < 0:
+                    continue
+                by_place = dict(zip(places, weights, strict=True))
+                whole = [by_place.get(place, Fraction(0)) for place in range(len(points))]
+                if all(sum(map(operator.mul, whole, row)) >= least for row, least in zip(rows, wanted, strict=True)):
+                    denominator = math.lcm(*(weight.denominator for weight in whole))
+                    found[tuple(int(weight * denominator) for weight in whole), denominator] = None
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +277,13 @@ def _solved(
         [*(Fraction(_value(monomial, point)) for monomial in chosen), Fraction(value)]
         for point, value in zip(points, values, strict=True)
     ]
-    for column in range(len(chosen)):
+    return _solution(rows)
+
+
+def _solution(rows: list[list[Fraction]]) -> tuple[Fraction, ...] | None:
+    """What solves these equations, each its coefficients and its right side; None where nothing does, or more does."""
+    unknowns = len(rows[0]) - 1
+    for column in range(unknowns):
         pivot = next((row for row in rows[column:] if row[column]), None)
         if pivot is None:
             return None
@@ -264,9 +293,9 @@ def _solved(
             if place != column and row[column]:
                 factor = row[column] / pivot[column]
                 rows[place] = [mine - factor * theirs for mine, theirs in zip(row, pivot, strict=True)]
-    if any(row[-1] for row in rows[len(chosen) :]):
+    if any(row[-1] for row in rows[unknowns:]):
         return None
-    return tuple(rows[place][-1] / rows[place][place] for place in range(len(chosen)))
+    return tuple(rows[place][-1] / rows[place][place] for place in range(unknowns))
 
 
 def _value(monomial: Monomial, point: Point) -> int:

@@ -121,3 +121,15 @@ def test_floats_are_times_where_something_was_measured_and_no_numbers_for_operat
     with pytest.raises(NotAligned):
         aligned([[1 / 16], [1 / 24], [1 / 56]], points)
     assert aligned([[0.5], [0.5], [0.5]], points) == [0.5]
+
+
+def test_what_is_the_most_of_polynomials_is_bounded_closely_between_far_points():
+    """As peaks of attention, which small calls do not have of the square of their length."""
+
+    def peak(n):
+        return max(8 * n * n + 3 * n, 900 * n)
+
+    points = ((37,), (74,), (506,))
+    found = Chords(points, values(peak, points))
+    assert all(peak(n) <= found.at((n,)) <= 1.35 * peak(n) for n in range(37, 700))
+    assert all(found.at((n,)) <= 1.07 * peak(n) for n in range(300, 700))
