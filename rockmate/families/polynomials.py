@@ -97,8 +97,8 @@ class Chords:
     Each of the several is a polynomial without negative coefficients, of one size at most a square, that is nowhere
     above the values. So it is below any mixture of these whose mixtures of squares, of sizes and of ones are at least
     those of the point: the dual of the linear program for the largest such polynomial there. Of several sizes, it is at
-    most what it is at a point above, and grows no faster than `_HIGHEST_IN_ALL` allows. What its parts are rounded up by
-    comes on top.
+    most what it is at a point above, and grows no faster than `_HIGHEST_IN_ALL` allows. What its parts are rounded up
+    by comes on top.
     """
 
     points: tuple[Point, ...]
