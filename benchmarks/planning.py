@@ -4,7 +4,8 @@
     python benchmarks/planning.py --quick --output folder  # tiny models: shows that it runs, measures nothing
 
 Each row is measured in a fresh process: seconds of processors of a first plan at half of the eager peak, those of side
-processes included but for the search that goes on behind the training, and seconds by the clock of another budget. The eager step beside it is of the same process.
+processes included but for the search that goes on behind the training, and seconds by the clock of another budget. The
+eager step beside it is of the same process.
 """
 
 from __future__ import annotations
