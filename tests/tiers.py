@@ -26,7 +26,7 @@ class Sets(NamedTuple):
 SETS = {
     "tests/cli/": Sets(2, EVERY),
     "tests/distributed/": Sets(2, EVERY),
-    "tests/families/test_random_lengths.py": Sets(2, 8),
+    "tests/families/test_random_lengths.py": Sets(1, 5),
     "tests/front_doors/": Sets(2, 12),
     "tests/graph/": Sets(3, EVERY),
     "tests/graph/test_json_refusals.py": Sets(EVERY, EVERY),
