@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rockmate import PeakMemory, Rockmate
+from rockmate import BudgetTooSmall, PeakMemory, Rockmate
 from tests.families.test_lengths import WIDTH, Attention
 from tests.module.steps import assert_same_step, squares
 
@@ -109,9 +109,9 @@ def test_normalisations_are_repeated_in_the_first_step_of_a_size(precision):
     model = Normalised().train()
     eager = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
-        with PeakMemory() as memory:
-            squares(copy.deepcopy(model)(torch.randn(16, 96, WIDTH))).backward()
-        planned = Rockmate(model, budget=int(0.7 * memory.peak_bytes), loss=squares)
+        with pytest.raises(BudgetTooSmall) as refused:
+            Rockmate(copy.deepcopy(model), torch.randn(16, 96, WIDTH), 1, loss=squares)
+        planned = Rockmate(model, budget=int(1.05 * refused.value.smallest_budget_bytes), loss=squares)
         for length in (96, 61, 35, 90, 80):
             assert_same_step(planned, eager, torch.randn(16, length, WIDTH))
     assert len(planned._family.members) == 1
