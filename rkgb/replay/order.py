@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from rkgb.devices.registry import device_of
-from rkgb.replay.step_record import StepRecord
+from rkgb.replay.step_record import StepRecord, largest_difference
 
 _REPETITIONS = 3  # of a step, to see how far apart they are
 _FACTOR = 10  # by which the largest difference of a few repetitions may be short of the largest of many
@@ -68,11 +68,8 @@ def _is_within(name: str, reference: StepRecord, other: StepRecord, repeated: li
     if not mine.is_floating_point() or mine.numel() == 0:
         return torch.equal(mine, theirs)
     again = [tensor for tensor in (one.tensor(name) for one in repeated) if tensor is not None]
-    apart = max((_largest(mine, tensor) for tensor in again if tensor.shape == mine.shape), default=0.0)
+    apart = max((largest_difference(mine, tensor) for tensor in again if tensor.shape == mine.shape), default=0.0)
     scale = float(mine.double().abs().nan_to_num().max())
     most = scale * min(_MOST_ROUNDINGS * torch.finfo(mine.dtype).eps, _MOST_SHARE)
-    return bool((mine.isnan() == theirs.isnan()).all()) and _largest(mine, theirs) <= min(_FACTOR * apart, most)
-
-
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).abs().nan_to_num().max())
+    allowed = min(_FACTOR * apart, most)
+    return bool((mine.isnan() == theirs.isnan()).all()) and largest_difference(mine, theirs) <= allowed
