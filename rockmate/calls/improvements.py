@@ -24,7 +24,7 @@ from rockmate.planning.request import PlanRequest
 
 WORTH = 0.002  # of a step's time: a plan that gains less does not take the place of one that is there
 _MOST_PROBLEMS = 64
-_FAMILY_S = 10.0  # of a search for one of many sizes
+_FAMILY_S = 30.0  # of a search for one of many sizes, by the clock: of a core it has what nobody else wants
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rk_solvers import Limits, Problem, Solution, Solver
-from rk_solvers.side_process import SideProcess, with_low_priority
+from rk_solvers.side_process import SideProcess
 from rkgb.process.ranks import has_other_ranks
 from rockmate.planning.request import PlanRequest
 
@@ -80,9 +80,9 @@ class BackgroundSearch:
         """Look for a schedule; `finished` gives it, with the `key`."""
         self._goes_on = False
         if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = SideProcess(), os.getpid()
+            self._process, self._owner = SideProcess(yielding=True), os.getpid()
             self._ends = weakref.finalize(self, self._process.close)
-        self._process.start(limit_s + _START_S, with_low_priority, solver.solve, problem, budget_bytes)
+        self._process.start(limit_s + _START_S, solver.solve, problem, budget_bytes)
         self._key, self._goes_on = key, True
 
     def finished(self) -> Found | None:

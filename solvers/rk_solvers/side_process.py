@@ -24,6 +24,16 @@ from typing import IO, Any
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
+# Run before anything is imported. The lowest priority alone leaves its process a core of two for a while after each
+# wait of a thread of others; one that is idle by policy is interrupted at once.
+_YIELD = """
+import contextlib, os
+with contextlib.suppress(OSError, AttributeError):
+    os.nice(19)
+with contextlib.suppress(OSError, AttributeError):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+"""
+
 
 class SideProcessWarning(UserWarning):
     """A call made in a process of its own failed: a search went on without its answer."""
@@ -51,9 +61,11 @@ class SideProcess:
     """A process that makes one call after the other; `close` it, or use it in a `with` statement.
 
     Functions, arguments and answers must be picklable. Of failures each is told once (`SideProcessWarning`).
+    `yielding`, it and what it starts run when nothing else has to be done, where the system knows such processes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, yielding: bool = False) -> None:
+        self._yielding = yielding
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
         self._deadline = 0.0
@@ -143,12 +155,14 @@ class SideProcess:
         if self._process is None:
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                [sys.executable, "-c", (_YIELD if self._yielding else "") + f"from {__name__} import main; main()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C in the terminal is for this process alone
+                # Ctrl-C in the terminal is for this process alone. Not by a session of its own: Linux shares its cores
+                # evenly between sessions, whatever the priorities of their processes.
+                process_group=0,
             )
             listener = threading.Thread(target=_listen, args=(self._process.stdout, self._answers), daemon=True)
             listener.start()
@@ -192,13 +206,6 @@ def serve(calls: IO[bytes], answers: IO[bytes]) -> None:
             packed = pickle.dumps(_Raised(f"{type(error).__name__}: the answer cannot be sent: {error}"))
         answers.write(packed)
         answers.flush()
-
-
-def with_low_priority(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call gives that is made when nothing else has to be done, where the system has priorities."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(19 - os.nice(0))
-    return function(*arguments)
 
 
 def main() -> None:

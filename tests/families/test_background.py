@@ -14,6 +14,7 @@ from torch import nn
 
 from rk_solvers import Data, ForwardOp, Limits, Problem, Solver, solver_named
 from rk_solvers.problem import BackwardOp
+from rk_solvers.side_process import SideProcessWarning
 from rockmate import PlanOptions, Rockmate
 from rockmate.planning import background
 from rockmate.planning.background import BackgroundSearch, is_wanted
@@ -68,6 +69,28 @@ def test_what_is_found_comes_with_its_key():
     assert found.solution.peak_bytes <= 450
     search.close()
     assert not search.is_busy
+
+
+class TellsHowItRuns(Solver):
+    name = "tells"
+
+    def solve(self, problem, budget_bytes):
+        raise RuntimeError(f"{os.sched_getscheduler(0) == os.SCHED_IDLE} {os.getsid(0)} {os.getpgid(0)}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has processes that are idle by policy")
+def test_the_process_runs_when_nothing_else_has_to_be_done():
+    # In a session of its own, it would have half of the cores beside a training with as many threads as cores.
+    search = BackgroundSearch()
+    search.begin(1, TellsHowItRuns(), problem_of(), 450, 10)
+    process = search._process
+    ends = time.monotonic() + 60
+    while not process.answered():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    with pytest.warns(SideProcessWarning, match=f"True {os.getsid(0)} (?!{os.getpgid(0)} )"):
+        process.wait(None)
+    search.close()
 
 
 @pytest.mark.parametrize("solver", [Raises(), Ends()])
