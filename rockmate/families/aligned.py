@@ -86,9 +86,10 @@ def aligned(trees: Sequence[Any], points: tuple[Point, ...], block_bytes: int | 
             for part in dataclasses.fields(kind)
             if part.init
         }
-        if all(changes[name] is getattr(first, name) for name in changes):
+        varying = {name: part for name, part in changes.items() if part is not getattr(first, name)}
+        if not varying:
             return first
-        return _Varying(kind, changes)
+        return _Varying(kind, {name: part for name, part in changes.items() if name not in varying}, varying)
     if any(not _is_same(first, tree) for tree in trees):
         raise NotAligned(f"{trees}")
     return first
@@ -99,7 +100,8 @@ class _Varying:
     """An instance of a dataclass in which something varies: without its own checks, as it is none yet."""
 
     kind: Any
-    parts: dict[str, Any]
+    fixed: dict[str, Any]
+    parts: dict[str, Any]  # those in which something varies
 
 
 def at_point(tree: Any, point: Point) -> Any:
@@ -125,7 +127,7 @@ class _AtPoint:
         if kind is dict:
             return {key: self(item) for key, item in tree.items()}
         if kind is _Varying:
-            return tree.kind(**{name: self(part) for name, part in tree.parts.items()})
+            return tree.kind(**tree.fixed, **{name: self(part) for name, part in tree.parts.items()})
         return tree
 
 
@@ -138,7 +140,7 @@ def numbers_in(tree: Any, found: Callable[[Leaf], Any]) -> Any:
     if type(tree) is dict:
         return {key: numbers_in(item, found) for key, item in tree.items()}
     if isinstance(tree, _Varying):
-        return tree.kind(**{name: numbers_in(part, found) for name, part in tree.parts.items()})
+        return tree.kind(**tree.fixed, **{name: numbers_in(part, found) for name, part in tree.parts.items()})
     return tree
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from rk_solvers import KeepAll, Problem, Schedule, Solution, check
-from rk_solvers.liveness import peak_and_time, simulate
+from rk_solvers import KeepAll, Problem, Solution, check
+from rk_solvers.liveness import peak_and_time
 from rkgb import Sample
 from rockmate.families.family import Family
 from rockmate.families.polynomials import NotWhole, Point
@@ -28,6 +28,19 @@ _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
 _WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
 KEEP_ALL = PortablePlan((), KeepAll().name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What a schedule takes at some sizes."""
+
+    decisions: PortablePlan
+    peak_bytes: int
+    time_ms: float
+
+
+def _cost(decisions: PortablePlan, problem: Problem) -> _Cost:
+    return _Cost(decisions, *peak_and_time(problem, dict(decisions.stages)))
 
 
 class FamilyPlans:
@@ -56,19 +69,28 @@ class FamilyPlans:
             problem = self.family.problem_at(point)
         except NotWhole:
             return None
-        keep_all_bytes, _ = peak_and_time(problem, {})
+        keep_all = _cost(KEEP_ALL, problem)
         measured = replace(
-            base, sample=None, pattern=pattern, problem=problem, eager_peak_bytes=keep_all_bytes, measuring_s=0.0
+            base, sample=None, pattern=pattern, problem=problem, eager_peak_bytes=keep_all.peak_bytes, measuring_s=0.0
         )
-        decisions = self._best(problem, budget_bytes) or self._found(measured, request, budget_bytes)
-        if decisions is None:
+        best = self._best(problem, budget_bytes, keep_all) or self._found(measured, request, budget_bytes)
+        if best is None:
             return None
-        schedule = decisions.schedule_for(problem)
-        plan = _plan(measured, schedule, decisions.solver, budget_bytes)
-        plan = replace(plan, planning_s=time.perf_counter() - started)
         if len(self._extra_ms) < _MOST_SEEN:
-            self._extra_ms[point] = plan.time_ms - plan.baseline_time_ms, plan.baseline_time_ms
-        sized = self._sized_for(decisions, problem)
+            self._extra_ms[point] = best.time_ms - keep_all.time_ms, keep_all.time_ms
+        sized = self._sized_for(best.decisions, problem)
+        plan = Plan(
+            budget_bytes=budget_bytes,
+            peak_bytes=best.peak_bytes,
+            time_ms=best.time_ms,
+            baseline_peak_bytes=keep_all.peak_bytes,
+            baseline_time_ms=keep_all.time_ms,
+            solver=best.decisions.solver,
+            planning_s=time.perf_counter() - started,
+            schedule=sized.schedule,
+            calls=str(pattern),
+            gradient_bytes=measured.gradient_bytes,
+        )
         return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
 
     @property
@@ -115,10 +137,8 @@ class FamilyPlans:
             return False
         problem, decisions = self.family.problem_at(point), PortablePlan.of(solution.schedule, solution.solver)
         known = self._best(problem, budget_bytes)
-        if known is not None:
-            times_ms = [peak_and_time(problem, dict(one.stages))[1] for one in (known, decisions)]
-            if times_ms[1] > (1 - _WORTH) * times_ms[0]:
-                return False
+        if known is not None and _cost(decisions, problem).time_ms > (1 - _WORTH) * known.time_ms:
+            return False
         self._add(decisions)
         return True
 
@@ -127,26 +147,24 @@ class FamilyPlans:
         point = self.family.point_of(pattern)
         problem = None if point is None else self.family.problem_at(point)
         best = None if problem is None else self._best(problem, budget_bytes)
-        if problem is None or best is None:
-            return None
-        return peak_and_time(problem, dict(best.stages))[1]
+        return None if best is None else best.time_ms
 
-    def _best(self, problem: Problem, budget_bytes: int) -> PortablePlan | None:
+    def _best(self, problem: Problem, budget_bytes: int, keep_all: _Cost | None = None) -> _Cost | None:
         """The quickest of the schedules that are there, of those that fit.
 
         One that leaves no room is the last choice, unless a step of it ran: its first would have to be measured.
         """
-        fitting = []
+        fitting: list[tuple[bool, float, int, _Cost]] = []
         for place, decisions in enumerate(self._schedules):
-            peak_bytes, time_ms = peak_and_time(problem, dict(decisions.stages))
-            if peak_bytes <= budget_bytes:
-                is_near = peak_bytes + room_of(budget_bytes) > budget_bytes and decisions not in self._ran
-                fitting.append((is_near, time_ms, place))
+            cost = keep_all if keep_all is not None and decisions == KEEP_ALL else _cost(decisions, problem)
+            if cost.peak_bytes <= budget_bytes:
+                is_near = cost.peak_bytes + room_of(budget_bytes) > budget_bytes and decisions not in self._ran
+                fitting.append((is_near, cost.time_ms, place, cost))
                 if not decisions.stages and not is_near:
                     break  # nothing is quicker than to keep all
-        return self._schedules[min(fitting)[-1]] if fitting else None
+        return min(fitting)[-1] if fitting else None
 
-    def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> PortablePlan | None:
+    def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> _Cost | None:
         """A schedule for sizes for which none that is there fits."""
         quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request
         for allowed_bytes in dict.fromkeys((budget_bytes - room_of(budget_bytes), budget_bytes)):
@@ -157,7 +175,7 @@ class FamilyPlans:
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)
         self._add(decisions)
-        return decisions
+        return _cost(decisions, measured.problem)
 
     def _add(self, decisions: PortablePlan) -> None:
         others = [one for one in self._schedules if one not in (decisions, KEEP_ALL)]
@@ -166,8 +184,9 @@ class FamilyPlans:
     def _sized_for(self, decisions: PortablePlan, problem: Problem) -> SizedPlan:
         if decisions not in self._sized:
             # No schedule is believed unchecked; its rules are those of all sizes.
-            check(problem, decisions.schedule_for(problem), None)
-            self._sized[decisions] = SizedPlan(self.family, decisions)
+            schedule = decisions.schedule_for(self.family.base.problem)
+            check(problem, schedule, None)
+            self._sized[decisions] = SizedPlan(self.family, decisions, schedule)
         return self._sized[decisions]
 
 
@@ -180,20 +199,3 @@ def room_of(budget_bytes: int) -> int:
 
 def _are_near(point: Point, other: Point) -> bool:
     return all(abs(mine - theirs) <= _NEAR * max(mine, theirs) for mine, theirs in zip(point, other, strict=True))
-
-
-def _plan(measured: Measured, schedule: Schedule, solver: str, budget_bytes: int) -> Plan:
-    problem = measured.problem
-    simulation = simulate(problem, schedule)
-    return Plan(
-        budget_bytes=budget_bytes,
-        peak_bytes=simulation.peak_bytes,
-        time_ms=simulation.time_ms,
-        baseline_peak_bytes=measured.eager_peak_bytes,
-        baseline_time_ms=problem.keep_all_time_ms,
-        solver=solver,
-        planning_s=0.0,
-        schedule=schedule,
-        calls=str(measured.pattern),
-        gradient_bytes=measured.gradient_bytes,
-    )

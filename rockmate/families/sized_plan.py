@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rk_solvers import Schedule
 from rkgb.ir.kgraph import KGraph
 from rockmate.families.aligned import at_point, numbers_in
 from rockmate.families.family import Family
@@ -27,12 +28,13 @@ from rockmate.runtime.tables import ForgottenTensor, SavingOp, StepTables
 class SizedPlan:
     """A schedule of a family, with the code that follows it."""
 
-    def __init__(self, family: Family, decisions: PortablePlan) -> None:
+    def __init__(self, family: Family, decisions: PortablePlan, schedule: Schedule) -> None:
         self.family = family
         self.decisions = decisions
+        self.schedule = schedule  # of these decisions: names, which are those of all sizes
         whole = family.base.graphs.K_graph
         graph = replace(whole, restorations={node: whole.restorations[node] for node in family.ways})
-        self.program = make_program(graph, decisions.schedule_for(family.base.problem))
+        self.program = make_program(graph, schedule)
         self._functions: dict[str, Any] = {}  # of a point, by the text under which code looks up their values
         self._saved = {
             (slot.op, slot.index): family.saved[slot.op][slot.index]
