@@ -44,7 +44,7 @@ from rkgb.state.attributes import Writing, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_state_kept
 from rkgb.state.side_effects import Unrepeatable
-from rkgb.tree import map_leaves
+from rkgb.tree import leaves, map_leaves
 
 Stage = Callable[[str, int, int], None]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
@@ -149,16 +149,28 @@ def measured_graphs(
     return AllGraphs(basic, simplified.dgraph, simplified, blocks, classes, whole, profiles)
 
 
-def with_trained_outputs(graph: DGraph, model: torch.nn.Module, sample: Sample, backward: Backward) -> DGraph:
+def with_trained_outputs(
+    graph: DGraph,
+    model: torch.nn.Module,
+    sample: Sample,
+    backward: Backward,
+    returned: Sequence[torch.Tensor] = (),
+) -> DGraph:
     """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient.
 
     Single numbers that forward leaves in attributes are losses by themselves, whether or not `backward` knows of them.
+    The tensors that a call of the module on the sample has `returned` may be given: else the graph is run for them.
     """
     doing = f"while the loss ran on the output of {type(model).__name__}, to see what it takes"
     with out_of_memory_told(doing, _ADVICE), module_state_kept(model, own=graph.generators):
-        values = given(graph, model, sample.copy().tensors)
-        with torch.no_grad():
-            run_nodes(graph.nodes, values, graph.output_names)
+        names = [ref.name for ref in leaves(graph.output, is_ref)]
+        known = [(tuple(tensor.shape), tensor.dtype) for tensor in returned]
+        if not graph.attributes and known == [(graph.values[name].shape, graph.values[name].dtype) for name in names]:
+            values: dict[str, Any] = dict(zip(names, returned, strict=True))
+        else:
+            values = given(graph, model, sample.copy().tensors)
+            with torch.no_grad():
+                run_nodes(graph.nodes, values, graph.output_names)
         outputs = {
             name: values[name].detach().requires_grad_(graph.values[name].requires_grad) for name in graph.output_names
         }
@@ -213,6 +225,20 @@ def exact_trace(
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
     return basic, dataflow
+
+
+def trace_like(
+    known: BGraph, model: torch.nn.Module, sample: Sample, opaque: Sequence[torch.nn.Module] = ()
+) -> tuple[BGraph, DGraph]:
+    """A trace by the front end of a `known` one, which nobody has compared with the module.
+
+    For calls of other sizes, where whoever takes what it says of these compares it with what then is found. Raises
+    `TraceError`.
+    """
+    tracer: FrontEnd = "record" if known.tracer == "record" else "jit"
+    check = _Check(None, may_branch=False, is_still=True, tell=_say_nothing, opaque=tuple(opaque), is_needed=False)
+    with out_of_memory_told(f"while {type(model).__name__} was traced", _ADVICE):
+        return _front_end(model, sample, tracer, check)
 
 
 def _believed_trace(model: torch.nn.Module, sample: Sample, tracer: Tracer, check: _Check) -> tuple[BGraph, DGraph]:
@@ -315,6 +341,7 @@ class _Check:
     is_still: bool  # calls leave the module as it was
     tell: Stage
     opaque: tuple[torch.nn.Module, ...] = ()
+    is_needed: bool = True  # else any trace that runs is accepted
 
     def with_opaque(self, paths: Iterable[str], model: torch.nn.Module) -> _Check:
         """The same with these submodules of `model` opaque as well."""
@@ -324,6 +351,8 @@ class _Check:
 
     def accept(self, graph: DGraph, model: torch.nn.Module, sample: Sample) -> str | None:
         """The replay check in memory, or, where that may not or does not suffice, on disk."""
+        if not self.is_needed:
+            return None
         if not self.low_memory:
             try:
                 return replay_check(graph, model, sample, False, self.may_branch, self.is_still)

@@ -1,7 +1,7 @@
 """State that the first call of a module makes: buffers that it registers, codebooks that it starts from data.
 
 No plan of a module before that call holds after it. It is found by two calls, which are taken back: what the first
-changes, and the second does not.
+changes, and the second does not. Where the first writes nothing at all, it is the only one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from rkgb.tree import is_tensor, leaves
 
 _SHOWN = 3  # pieces of state named in a message
 _ADVICE = (
-    "Free some memory first, or give a smaller sample: the module is called twice, without gradients, to see what "
-    "its first call makes."
+    "Free some memory first, or give a smaller sample: the module is called once or twice, without gradients, to see "
+    "what its first call makes."
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_LOOKED_INTO = 20_000  # objects: a module may hold whole data sets
@@ -156,6 +156,9 @@ def _compare_calls(first: FirstCall, watch: _Watch) -> None:
         with watch:
             call_saving_nothing(module, first.sample.copy())
         states.append(_State(module))
+        if states[0].is_untouched_in(states[1]) and not watch.before:
+            first.is_still = True
+            return  # a second call would find what the first did
         early = set(watch.before)
         watch.seen.clear()
         with watch:
@@ -193,6 +196,7 @@ class _State:
         self._held: list[Any] = []  # so that no identity is given twice
         self._contents: dict[int, Any] = {}  # of what is no plain value, by identity
         self.is_known = True  # whether all of that can be looked into
+        self._versions: dict[str, tuple[int, int]] = {}  # of buffers: they are written with what they held, too
         for path, part in module.named_modules():
             dot = f"{path}." if path else ""
             self.structure[f"the parts of {path or '(root)'!r}"] = tuple(part._modules)
@@ -219,6 +223,10 @@ class _State:
         same = self.structure == other.structure and self.values == other.values
         return same and self.is_known and other.is_known and self._contents == other._contents
 
+    def is_untouched_in(self, later: _State) -> bool:
+        """Whether nothing was even written since, as far as can be seen."""
+        return self.is_as(later) and self._versions == later._versions
+
     def _look_into(self, value: Any) -> Any:
         """What stands for `value` in a comparison; what it holds is compared as well."""
         if isinstance(value, _PLAIN):
@@ -229,7 +237,7 @@ class _State:
             self._contents[key] = None  # it may hold itself
             self._held.append(value)
             if is_tensor(value):
-                found: Any = value._version
+                found: Any = _version_of(value)
             elif isinstance(value, (list, tuple, set, frozenset)):
                 found = (len(value), [self._look_into(item) for item in value])
             elif isinstance(value, dict):
@@ -249,6 +257,11 @@ class _State:
         """Names of what the first of two calls changes, and the second does not."""
         changed = [name for name in then if name not in before or before[name] != then[name]]
         return [name for name in changed if name in later and later[name] == then[name]]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often it was written; those of inference mode do not tell."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class _Watch(DispatchMode):

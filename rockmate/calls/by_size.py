@@ -158,10 +158,10 @@ class PlansBySize:
                 continue
             self._siblings[largest] = []
             samples = siblings(call, largest.measured.pattern, LEAST_MEMBERS - len(members))
-            alone = replace(request, progress=no_progress, is_still=False)
+            alone = replace(request, progress=no_progress)
             # The module may take no such sizes; what is warned of was told of the plan.
             with contextlib.suppress(Exception), self._told.once(), planning(self._model):
-                self._siblings[largest] = [measure(self._model, sample, alone) for sample in samples]
+                self._siblings[largest] = [measure(self._model, sample, alone, largest.measured) for sample in samples]
             if self._siblings[largest]:
                 self._told.tell(
                     f"{type(self._model).__name__} is called with other sizes than its plan is for: from here on such "

@@ -8,7 +8,6 @@ sizes that note what is done with them.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rkgb import Sample
-from rkgb.ir.opaque import as_written
 from rkgb.recording.record import nothing_saved
 from rkgb.sizes import OPERATIONS, Computed, SizeQuestion, SizeRead
-from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import module_state_kept, training_mode
+from rkgb.tree import leaves
 from rockmate.guards.numbers import Expression, Number
 from rockmate.guards.tracked import NotFollowed, Uses, is_watched, watched
 
@@ -29,32 +26,26 @@ _POLYNOMIAL = (operator.add, operator.sub, operator.mul, operator.neg, operator.
 _NAMES: dict[Callable[..., Any], str] = {function: name for name, function in OPERATIONS.items()}
 
 
-def size_questions(
-    module: torch.nn.Module, sample: Sample, polynomial: bool = False
-) -> tuple[SizeQuestion, ...] | None:
-    """What Python asks of sizes in a forward, and the answers; None where it cannot be followed. All is given back.
+class AskingForward:
+    """A forward in which sizes are watched: `questions` are what Python asked of them, and the answers.
 
     Where what it computes with them is to be `polynomial`, so that a few calls tell the rest, it counts as asked for
     what is not.
     """
-    uses = Uses({})
-    call = sample.copy()
-    met = GeneratorsMet(module)
-    try:
-        with (
-            training_mode(module),
-            module_state_kept(module),
-            met.given_back(),
-            MeetingGenerators(met),
-            nothing_saved(),
-            as_written(),
-            warnings.catch_warnings(action="ignore"),
-            _Sizes(uses, polynomial),
-        ):
-            call.call(module)
-        return tuple(SizeQuestion(_expression(one.asked, uses), one.answer) for one in uses.questions)
-    except Exception:  # noqa: BLE001  a number that is watched is not always taken for one
-        return None
+
+    def __init__(self, polynomial: bool = False) -> None:
+        self.questions: tuple[SizeQuestion, ...] = ()
+        self.outputs: list[torch.Tensor] = []  # tensors that the forward has returned
+        self._polynomial = polynomial
+
+    def __call__(self, module: torch.nn.Module, sample: Sample) -> None:
+        """Call `module`, saving nothing. Raises whatever it raises: a number that is watched is not always taken for
+        one."""
+        uses = Uses({})
+        with nothing_saved(), _Sizes(uses, self._polynomial):
+            self.outputs = leaves(sample.call(module))
+        # Before anybody compares what the forward has put into attributes.
+        self.questions = tuple(SizeQuestion(_expression(one.asked, uses), one.answer) for one in uses.questions)
 
 
 class _Shape(tuple):  # type: ignore[type-arg]

@@ -96,10 +96,16 @@ class Settings:
         return {one.key: one for one in self.settings}
 
     @classmethod
-    def read_by(cls, module: torch.nn.Module, sample: Sample, writes: Iterable[AttributeWrite] = ()) -> Settings:
+    def read_by(
+        cls,
+        module: torch.nn.Module,
+        sample: Sample,
+        writes: Iterable[AttributeWrite] = (),
+        call: Callable[[torch.nn.Module, Sample], Any] = call_saving_nothing,
+    ) -> Settings:
         """Run the forward once, without gradients, and note what it reads and leaves as it is. All is given back.
 
-        What it is known to write is none of these.
+        What it is known to write is none of these. `call` runs it.
         """
         written = _Written(writes)
         met = GeneratorsMet(module)
@@ -121,7 +127,7 @@ class Settings:
             with contextlib.ExitStack() as stack:
                 for kind in kinds:
                     stack.enter_context(_reads_noted(kind, lambda holder, name: reads.setdefault((id(holder), name))))
-                call_saving_nothing(module, sample.copy())
+                call(module, sample.copy())
             noted = [(*holders[key], name, *before[key]) for key, name in reads if key in holders]
             noted = [entry for entry in noted if _is_setting(entry[0], entry[3])]
             found = [

@@ -16,13 +16,13 @@ from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
 from rkgb.ir.placement import refuse_devices, refuse_without_data
 from rkgb.passes.d_to_s import run_once
-from rkgb.pipeline import exact_trace, measured_graphs, with_trained_outputs
+from rkgb.pipeline import exact_trace, measured_graphs, trace_like, with_trained_outputs
 from rkgb.process.autocast import Autocast
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.sizes import SizeQuestion
 from rkgb.state.module_state import for_planning, main_device, module_devices, module_state_kept
 from rockmate.errors import NothingToTrain
-from rockmate.guards.asked_sizes import size_questions
+from rockmate.guards.asked_sizes import AskingForward
 from rockmate.guards.attributes import Settings
 from rockmate.guards.checkpointing import as_it_was, is_switched_off
 from rockmate.guards.flags import BackEndFlags
@@ -114,13 +114,13 @@ class Traced:
     asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
 
 
-def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, known: MeasuredBlocks | None = None) -> Measured:
-    """Trace and measure `model`, but for blocks that are `known`; leaves it as it was.
+def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, sibling: Measured | None = None) -> Measured:
+    """Trace and measure `model`; leaves it as it was. Beside a `sibling`, of other sizes, the trace is not checked.
 
     Raises `SampleError`, `TraceError`, `PinError`, `LossError`, `NothingToTrain` for a module without any gradient, and
     what the allocator raises, with a note, where the memory does not suffice for planning.
     """
-    return measure_traced(model, trace_model(model, sample, request), request, known)
+    return measure_traced(model, trace_model(model, sample, request, sibling=sibling), request)
 
 
 def trace_model(
@@ -129,6 +129,7 @@ def trace_model(
     request: PlanRequest,
     trained: frozenset[str] | None = None,
     pinned: dict[str, str] | None = None,
+    sibling: Measured | None = None,
 ) -> Traced:
     """Trace `model`, and check the trace. Raises as `measure`, whose first half it is.
 
@@ -152,12 +153,13 @@ def trace_model(
     refuse_collectives(model, arguments)
     with for_planning(model):
         traits = TraitsReader(model).read()
-        basic, dataflow, asked_for, loss_cost = _trace(model, arguments, request, trained)
+        basic, dataflow = _trace(model, arguments, request, sibling)
+        asked_for = pinned_operations(model, dataflow, request.pin)  # what is none is refused before more is run
+        settings, asked_sizes, returned = _read(model, arguments, basic)
+        dataflow, loss_cost = _with_loss(dataflow, model, arguments, request, trained, returned)
+        del returned
         pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
         graph = run_once(d_to_s(dataflow), pinned)
-        settings = Settings.read_by(model, arguments, dataflow.attributes)
-        # What an operation is given is followed by one front end, and to be found from a few calls by the other.
-        asked_sizes = size_questions(model, arguments, polynomial=basic.questions is None)
     devices = module_devices(model, arguments.tensors)
     return Traced(
         arguments,
@@ -293,25 +295,50 @@ def joined(
 
 
 def _trace(
-    model: torch.nn.Module, sample: Sample, request: PlanRequest, trained: frozenset[str] | None
-) -> tuple[BGraph, DGraph, dict[str, str], LossCost | None]:
-    """The trace, the operations that the user wants to be pinned and by what, and what the loss takes."""
-    loss, costs = request.loss, list[LossCost]()
-    basic, dataflow = exact_trace(
+    model: torch.nn.Module, sample: Sample, request: PlanRequest, sibling: Measured | None
+) -> tuple[BGraph, DGraph]:
+    opaque = [model.get_submodule(path) for path in request.opaque]
+    if sibling is not None:
+        return trace_like(sibling.graphs.B_graph, model, sample, opaque)
+    return exact_trace(
         model,
         sample,
         on_stage=request.progress,
         may_branch=request.may_branch,
         is_still=request.is_still,
-        opaque=[model.get_submodule(path) for path in request.opaque],
+        opaque=opaque,
     )
-    pinned = pinned_operations(model, dataflow, request.pin)  # what is none is refused before more is run
+
+
+def _read(
+    model: torch.nn.Module, sample: Sample, basic: BGraph
+) -> tuple[Settings, tuple[SizeQuestion, ...] | None, list[torch.Tensor]]:
+    """What a forward reads of attributes, what it asks of sizes, if that can be seen, and the tensors it returns."""
+    # What an operation is given is followed by one front end, and to be found from a few calls by the other.
+    asking = AskingForward(polynomial=basic.questions is None)
+    try:
+        settings = Settings.read_by(model, sample, basic.attributes, asking)
+    except Exception:  # noqa: BLE001  a number that is watched is not always taken for one
+        return Settings.read_by(model, sample, basic.attributes), None, []
+    return settings, asking.questions, asking.outputs
+
+
+def _with_loss(
+    graph: DGraph,
+    model: torch.nn.Module,
+    sample: Sample,
+    request: PlanRequest,
+    trained: frozenset[str] | None,
+    returned: list[torch.Tensor],
+) -> tuple[DGraph, LossCost | None]:
+    """The graph with the outputs that are trained, if that is known, and what the loss takes."""
     request.progress("loss", 0, 1)
+    loss, costs = request.loss, list[LossCost]()
     if trained is not None:
-        dataflow = replace(dataflow, trained=trained)
+        graph = replace(graph, trained=trained)
     elif loss is not None:
-        dataflow = with_trained_outputs(
-            dataflow, model, sample, lambda output: costs.append(measure_loss(loss, output))
+        graph = with_trained_outputs(
+            graph, model, sample, lambda output: costs.append(measure_loss(loss, output)), returned
         )
     request.progress("loss", 1, 1)
-    return basic, dataflow, pinned, costs[0] if costs else None
+    return graph, costs[0] if costs else None
