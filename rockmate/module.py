@@ -30,7 +30,6 @@ from rockmate.memory.split import MemorySplit, Scope
 from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
-from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.pins import Pins, check_pins
@@ -237,8 +236,7 @@ class Rockmate(ModuleProxy):
 
     def plan_file(self) -> PlanFile:
         """`plan` with all that is known of it, to be kept as a file, looked at, and used again."""
-        member = self._member
-        return plan_file_of(self.original, member.measured, member.plan, self._family.request)
+        return self._family.plan_file_of(self._member)
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write `plan_file` to `path`, for ``Rockmate(model, sample, plan=path)``; packed if it ends in ".gz"."""
@@ -272,7 +270,7 @@ class Rockmate(ModuleProxy):
             return write_report(self.plan_file(), path)
         call = make_sample(self.original, sample)
         member = self._family.member_for(call)
-        file = plan_file_of(self.original, member.measured, member.plan, self._family.request)
+        file = self._family.plan_file_of(member)
         loss = self._family.request.loss if loss is None else loss
         measured, device = member.measured, member.measured.device
         graph = measured.graphs.D_graph
@@ -354,6 +352,7 @@ class Rockmate(ModuleProxy):
             self._family.decisions(),
             {name: value for name, value in self._notes().items() if not callable(value)},
             self.fallbacks,
+            self._family.saved(),
         )
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -459,10 +458,11 @@ def _restored(
     decisions: Any,
     notes: Any = None,
     fallbacks: tuple[Fallback, ...] = (),
+    saved: PlanFile | None = None,
 ) -> Rockmate:
     """A planned module that was pickled."""
     family = Specializations(model, request, shapes, False)
-    family.expect(decisions)
+    family.expect(decisions, saved)
     family.fallbacks = FallbackCounts(fallbacks)
     module = kind._empty()
     module._adopt(model, family)

@@ -94,7 +94,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "options": ("errors", "progress", "memory", "planning"),
         "plan_files": ("errors", "units", "memory", "guards", "planning"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
-        "families": ("guards", "planning", "runtime"),
+        "families": ("errors", "guards", "planning", "runtime", "plan_files"),
         "calls": (
             "errors", "units", "progress", "memory", "guards", "runtime", "planning", "options", "plan_files",
             "families",

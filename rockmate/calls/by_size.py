@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from rkgb import GuardError, Sample, make_sample
 from rkgb.devices.out_of_memory import if_it_fits
@@ -25,11 +26,14 @@ from rockmate.calls.told import Told
 from rockmate.errors import SizeMismatch
 from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
-from rockmate.families.family import LEAST_MEMBERS, family_of
+from rockmate.families.family import LEAST_MEMBERS, Family, family_of
+from rockmate.families.record import recorded
 from rockmate.families.siblings import siblings
 from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
+from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
@@ -54,6 +58,7 @@ class PlansBySize:
         # Smaller calls, cut out of one that was made, by the largest plan that they are to be of one family with; what
         # was measured of them stands beside it, and nothing where it was in vain.
         self._siblings: dict[Specialization, list[Measured]] = {}
+        self._given: dict[Measured, FamilyPlans] = {}  # families of plans that were made elsewhere
         self._refused: set[Hashable] = set()  # calls that are of no family after all, as a step showed
         self._preferred: set[Hashable] = set()  # calls that have plans of their own, and better ones by their sizes
         # It does not hold this object, which holds it: what goes on in the background ends with the module.
@@ -74,9 +79,59 @@ class PlansBySize:
         self._families.clear()
         self._made.clear()
         self._siblings.clear()
+        self._given.clear()
         self._refused.clear()
         self._preferred.clear()
         self.improvements.forget()
+
+    def give(self, measured: Measured, plans: FamilyPlans) -> None:
+        """Take `plans` for other sizes than what was `measured`, until three sizes were measured here."""
+        self._given[measured] = plans
+
+    def file_of(self, member: Specialization, members: Iterable[Specialization], request: PlanRequest) -> PlanFile:
+        """The plan of `member`, one of those that were measured for the request, and what is known of other sizes."""
+        file = plan_file_of(self._model, member.measured, member.plan, request)
+        plans, alike = self._beside(member, members)
+        if plans is None:
+            return file
+        family: Family | None = plans.family
+        if plans.family.base.graphs is not member.measured.graphs:
+            beside = [found for one in alike for found in self._siblings.get(one, ())]
+            others = [one.measured for one in alike if one is not member]
+            family = family_of([member.measured, *others[: _MOST_MEASURED - 1], *beside])
+        # Where stages of it were joined, the file's call has others than the family.
+        if family is None or family.base.graphs is not member.measured.graphs:
+            return file
+        if family.base.gradients != member.measured.gradients:
+            return file
+        return structs.replace(file, family=recorded(family, plans.schedules))
+
+    def saved(self, members: Sequence[Specialization], request: PlanRequest) -> PlanFile | None:
+        """The plan used last by which something is known of other sizes."""
+        for member in members:
+            if self._beside(member, members)[0] is not None:
+                file = self.file_of(member, members, request)
+                if file.family is not None:
+                    return file
+        return None
+
+    def copy_for(self, twin: PlansBySize, pairs: Iterable[tuple[Specialization, Specialization]]) -> None:
+        """Let `twin` have what is known of other sizes by plans, for the same plans of a copy of the module."""
+        pairs = tuple(pairs)
+        for member, other in pairs:
+            plans, _ = self._beside(member, [one for one, _ in pairs])
+            if plans is not None and plans.family.base.graphs is member.measured.graphs:
+                twin.give(other.measured, FamilyPlans(plans.family, plans.schedules))
+
+    def _beside(
+        self, member: Specialization, members: Iterable[Specialization]
+    ) -> tuple[FamilyPlans | None, list[Specialization]]:
+        """The family of a plan, if there is one, and those of its plans that were measured."""
+        pattern, traits = member.measured.pattern, member.measured.traits
+        for alike in _by_graph(one for one in members if _may_be_family(one, pattern, traits)):
+            if any(one is member for one in alike):
+                return self._plans_of(alike), alike
+        return None, []
 
     def __iter__(self) -> Iterator[Specialization]:
         return iter(tuple(self._made.values()))
@@ -258,10 +313,13 @@ class PlansBySize:
         count = min(len(ordered), _MOST_MEASURED)
         chosen = [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
         beside = [found for one in members for found in self._siblings.get(one, ())][: max(0, LEAST_MEMBERS - count)]
+        given = next((plans for one in chosen if (plans := self._given.get(one.measured)) is not None), None)
+        if given is not None and count + len(beside) < LEAST_MEMBERS:
+            return given
         key = tuple(map(id, (*chosen, *beside)))
         if key not in self._families:
             family = family_of([*(one.measured for one in chosen), *beside])
-            plans = None if family is None else FamilyPlans(family, [(one.measured, one.planned) for one in chosen])
+            plans = None if family is None else FamilyPlans(family, [one.decisions for one in chosen])
             self._families[key] = plans, chosen  # which lives as long, so that no other one has its place
         return self._families[key][0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator
 
 from rkgb import Sample
@@ -34,6 +35,15 @@ class SpecializationIndex:
     def alike(self, call: Sample) -> tuple[Specialization, ...]:
         """Those for calls that look like `call`. They may still be for other modes, settings or data."""
         return self._alike.get(CallPattern.of(call).key, ())
+
+    def next_larger(self, pattern: CallPattern) -> Specialization | None:
+        """Of the plans for calls that are nowhere smaller than `pattern`, the nearest in size."""
+        found: list[tuple[float, int, Specialization]] = []
+        for index, member in enumerate(self):
+            ratios = member.measured.pattern.size_ratios(pattern)
+            if ratios is not None and all(ratio >= 1 for ratio in ratios):
+                found.append((sum(map(math.log, ratios)), index, member))
+        return min(found)[2] if found else None
 
     def add(self, member: Specialization, most: int) -> tuple[Specialization, ...]:
         """Take `member` in as the one used last, and drop what is then more than `most`; those are returned."""

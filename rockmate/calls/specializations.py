@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from rkgb.state.module_state import for_planning
 from rockmate.calls.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
 from rockmate.calls.by_size import PlansBySize
 from rockmate.calls.fallbacks import FallbackCounts
+from rockmate.calls.given import GivenPlans
 from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
 from rockmate.calls.remembered import RememberedCalls
@@ -47,7 +47,6 @@ from rockmate.memory.budget import AboveResidents, Budget, check_budget
 from rockmate.memory.optimizer_state import with_parameters
 from rockmate.options import Shapes
 from rockmate.plan_files.content import PlanFile
-from rockmate.plan_files.restore import restore
 from rockmate.plan_files.reuse import plan_above, plan_again, plan_or_reuse
 from rockmate.planning.background import hurried
 from rockmate.planning.fixed_plan import PortablePlan
@@ -94,7 +93,6 @@ class Specializations:
         self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
         self._known: dict[Any, MeasuredBlocks] = {}  # by flags and threads, under which blocks were measured
         self._told = Told()
-        self._expected: list[tuple[CallPattern, PortablePlan]] = []
         self._own_checkpointing = OwnCheckpointing(model)
         self._double_backward = DoubleBackward(model)
         self._untrained: list[InferenceCall] = []
@@ -107,7 +105,7 @@ class Specializations:
         self._own_steps = OwnSteps(model)
         self._failures: list[tuple[ModuleTraits, Exception]] = []  # since planning last succeeded
         self._kept_open: set[str] = set()  # submodules that cannot be one operation
-        self._given: PlanFile | None = None  # the plan of a file, for the first call
+        self._given = GivenPlans()
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
         self._share: Share | None = None  # what the budget is a fraction of, if it was given as one
 
@@ -122,16 +120,19 @@ class Specializations:
         request = replace(self.request, pin=pins, optimizer=optimizer)
         twin = Specializations(model, request, self.shapes, self.progress, self.use_cache)
         twin._known = self._known  # what blocks take does not depend on which module has them
-        twin._given = self._given
-        twin._expected = self._expected
+        twin._given = self._given.copy()
         twin._first_makes, twin._share = self._first_makes, self._share
         twin._was_planned = self._was_planned
         twin.fallbacks = FallbackCounts(self.fallbacks.records)
+        pairs = list[tuple[Specialization, Specialization]]()
         for member in reversed(self.members):
             if member.measured.settings.have_tensors and model is not self._model:  # of these, a copy has others
-                twin._expected = [(member.measured.pattern, member.decisions), *twin._expected]
+                twin._given.decisions.insert(0, (member.measured.pattern, member.decisions))
             else:
-                twin.adopt(Specialization(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead))
+                other = Specialization(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead)
+                twin.adopt(other)
+                pairs.append((member, other))
+        self._by_size.copy_for(twin._by_size, pairs)
         return twin
 
     @property
@@ -141,12 +142,20 @@ class Specializations:
 
     def decisions(self) -> list[tuple[CallPattern, PortablePlan]]:
         """Of all plans, for `expect`: what is left of them when they are saved."""
-        return [*((one.measured.pattern, one.decisions) for one in self.members), *self._expected]
+        return [*((one.measured.pattern, one.decisions) for one in self.members), *self._given.decisions]
 
-    def expect(self, decisions: list[tuple[CallPattern, PortablePlan]]) -> None:
-        """Follow these decisions when such calls come, if they fit, in place of a search."""
-        self._expected = list(decisions)
+    def expect(self, decisions: list[tuple[CallPattern, PortablePlan]], saved: PlanFile | None = None) -> None:
+        """Follow these decisions when such calls come, if they fit, in place of a search; first the `saved` plan."""
+        self._given = GivenPlans(saved, decisions, is_asked_for=False)
         self._was_planned = self._was_planned or bool(decisions)
+
+    def plan_file_of(self, member: Specialization) -> PlanFile:
+        """All that is known of a plan, and by it of calls of other sizes."""
+        return self._by_size.file_of(member, self.members, self.request)
+
+    def saved(self) -> PlanFile | None:
+        """The plan by which others of other sizes are known, if one is: for `expect`."""
+        return self._by_size.saved(tuple(self.members), self.request) or self._given.file
 
     def take(self, plan_file: PlanFile) -> None:
         """Plan the first call by that plan, and later ones within its budget."""
@@ -154,7 +163,7 @@ class Specializations:
         self.request = replace(
             self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned
         )
-        self._given = plan_file
+        self._given = GivenPlans(plan_file)
         self._remembered.request = self.request
 
     def replan(self, budget: Budget) -> None:
@@ -165,7 +174,7 @@ class Specializations:
             self.members.remove(self.members)
             self._by_size.forget()
             self.request = replace(self.request, budget=budget)
-            self._was_planned, self._share, self._given, self._expected = False, None, None, []
+            self._was_planned, self._share, self._given = False, None, GivenPlans()
             self._settled, self._failures = SettledCalls(), []
 
     def adopt(self, member: Specialization) -> None:
@@ -338,21 +347,20 @@ class Specializations:
         return member
 
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
-        remembered = self._remembered.find(call, request) if self._given is None else None
+        if (given := self._given.take_file(self._model, call, request, self._by_size)) is not None:
+            return given
+        remembered = self._remembered.find(call, request)
         if remembered is not None:
             return plan_again(self._model, remembered, call, request)
-        if self._given is None:
-            known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
-            for digest in list(known)[:-_MOST_KNOWN]:
-                del known[digest]
-            earlier = [
-                (member.measured, member.planned)
-                for member in self.members
-                if member.measured.was_measured_as_now()  # else what it takes may be another now
-            ]
-            return plan_or_reuse(self._model, call, request, known, self.use_cache, earlier)
-        found, self._given = restore(self._model, call, request, self._given), None
-        return found
+        known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
+        for digest in list(known)[:-_MOST_KNOWN]:
+            del known[digest]
+        earlier = [
+            (member.measured, member.planned)
+            for member in self.members
+            if member.measured.was_measured_as_now()  # else what it takes may be another now
+        ]
+        return plan_or_reuse(self._model, call, request, known, self.use_cache, earlier)
 
     # ---- calls without a plan ----------------------------------------------------------------------
 
@@ -363,6 +371,9 @@ class Specializations:
         if refusal is not None and self.shapes == "eager" and alike is None:
             return self._by_itself(call, ByItself(refusal, told=self._unbudgeted(first_clause(refusal))))
         with self._turns.planning():
+            of_file = None if self.members else self._given.planned_first(call, self.request, self._trained_plan_for)
+            if of_file is not None:
+                self._take_in(of_file)
             if self._has_tried_better(call) or made != self._made:  # by another thread, while this one waited
                 ran, output, refusal = self._by_a_plan(call)
                 if ran:
@@ -660,23 +671,12 @@ class Specializations:
 
     def _decisions_for(self, call: Sample, any_near: bool = False) -> PortablePlan | None:
         """Those to follow for `call`: its own, made before the module was saved, or those of the plan next in size."""
-        pattern = CallPattern.of(call, Autocast.now())
-        for expected, decisions in self._expected:
-            if replace(expected, flags=None) == pattern:  # measured anew, under whichever flags
-                return decisions
-        if self.shapes != "nearest" and not any_near:
-            return None
-        near = next(iter(self.members.alike(call) if any_near else ()), None) or self._next_larger(pattern)
+        decisions = self._given.decisions_for(call)
+        if decisions is not None or (self.shapes != "nearest" and not any_near):
+            return decisions
+        alike = self.members.alike(call) if any_near else ()
+        near = next(iter(alike), None) or self.members.next_larger(CallPattern.of(call, Autocast.now()))
         return near.decisions if near is not None else None
-
-    def _next_larger(self, pattern: CallPattern) -> Specialization | None:
-        """Of the plans for calls that are nowhere smaller than `pattern`, the nearest in size."""
-        found: list[tuple[float, int, Specialization]] = []
-        for index, member in enumerate(self.members):
-            ratios = member.measured.pattern.size_ratios(pattern)
-            if ratios is not None and all(ratio >= 1 for ratio in ratios):
-                found.append((sum(map(math.log, ratios)), index, member))
-        return min(found)[2] if found else None
 
     # ---- messages ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class Interpolated:
 
 
 Leaf = Polynomial | Blocks | Chords | Formula | Interpolated
+Steps = tuple[int | str, ...]  # from a structure to a part of it: places, names of fields and keys
 
 
 _LEAVES = (Polynomial, Blocks, Chords, Formula, Interpolated)
@@ -100,8 +101,8 @@ class _Varying:
     """An instance of a dataclass in which something varies: without its own checks, as it is none yet."""
 
     kind: Any
-    fixed: dict[str, Any]
-    parts: dict[str, Any]  # those in which something varies
+    fixed: dict[Any, Any]
+    parts: dict[Any, Any]  # those in which something varies
 
 
 def at_point(tree: Any, point: Point) -> Any:
@@ -142,6 +143,47 @@ def numbers_in(tree: Any, found: Callable[[Leaf], Any]) -> Any:
     if isinstance(tree, _Varying):
         return tree.kind(**tree.fixed, **{name: numbers_in(part, found) for name, part in tree.parts.items()})
     return tree
+
+
+def varying_in(tree: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Leaf]]:
+    """Each function in what was `aligned`, with the steps to it."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        yield steps, tree
+    elif kind in (tuple, list):
+        for place, item in enumerate(tree):
+            yield from varying_in(item, (*steps, place))
+    elif kind in (dict, _Varying):
+        for name, item in (tree if kind is dict else tree.parts).items():
+            yield from varying_in(item, (*steps, name))
+
+
+def with_varying(tree: Any, functions: Mapping[Steps, Leaf]) -> Any:
+    """`tree` with these functions in it, as if it had been `aligned`. Raises `NotAligned` for no places of it."""
+    if not functions:
+        return tree
+    if () in functions:
+        return functions[()]
+    parts: dict[int | str, dict[Steps, Leaf]] = {}
+    for (step, *rest), function in functions.items():
+        parts.setdefault(step, {})[tuple(rest)] = function
+    kind = type(tree)
+    if kind in (tuple, list):
+        known: Any = dict(enumerate(tree))
+    elif kind is dict:
+        known = tree
+    elif dataclasses.is_dataclass(kind) and not issubclass(kind, enum.Enum):
+        known = {part.name: getattr(tree, part.name) for part in dataclasses.fields(kind) if part.init}
+    else:
+        raise NotAligned(f"{tree}")
+    if not parts.keys() <= known.keys():
+        raise NotAligned(f"{parts.keys() - known.keys()}")
+    varying = {step: with_varying(known[step], found) for step, found in parts.items()}
+    if kind in (tuple, list):
+        return kind({**known, **varying}.values())
+    if kind is dict:
+        return {**known, **varying}
+    return _Varying(kind, {name: part for name, part in known.items() if name not in varying}, varying)
 
 
 def _integer(

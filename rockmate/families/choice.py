@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rk_solvers import KeepAll, Problem, Solution, check
@@ -19,7 +19,6 @@ from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 
 _MOST_SCHEDULES = 16
@@ -46,9 +45,8 @@ def _cost(decisions: PortablePlan, problem: Problem) -> _Cost:
 class FamilyPlans:
     """The schedules of a family, all under one budget."""
 
-    def __init__(self, family: Family, members: Sequence[tuple[Measured, LoweredPlan]]) -> None:
+    def __init__(self, family: Family, decisions: Iterable[PortablePlan]) -> None:
         self.family = family
-        decisions = [PortablePlan.of(planned.plan.schedule, planned.plan.solver) for _, planned in members]
         by_stages = {one.stages: one for one in (KEEP_ALL, *decisions)}
         self._schedules = list(by_stages.values())
         self._sized: dict[PortablePlan, SizedPlan] = {}
@@ -92,6 +90,11 @@ class FamilyPlans:
             gradient_bytes=measured.gradient_bytes,
         )
         return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
+
+    @property
+    def schedules(self) -> tuple[PortablePlan, ...]:
+        """Those that are known."""
+        return tuple(self._schedules)
 
     @property
     def is_new(self) -> bool:

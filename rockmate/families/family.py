@@ -17,10 +17,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rk_solvers import Problem
+from rkgb import AllGraphs
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, is_ref
 from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.profiles import OpProfile
 from rkgb.ir.sgraph import SNode
+from rkgb.ir.values import ValueInfo
 from rkgb.replay.same import same_operation, same_value
 from rkgb.sizes import SizeRead
 from rkgb.state.generators import OwnGenerator
@@ -72,6 +75,12 @@ class Family:
                 return None
             point.append(sizes.pop())
         return tuple(point) if not self._why_not(tuple(point)) and self._has_traits(tuple(point), pattern) else None
+
+    @property
+    def own_point(self) -> Point:
+        """The sizes of `base`."""
+        traits = self.base.pattern.traits
+        return tuple(traits[tensor].shape[dimension] for ((tensor, dimension), *_) in self.positions)
 
     def problem_at(self, point: Point) -> Problem:
         """The training step of a call of these sizes. Raises `NotWhole`."""
@@ -221,8 +230,7 @@ class _Alignment:
                     raise NotAligned(name)
 
     def _layout_of_value(self, name: str) -> Any:
-        values = [graph.values[name] for graph in self._graphs]
-        return self._aligned([(tuple(one.shape), tuple(one.stride), one.offset) for one in values])
+        return self._aligned([_layout(graph.values[name]) for graph in self._graphs])
 
     def _calls(self) -> Iterator[tuple[str, Call]]:
         """Calls in whose arguments something varies."""
@@ -292,8 +300,7 @@ class _Alignment:
         names = [[phantom.name for phantom in profile.phantoms] for profile in profiles]
         if any(one != facts[0] for one in facts) or any(one != names[0] for one in names):
             raise NotAligned(op)
-        lies = [[(one.size, one.stride, one.offset) for one in profile.saved] for profile in profiles]
-        found = tuple(self._aligned(list(one)) for one in zip(*lies, strict=True))
+        found = tuple(self._aligned(list(one)) for one in zip(*map(saved_layouts, profiles), strict=True))
         for tensor, layout in zip(profiles[0].saved, found, strict=True):
             if tensor.source in names[0]:
                 layouts.setdefault(tensor.source, layout)
@@ -325,6 +332,26 @@ class _Alignment:
 
     def _aligned(self, trees: Sequence[Any]) -> Any:
         return aligned(trees, self._points)
+
+
+def _layout(value: ValueInfo) -> Any:
+    return tuple(value.shape), tuple(value.stride), value.offset
+
+
+def saved_layouts(profile: OpProfile) -> tuple[Any, ...]:
+    """Size, stride and offset of each tensor that autograd saves for an operation."""
+    return tuple((one.size, one.stride, one.offset) for one in profile.saved)
+
+
+def value_layouts(graphs: AllGraphs) -> dict[str, Any]:
+    """Size, stride and offset of each value and phantom."""
+    found = {name: _layout(value) for name, value in graphs.D_graph.values.items()}
+    for profile in graphs.K_graph.op_profiles.values():
+        phantoms = {phantom.name for phantom in profile.phantoms}
+        for tensor, layout in zip(profile.saved, saved_layouts(profile), strict=True):
+            if tensor.source in phantoms:
+                found.setdefault(tensor.source, layout)
+    return found
 
 
 def _above(member: Measured, gradients: frozenset[str]) -> Measured:

@@ -7,6 +7,7 @@ module's own, so that nothing depends on what is cut: only shapes and times are 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -36,17 +37,20 @@ def siblings(call: Sample, measured: CallPattern, count: int) -> list[Sample]:
     smaller = [one for one in sizes if _LEAST_SIZE <= one < size < known][:count]
     if len(smaller) < count:
         return []
-    return [_cut(call, set(places), one) for one in smaller]
+    return [resized(call, dict.fromkeys(places, one)) for one in smaller]
 
 
-def _cut(call: Sample, places: set[tuple[int, int]], size: int) -> Sample:
-    """Every so many elements of it: padding, at whichever end, stays as much of it as it was."""
+def resized(call: Sample, sizes: Mapping[tuple[int, int], int]) -> Sample:
+    """A call in which dimensions of tensors have other `sizes`, made of elements of `call` at even distances.
+
+    So padding, at whichever end, stays as much of it as it was.
+    """
     parts = []
     for index, tensor in enumerate(call.tensors):
         part = tensor.detach()
         for dimension in range(tensor.dim()):
-            if (index, dimension) in places:
-                kept = torch.linspace(0, part.shape[dimension] - 1, size).round().long()
-                part = part.index_select(dimension, kept.to(part.device))
+            if (index, dimension) in sizes:
+                taken = torch.linspace(0, part.shape[dimension] - 1, sizes[index, dimension]).round().long()
+                part = part.index_select(dimension, taken.to(part.device))
         parts.append(part.clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad))
     return call.with_tensors(parts)

@@ -138,6 +138,82 @@ class Promise(Record, frozen=True):
         return self.budget_bytes if self.memory_split is None else self.memory_split.total_bytes
 
 
+# ---- calls of other sizes ----------------------------------------------------------------------------
+
+
+class PolynomialRecord(Record, frozen=True, tag="polynomial"):
+    """A whole number that depends on sizes: a sum of products of these."""
+
+    terms: tuple[tuple[tuple[int, ...], int, int], ...]  # exponents, and the coefficient's numerator and denominator
+    has_padded: bool = False  # whether exponents of padded sizes follow
+
+
+class BlocksRecord(Record, frozen=True, tag="blocks"):
+    """Bytes in whole blocks."""
+
+    terms: PolynomialRecord
+    block_bytes: int
+
+
+class ChordsRecord(Record, frozen=True, tag="chords"):
+    """Bytes that are bounded by those at a few points."""
+
+    points: tuple[tuple[int, ...], ...]
+    values: tuple[int, ...]
+    rounded_bytes: int
+
+
+class TimesRecord(Record, frozen=True, tag="times"):
+    """A time, between those that were measured for so much work each."""
+
+    work: tuple[float, ...]
+    times_ms: tuple[float, ...]
+
+
+class FormulaRecord(Record, frozen=True, tag="formula"):
+    """What Python computes with sizes."""
+
+    operation: str  # a name in `rkgb.sizes.OPERATIONS`
+    operands: tuple[PolynomialRecord | FormulaRecord | bool | int | float, ...]
+
+
+Expression = PolynomialRecord | BlocksRecord | ChordsRecord | TimesRecord | FormulaRecord
+Places = tuple[tuple[tuple[int | str, ...], int], ...]  # steps to a number, and which of the expressions it is
+
+
+class QuestionRecord(Record, frozen=True):
+    """What Python asks of sizes, and the answer of all calls of the family."""
+
+    asked: FormulaRecord
+    answer: bool | int | float
+
+
+class DecisionsRecord(Record, frozen=True):
+    """What a schedule recomputes."""
+
+    solver: str
+    stages: tuple[tuple[str, tuple[str, ...]], ...]  # of each backward operation that has some
+
+
+class FamilyRecord(Record, frozen=True):
+    """Calls that differ from the file's in sizes alone: what varies in graph, measurements and problem, and how."""
+
+    positions: tuple[tuple[tuple[int, int], ...], ...]  # by symbol: tensors of a call, and their dimensions
+    points: tuple[tuple[int, ...], ...]  # the sizes that were measured
+    point: tuple[int, ...]  # those of the file's call
+    expressions: tuple[Expression, ...]
+    traits: Places  # of the tensors of a call
+    calls: Places  # by operation: arguments
+    layouts: Places  # by value: size, stride and offset
+    saved: Places  # by operation: where the tensors lie that autograd saves
+    ways: Places  # of having data again, by operation of the problem
+    ways_of: tuple[str, ...]  # the operations of the problem that have some
+    problem: Places
+    of_file: Problem  # the problem of the file's call, as the family has it: with what all of its calls have
+    questions: tuple[QuestionRecord, ...]
+    schedules: tuple[DecisionsRecord, ...]
+
+
 class ChainRecord(Record, frozen=True):
     """The partition of the problem's operations into blocks."""
 
@@ -158,6 +234,7 @@ class PlanFile(Record, frozen=True):
     chain: ChainRecord
     promise: Promise
     schedule: tuple[str, ...]  # a line for each step, such as "compute linear_3"
+    family: FamilyRecord | None = None  # None where calls of other sizes are planned by themselves
 
     def __repr__(self) -> str:
         return f"PlanFile({self.graph.model} on {self.graph.calls}: {self.promise.solver}, {self.graph.digest[:12]})"
