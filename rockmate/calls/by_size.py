@@ -240,6 +240,7 @@ class PlansBySize:
             return False, None
         except GuardError:
             return False, None
+        self.improvements.watch(member, output)
         member.uses += 1
         self._made[key] = member
         if len(self._made) > _MOST:
@@ -320,6 +321,8 @@ class PlansBySize:
         if key not in self._families:
             family = family_of([*(one.measured for one in chosen), *beside])
             plans = None if family is None else FamilyPlans(family, [one.decisions for one in chosen])
+            if plans is not None:
+                plans.look_at_losses(one.measured for one in chosen)
             self._families[key] = plans, chosen  # which lives as long, so that no other one has its place
         return self._families[key][0]
 

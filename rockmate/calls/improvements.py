@@ -2,6 +2,8 @@
 
 Training begins with what a short search has found. What a longer one finds is taken between two steps: for a plan,
 where a real step of it is within the budget; for a family of sizes, as one more of its schedules.
+
+Where no loss was given, first steps show what it takes: schedules are looked for anew with that.
 """
 
 from __future__ import annotations
@@ -10,20 +12,28 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rk_solvers import Problem, Solution
+from rk_solvers import Problem, Solution, Solver
+from rk_solvers.liveness import peak_and_time
 from rkgb import Sample
+from rkgb.tree import leaves
 from rockmate.calls.specialization import Specialization
 from rockmate.families.choice import FamilyPlans, room_of
 from rockmate.families.polynomials import Point
+from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
+from rockmate.memory.loss_window import LossWindow
 from rockmate.planning.background import BackgroundSearch, is_wanted
+from rockmate.planning.costs import LossCost
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.measured import problem_of
 from rockmate.planning.request import PlanRequest
 
 WORTH = 0.002  # of a step's time: a plan that gains less does not take the place of one that is there
 _MOST_PROBLEMS = 64
+_MOST_WINDOWS = 8  # forwards whose backward is to come
 _FAMILY_S = 30.0  # of a search for one of many sizes, by the clock: of a core it has what nobody else wants
 
 
@@ -54,7 +64,9 @@ class Improvements:
         self._search = BackgroundSearch()
         self._waiting: deque[Specialization] = deque()
         self._families: list[tuple[FamilyPlans, int]] = []  # each with its budget; the latest is the first to be asked
-        self._found: dict[Hashable, tuple[Specialization, Solution]] = {}  # by pattern
+        # By pattern: a plan, and what was found for it; None where it is still to be looked for.
+        self._found: dict[Hashable, tuple[Specialization, Solution | None]] = {}
+        self._windows: list[tuple[Specialization, LossWindow]] = []  # steps that show what a loss takes
         self._problems: list[Problem] = []  # of plans for which a better one was looked for
         self._looking = threading.Lock()
 
@@ -70,6 +82,59 @@ class Improvements:
         self._families.clear()
         self._found.clear()
         self._problems.clear()
+        for _, window in self._windows:
+            window.close()
+        self._windows.clear()
+
+    def watch(self, member: Specialization, output: Any) -> None:
+        """See what is taken between the forward that gave `output` and its backward, where that is assumed."""
+        if member.sees_no_loss or len(self._windows) >= _MOST_WINDOWS:
+            return
+        measured, planned = member.measured, member.planned
+        member.sees_no_loss = True
+        if measured.residents is not None or (measured.loss is not None and not measured.loss.is_seen):
+            return
+        if isinstance(planned, PlanOfSize):
+            plans = self._plans_of(planned)
+            if plans is None or not plans.wants_loss_at(planned.point):
+                return
+        elif measured.loss is not None:
+            return
+        window = LossWindow.after(leaves(output), measured.device)
+        if window is not None:
+            self._windows.append((member, window))
+
+    def _plans_of(self, planned: PlanOfSize) -> FamilyPlans | None:
+        return next((plans for plans, _ in self._families if plans.family is planned.sized.family), None)
+
+    def _take_losses(self, request: PlanRequest) -> None:
+        windows, self._windows = self._windows, []
+        for member, window in windows:
+            window.close()
+            planned = member.planned
+            if window.peak_bytes is None:
+                member.sees_no_loss = False  # a forward without a backward: another one may show it
+            elif isinstance(planned, PlanOfSize):
+                plans = self._plans_of(planned)
+                if plans is not None and plans.take_loss(planned.point, window.peak_bytes):
+                    self._family_has_better(plans, member.plan.budget_bytes)
+            else:
+                self._take_loss(member, window.peak_bytes, request)
+
+    def _take_loss(self, member: Specialization, peak_bytes: int, request: PlanRequest) -> None:
+        """Correct what was measured for a plan by what its loss was seen to take, where that is less."""
+        plan, before = member.plan, member.measured
+        measured = replace(before, loss=LossCost(0.0, peak_bytes, is_seen=True))
+        measured.problem, measured.chain = problem_of(before.graphs, measured.loss, None, before.gradients)
+        corrected_bytes = peak_and_time(measured.problem, plan.schedule)[0]
+        if corrected_bytes >= plan.peak_bytes:
+            return  # it may be of another module's step in between; what the loss takes is for the user to give
+        member.measured = measured
+        member.planned.plan = replace(plan, peak_bytes=corrected_bytes, lower_bound_ms=None)
+        if is_wanted(request):
+            self.ask_for(member, request)
+        elif plan.recomputations:
+            self._found[measured.pattern.key] = member, None
 
     def ask_for(self, member: Specialization, request: PlanRequest) -> None:
         """Look for a better plan than that of `member`, if there may be one and it was made in a hurry."""
@@ -92,9 +157,11 @@ class Improvements:
 
     def look(self, request: PlanRequest) -> None:
         """Take what was found, and let the search go on with what is next. Never waits."""
-        if not self._search.is_busy or not self._looking.acquire(blocking=False):
+        if not (self._search.is_busy or self._windows) or not self._looking.acquire(blocking=False):
             return
         try:
+            if self._windows:
+                self._take_losses(request)
             found = self._search.finished()
             if found is not None:
                 self._take(found.key, found.solution)
@@ -107,11 +174,13 @@ class Improvements:
         """Whether there is something better for such calls, to be tried."""
         return bool(self._found) and CallPattern.of(call).key in self._found
 
-    def better(self, call: Sample) -> tuple[Specialization, FixedPlan] | None:
-        """What was found for the plan of such calls: it is tried once."""
+    def better(self, call: Sample, request: PlanRequest) -> tuple[Specialization, Solver | str] | None:
+        """What was found for the plan of such calls, or what is to find it: it is tried once."""
         member, solution = self._found.pop(CallPattern.of(call).key, (None, None))
-        if member is None or solution is None:
+        if member is None:
             return None
+        if solution is None:
+            return member, request.solver
         return member, FixedPlan(PortablePlan.of(solution.schedule, solution.solver), solution.lower_bound_ms)
 
     def _take(self, key: Hashable, solution: Solution | None) -> None:

@@ -274,7 +274,7 @@ class Specializations:
                     refusal = error  # more telling than that other plans are for other modes
                 else:
                     (self._by_size if member.is_by_size else self.members).used(member)
-                    self._count_if_above(member)
+                    self._ran_by(member, output)
                     return True, output, None
             elif refusal is None:
                 refusal = mismatch
@@ -400,7 +400,7 @@ class Specializations:
 
     def _has_tried_better(self, call: Sample) -> bool:
         """Whether what was found in the background for `call` was tried just now, and taken where it is better."""
-        found, traits = self._by_size.improvements.better(call), self._traits()
+        found, traits = self._by_size.improvements.better(call, self.request), self._traits()
         if traits is not None and found is not None and any(one is found[0] for one in self.members):
             self._take_better(call, traits, *found)
         if traits is None or not self._by_size.prefers(call):
@@ -408,7 +408,7 @@ class Specializations:
         self._by_size.make(call, traits, self.members, asked_now(self.request, self._share, self._model))
         return True
 
-    def _take_better(self, call: Sample, traits: ModuleTraits, member: Specialization, solver: Solver) -> None:
+    def _take_better(self, call: Sample, traits: ModuleTraits, member: Specialization, solver: Solver | str) -> None:
         """Follow what `solver` has found in place of the plan of `member`, if a real step is within the budget."""
         if self._mismatch(member, call, traits) is not None:
             return
@@ -428,13 +428,12 @@ class Specializations:
             output = found.runner.run(call, self._double_backward)
         except GuardError as error:
             return False, None, error
-        self._count_if_above(found)
+        self._ran_by(found, output)
         return True, output, None
 
     def _alike(self, call: Sample) -> Specialization | None:
         """A plan for such calls, whatever gradients are there before their steps."""
-        traits = self._traits()
-        if traits is None:
+        if (traits := self._traits()) is None:
             return None
         return next((one for one in self.members.alike(call) if self._mismatch(one, call, traits) is None), None)
 
@@ -644,7 +643,8 @@ class Specializations:
         with self._turns.running():
             return self._model.forward(*call.args, **call.kwargs)
 
-    def _count_if_above(self, member: Specialization) -> None:
+    def _ran_by(self, member: Specialization, output: Any) -> None:
+        self._by_size.improvements.watch(member, output)
         if not member.exceeds:
             return
         plan = member.plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Iterable
@@ -10,11 +11,12 @@ from dataclasses import dataclass, replace
 from rk_solvers import KeepAll, Problem, Solution, check
 from rk_solvers.liveness import peak_and_time
 from rkgb import Sample
-from rockmate.families.family import Family
+from rockmate.families.family import LEAST_MEMBERS, Family
 from rockmate.families.polynomials import NotWhole, Point
 from rockmate.families.sized_plan import PlanOfSize, SizedPlan
 from rockmate.guards.inputs import CallPattern
 from rockmate.planning.background import hurried_limits, is_wanted
+from rockmate.planning.costs import LOSS
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import Measured
@@ -26,6 +28,7 @@ _LEAST_ROOM_BYTES = 64 << 10  # predictions are short by up to 5 KiB: the state 
 _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
 _WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
+_WORTH_OF_LOSS = 0.9  # of what is assumed: a loss that takes more is none to make plans anew for
 KEEP_ALL = PortablePlan((), KeepAll().name)
 
 
@@ -53,6 +56,8 @@ class FamilyPlans:
         self._highest: Point | None = None  # of each symbol the largest size of steps that ran; None before the first
         self._ran: set[PortablePlan] = set()  # schedules of which a step was measured
         self._extra_ms: dict[Point, tuple[float, float]] = {}  # of steps: beyond keeping all, and of keeping all
+        self._losses: dict[Point, int] = {}  # what steps took between forward and backward, where that is assumed
+        self._loss: tuple[float, int] | None = None  # the share of what is assumed, and the bytes beside it
         self._searched: list[Point] = []  # for which a schedule of their own was looked for
 
     def plan_for(self, call: Sample, request: PlanRequest, budget_bytes: int) -> tuple[Measured, PlanOfSize] | None:
@@ -64,7 +69,7 @@ class FamilyPlans:
         if point is None:
             return None
         try:
-            problem = self.family.problem_at(point)
+            problem = self._problem_at(point)
         except NotWhole:
             return None
         keep_all = _cost(KEEP_ALL, problem)
@@ -132,13 +137,53 @@ class FamilyPlans:
             return None
         point = max(gains)[1]
         self._searched.append(point)
-        return point, self.family.problem_at(point)
+        return point, self._problem_at(point)
+
+    def look_at_losses(self, members: Iterable[Measured]) -> None:
+        """Take what steps of calls that were measured have shown of their losses."""
+        for measured in members:
+            point = self.family.point_of(measured.pattern)
+            if measured.loss is not None and measured.loss.is_seen and point is not None:
+                self.take_loss(point, measured.loss.peak_bytes)
+
+    def wants_loss_at(self, point: Point) -> bool:
+        """Whether a step of these sizes is to show what its loss takes: it was not seen at three sizes yet."""
+        return len(self._losses) < LEAST_MEMBERS and point not in self._losses
+
+    def take_loss(self, point: Point, peak_bytes: int) -> bool:
+        """A step of these sizes has shown what its loss takes; whether plans are to be made anew for that.
+
+        At three sizes, it took at most a share of what was assumed: so it does at others, but for what does not grow.
+        """
+        self._losses[point] = peak_bytes
+        if len(self._losses) != LEAST_MEMBERS:
+            return False
+        assumed = {known: self.family.problem_at(known).backward[0] for known in self._losses}
+        if any(op.name != LOSS or not op.peak_bytes for op in assumed.values()):
+            return False
+        share = max(seen_bytes / assumed[known].peak_bytes for known, seen_bytes in self._losses.items())
+        if share >= _WORTH_OF_LOSS:
+            return False
+        self._loss = share, min(self._losses.values())
+        self._searched.clear()
+        self._extra_ms.clear()
+        return True
+
+    def _problem_at(self, point: Point) -> Problem:
+        """The step of a call of these sizes, with what steps have shown of its loss. Raises `NotWhole`."""
+        problem = self.family.problem_at(point)
+        if self._loss is None:
+            return problem
+        (share, least_bytes), loss = self._loss, problem.backward[0]
+        peak_bytes = min(loss.peak_bytes, math.ceil(share * loss.peak_bytes) + least_bytes)
+        loss = replace(loss, peak_bytes=max(peak_bytes, loss.resident_bytes))
+        return replace(problem, backward=(loss, *problem.backward[1:]))
 
     def take(self, point: Point, solution: Solution, budget_bytes: int) -> bool:
         """Whether what was found for these sizes is better there than all that is known; from now on it is known."""
         if not solution.status.fits:
             return False
-        problem, decisions = self.family.problem_at(point), PortablePlan.of(solution.schedule, solution.solver)
+        problem, decisions = self._problem_at(point), PortablePlan.of(solution.schedule, solution.solver)
         known = self._best(problem, budget_bytes)
         if known is not None and _cost(decisions, problem).time_ms > (1 - _WORTH) * known.time_ms:
             return False
@@ -148,7 +193,7 @@ class FamilyPlans:
     def best_ms(self, pattern: CallPattern, budget_bytes: int) -> float | None:
         """What a step of such a call takes by the quickest schedule; None where it has none."""
         point = self.family.point_of(pattern)
-        problem = None if point is None else self.family.problem_at(point)
+        problem = None if point is None else self._problem_at(point)
         best = None if problem is None else self._best(problem, budget_bytes)
         return None if best is None else best.time_ms
 

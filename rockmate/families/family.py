@@ -145,7 +145,8 @@ class _Alignment:
     def __init__(self, members: Sequence[Measured]) -> None:
         # A plan of a step that makes a gradient holds where the gradient is there already, too.
         gradients = frozenset[str].intersection(*(member.gradients for member in members))
-        self._members = members = [_above(member, gradients) for member in with_common_stages(members)]
+        members = [_with_assumed_loss(member) for member in with_common_stages(members)]
+        self._members = members = [_above(member, gradients) for member in members]
         self._base = members[0]
         self._graphs = [member.graphs.D_graph for member in members]
         self._positions = self._varying_positions()
@@ -360,6 +361,14 @@ def _above(member: Measured, gradients: frozenset[str]) -> Measured:
         return member
     problem, chain = problem_of(member.graphs, member.loss, None, gradients)
     return replace(member, gradients=gradients, problem=problem, chain=chain)
+
+
+def _with_assumed_loss(member: Measured) -> Measured:
+    """What was measured, without what a step of this size alone has shown of the loss: others have shown nothing."""
+    if member.loss is None or not member.loss.is_seen:
+        return member
+    problem, chain = problem_of(member.graphs, None, None, member.gradients)
+    return replace(member, loss=None, problem=problem, chain=chain)
 
 
 def _named(whole: Any) -> list[tuple[SNode, str]]:

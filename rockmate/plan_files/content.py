@@ -92,6 +92,7 @@ class LossRecord(Record, frozen=True):
 
     time_ms: float
     peak_bytes: int
+    is_seen: bool = False  # in a step, as none was given
 
 
 class Measurements(Record, frozen=True):

@@ -40,6 +40,7 @@ from rockmate.plan_files.content import (
     Promise,
     ValueRecord,
 )
+from rockmate.planning.costs import LossCost
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
@@ -105,9 +106,13 @@ def _measurements(measured: Measured) -> Measurements:
             for key, (names, profile) in _distinct_blocks(measured.graphs).items()
         ),
         stages=tuple((comp.resident_bytes, comp.peak_bytes) for comp in measured.graphs.K_graph.backward),
-        loss=None if loss is None else LossRecord(time_ms=loss.time_ms, peak_bytes=loss.peak_bytes),
+        loss=None if loss is None else _loss(loss),
         eager_peak_bytes=measured.eager_peak_bytes,
     )
+
+
+def _loss(loss: LossCost) -> LossRecord:
+    return LossRecord(time_ms=loss.time_ms, peak_bytes=loss.peak_bytes, is_seen=loss.is_seen)
 
 
 def _distinct_blocks(graphs: AllGraphs) -> MeasuredBlocks:

@@ -142,7 +142,7 @@ def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Me
 
 def _loss_of(plan_file: PlanFile) -> LossCost | None:
     told = plan_file.measured.loss
-    return None if told is None else LossCost(told.time_ms, told.peak_bytes)
+    return None if told is None else LossCost(told.time_ms, told.peak_bytes, is_seen=told.is_seen)
 
 
 def _put_stages(graph: KGraph, stages: tuple[tuple[int, int], ...]) -> None:

@@ -33,6 +33,7 @@ class LossCost:
     time_ms: float
     peak_bytes: int  # above the model's outputs, their gradients included
     written: tuple[int, ...] = ()  # places of the outputs that it writes into
+    is_seen: bool = False  # in a step, as none was given
 
 
 def assumed_loss_cost(graph: KGraph) -> LossCost:
