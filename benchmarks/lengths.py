@@ -52,7 +52,7 @@ class Run:
     lengths: list[int]
     step_s: dict[str, list[float]] = field(default_factory=dict)  # by way: of each batch, planning included
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by way: the most of any length
-    planned: list[int] = field(default_factory=list)  # batches whose calls were traced and measured
+    planned: list[int] = field(default_factory=list)  # batches whose calls were traced, or their steps measured
     new_length_ms: list[float] = field(default_factory=list)  # beyond a step, of lengths that are new to a family
     new_length_share: list[float] = field(default_factory=list)  # the same, of an eager step of that length
     exact: bool = True
@@ -142,7 +142,7 @@ def trained(name: str, options: argparse.Namespace) -> Run:
 
 
 def measured_plans(planned: Rockmate) -> int:
-    """How many calls were traced and measured."""
+    """How many plans there are whose step was measured."""
     return sum(plan.measured_peak_bytes is not None for plan in planned.plans)
 
 
@@ -192,7 +192,7 @@ def main() -> None:
     runs = [trained(name, options) for name in options.models]
     bars = [one for run in runs for one in bars_of(run)]
     table = new_table("Lengths drawn at random")
-    for heading in ("batches", "traced", EAGER, CHECKPOINT, PLANNED, "a new length", "budget", "peak"):
+    for heading in ("batches", "traced or measured", EAGER, CHECKPOINT, PLANNED, "a new length", "budget", "peak"):
         table.add_column(heading, justify="right")
     for run in runs:
         totals = [f"{sum(run.step_s[way]):.1f} s" for way in (EAGER, CHECKPOINT, PLANNED)]

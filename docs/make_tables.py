@@ -161,7 +161,7 @@ def lengths_sections(report: dict[str, Any]) -> Iterator[str]:
     yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores, code at {where['code']}."
     yield ""
     ways = ("eager", "checkpoint", "rockmate")
-    yield row(["", "batches", "traced", *ways, "a step later on / eager", "a new length", "budget", "peak"])
+    yield row(["", "batches", "traced or measured", *ways, "a step later on / eager", "a new length", "budget", "peak"])
     yield row(["---", *["--:"] * 9])
     for run in report["runs"]:
         steps = list(zip(*(run["step_s"][way] for way in ("rockmate", "eager")), strict=True))
