@@ -67,6 +67,7 @@ class GivenPlans:
         self._stand_in = () if self.file is None or self.file.family is None else _stand_in(call, self.file.family)
         if not self._stand_in:
             return None
+        sizes = ", ".join(str(list(tensor.shape)) for tensor in self._stand_in)
         try:
             return plan(call.with_tensors(list(self._stand_in)), request, None)
         except NothingToTrain:
@@ -76,10 +77,11 @@ class GivenPlans:
                 return None
             if isinstance(error, RockmateError):
                 raise
-            sizes = ", ".join(str(list(tensor.shape)) for tensor in self._stand_in)
             raise PlanFileMismatch(
                 f"the plan was made for calls on {sizes}, which this module does not take: {error}. Plan it by itself."
             ) from error
+        finally:
+            self._stand_in = ()
 
     def take_file(
         self, model: torch.nn.Module, call: Sample, request: PlanRequest, by_size: PlansBySize
