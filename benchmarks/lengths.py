@@ -149,18 +149,19 @@ def measured_plans(planned: Rockmate) -> int:
 def measure_new_lengths(
     run: Run, planned: Rockmate, eager: nn.Module, ends: tuple[int, int], device: torch.device
 ) -> None:
-    """What the first step of a length takes beyond later ones of that length."""
+    """What the first step of a length takes beyond the next one, in turns, with the length forgotten in between."""
     unseen = [length for length in range(*ends) if length not in run.lengths]
     for length in unseen[:: max(1, len(unseen) // 24)]:
         batch = batch_of(length, 0, device)
-        times_s: list[float] = []
+        beyond_s: list[float] = []
         eager_s: list[float] = []
-        for _ in range(4):
-            for model, found in ((eager, eager_s), (planned, times_s)):
-                found.append(step_s(model, batch, 0))
-        beyond_s = times_s[0] - statistics.median(times_s[1:])
-        run.new_length_ms.append(beyond_s * 1e3)
-        run.new_length_share.append(beyond_s / statistics.median(eager_s))
+        for _ in range(5):
+            planned._family._by_size._made.clear()
+            first_s = step_s(planned, batch, 0)
+            beyond_s.append(first_s - step_s(planned, batch, 0))
+            eager_s.append(step_s(eager, batch, 0))
+        run.new_length_ms.append(statistics.median(beyond_s) * 1e3)
+        run.new_length_share.append(statistics.median(beyond_s) / statistics.median(eager_s))
 
 
 def bars_of(run: Run) -> list[dict[str, Any]]:
