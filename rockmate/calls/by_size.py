@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from rkgb import GuardError, Sample, make_sample
+from rkgb import AllGraphs, GuardError, Sample, make_sample
 from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.process.ranks import has_other_ranks
 from rockmate.calls.improvements import WORTH, Improvements
@@ -58,7 +58,7 @@ class PlansBySize:
         # Smaller calls, cut out of one that was made, by the largest plan that they are to be of one family with; what
         # was measured of them stands beside it, and nothing where it was in vain.
         self._siblings: dict[Specialization, list[Measured]] = {}
-        self._given: dict[Measured, FamilyPlans] = {}  # families of plans that were made elsewhere
+        self._given: list[tuple[AllGraphs, FamilyPlans]] = []  # families of plans that were made elsewhere
         self._refused: set[Hashable] = set()  # calls that are of no family after all, as a step showed
         self._preferred: set[Hashable] = set()  # calls that have plans of their own, and better ones by their sizes
         # It does not hold this object, which holds it: what goes on in the background ends with the module.
@@ -86,7 +86,7 @@ class PlansBySize:
 
     def give(self, measured: Measured, plans: FamilyPlans) -> None:
         """Take `plans` for other sizes than what was `measured`, until three sizes were measured here."""
-        self._given[measured] = plans
+        self._given.append((measured.graphs, plans))
 
     def file_of(self, member: Specialization, members: Iterable[Specialization], request: PlanRequest) -> PlanFile:
         """The plan of `member`, one of those that were measured for the request, and what is known of other sizes."""
@@ -314,7 +314,7 @@ class PlansBySize:
         count = min(len(ordered), _MOST_MEASURED)
         chosen = [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
         beside = [found for one in members for found in self._siblings.get(one, ())][: max(0, LEAST_MEMBERS - count)]
-        given = next((plans for one in chosen if (plans := self._given.get(one.measured)) is not None), None)
+        given = next((plans for graphs, plans in self._given for one in chosen if one.measured.graphs is graphs), None)
         if given is not None and count + len(beside) < LEAST_MEMBERS:
             return given
         key = tuple(map(id, (*chosen, *beside)))

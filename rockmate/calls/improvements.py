@@ -17,6 +17,7 @@ from typing import Any
 from rk_solvers import Problem, Solution, Solver
 from rk_solvers.liveness import peak_and_time
 from rkgb import Sample
+from rkgb.process.ranks import has_other_ranks
 from rkgb.tree import leaves
 from rockmate.calls.specialization import Specialization
 from rockmate.families.choice import FamilyPlans, room_of
@@ -88,8 +89,8 @@ class Improvements:
 
     def watch(self, member: Specialization, output: Any) -> None:
         """See what is taken between the forward that gave `output` and its backward, where that is assumed."""
-        if member.sees_no_loss or len(self._windows) >= _MOST_WINDOWS:
-            return
+        if member.sees_no_loss or len(self._windows) >= _MOST_WINDOWS or has_other_ranks():
+            return  # ranks are to have one plan, made together
         measured, planned = member.measured, member.planned
         member.sees_no_loss = True
         if measured.residents is not None or (measured.loss is not None and not measured.loss.is_seen):
