@@ -33,6 +33,7 @@ from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
 from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.kept_families import keep_family
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import planning
@@ -49,8 +50,9 @@ _ATTEMPTS = 3  # schedules that are tried for one call
 class PlansBySize:
     """The plans of one module for sizes that were not measured."""
 
-    def __init__(self, model: torch.nn.Module, told: Told) -> None:
+    def __init__(self, model: torch.nn.Module, told: Told, use_cache: bool = False) -> None:
         self._model = model
+        self._use_cache = use_cache
         self._told = told
         # By the plans that they are made of, which are kept beside.
         self._families: dict[Hashable, tuple[FamilyPlans | None, Sequence[Specialization]]] = {}
@@ -275,7 +277,11 @@ class PlansBySize:
                 if not is_within:
                     plans.drop(planned)
                     continue
+                is_new = plans.is_new
                 plans.was_seen(planned)
+                if is_new and self._use_cache:
+                    with contextlib.suppress(Exception):  # what is not kept is made again
+                        keep_family(self._model, call, request, lambda: self.file_of(members[0], members, request))
             self.improvements.ask_for_family(plans, budget_bytes, request)
             return member
         return None

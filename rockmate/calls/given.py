@@ -18,6 +18,7 @@ from rockmate.families.record import restored
 from rockmate.families.siblings import resized
 from rockmate.guards.inputs import CallPattern
 from rockmate.plan_files.content import FamilyRecord, PlanFile
+from rockmate.plan_files.kept_families import kept_family
 from rockmate.plan_files.restore import restore
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
@@ -35,8 +36,10 @@ class GivenPlans:
         file: PlanFile | None = None,
         decisions: Iterable[tuple[CallPattern, PortablePlan]] = (),
         is_asked_for: bool = True,
+        may_be_cached: bool = False,
     ) -> None:
         """A `file` that is not asked for, but came with the module, may be for another place than this."""
+        self.may_be_cached = may_be_cached
         self.file = file  # for the first call
         self.decisions = list(decisions)  # to be followed for such calls, in place of a search
         self._is_asked_for = is_asked_for
@@ -56,14 +59,18 @@ class GivenPlans:
 
     def planned_first(
         self,
+        model: torch.nn.Module,
         call: Sample,
         request: PlanRequest,
         plan: Callable[[Sample, PlanRequest, PortablePlan | None], Specialization],
     ) -> Specialization | None:
         """The plan for a call of the file's sizes, made of `call`, which has others; None where there is no need of it.
 
-        Raises as `plan` does, where the file was asked for.
+        Where no file was given, the user's cache may have one. Raises as `plan` does, where the file was asked for.
         """
+        if self.file is None and self.may_be_cached and not self.decisions:
+            self.file, self._is_asked_for = kept_family(model, call, request), False
+        self.may_be_cached = False
         self._stand_in = () if self.file is None or self.file.family is None else _stand_in(call, self.file.family)
         if not self._stand_in:
             return None

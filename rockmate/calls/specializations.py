@@ -97,7 +97,7 @@ class Specializations:
         self._double_backward = DoubleBackward(model)
         self._untrained: list[InferenceCall] = []
         self._turns = TurnsOf(model)
-        self._by_size = PlansBySize(model, self._told)
+        self._by_size = PlansBySize(model, self._told, use_cache)
         self._remembered = RememberedCalls(model, self.members, self.request)
         self._made = 0  # plans so far
         self._was_planned = False  # here, or what this is a copy of: from then on training goes on
@@ -105,7 +105,7 @@ class Specializations:
         self._own_steps = OwnSteps(model)
         self._failures: list[tuple[ModuleTraits, Exception]] = []  # since planning last succeeded
         self._kept_open: set[str] = set()  # submodules that cannot be one operation
-        self._given = GivenPlans()
+        self._given = GivenPlans(may_be_cached=use_cache)
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
         self._share: Share | None = None  # what the budget is a fraction of, if it was given as one
 
@@ -371,7 +371,8 @@ class Specializations:
         if refusal is not None and self.shapes == "eager" and alike is None:
             return self._by_itself(call, ByItself(refusal, told=self._unbudgeted(first_clause(refusal))))
         with self._turns.planning():
-            of_file = None if self.members else self._given.planned_first(call, self.request, self._trained_plan_for)
+            how = (self._model, call, self.request, self._trained_plan_for)
+            of_file = None if self.members else self._given.planned_first(*how)
             if of_file is not None:
                 self._take_in(of_file)
             if self._has_tried_better(call) or made != self._made:  # by another thread, while this one waited
@@ -681,8 +682,7 @@ class Specializations:
     # ---- messages ----------------------------------------------------------------------------------
 
     def _tell_of_own_checkpointing(self) -> None:
-        news = self._own_checkpointing.news()
-        if news is not None:
+        if (news := self._own_checkpointing.news()) is not None:
             self._told.tell(news, CheckpointingWarning)
 
     def tell_of_tracer(self, tracer: str) -> None:

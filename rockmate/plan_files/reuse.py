@@ -183,7 +183,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         return None
     budget = "auto" if is_what_is_free(request.budget) else read_budget(request.budget)
     of_measuring = [
-        _code_digest(),
+        code_digest(),
         msgspec.to_builtins(made_here(traced.device)),
         graph_record(model, str(traced.pattern), traced.graph).digest,
         [(node.name, node.keep_reason) for node in traced.graph if node.keep_reason],
@@ -199,15 +199,16 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         [solver, asdict(request.limits)],
         None if request.follow is None else request.follow.to_json(),
     ]
-    return _digest(of_measuring)[:_OF_MEASURING] + _digest(of_solving)[_OF_MEASURING:]
+    return digest_of(of_measuring)[:_OF_MEASURING] + digest_of(of_solving)[_OF_MEASURING:]
 
 
-def _digest(content: list[Any]) -> str:
+def digest_of(content: list[Any]) -> str:
+    """Of plain values; others count by their texts."""
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 @functools.cache
-def _code_digest() -> str:
+def code_digest() -> str:
     """Of the code that plans: another version of it may find another plan, or write another program."""
     exact = hashlib.sha256()
     for package in (rkgb, rk_solvers):

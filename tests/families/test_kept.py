@@ -98,6 +98,31 @@ def test_a_plan_of_one_size_says_nothing_of_others(tmp_path):
     assert "family" not in json.loads(plan_files.dumps(planned.plan_file()))
 
 
+def test_the_cache_keeps_families_for_a_first_batch_of_any_size(tmp_path, monkeypatch, request):
+    monkeypatch.setenv("ROCKMATE_CACHE", "1")
+    monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = attention()
+    budget = Rockmate(copy.deepcopy(model), torch.randn(2, 96, WIDTH), 0.6, loss=squares).plan.budget_bytes
+    first = Rockmate(copy.deepcopy(model), budget=budget, loss=squares)
+    for length in (96, 61):
+        assert_same_step(first, model, torch.randn(2, length, WIDTH))
+    request.getfixturevalue("nothing_measured")
+    second = Rockmate(copy.deepcopy(model), budget=budget, loss=squares)
+    for length in (50, 96, 35):
+        assert_same_step(second, model, torch.randn(2, length, WIDTH))
+    assert len(second._family.members) == 1
+    others = [
+        Rockmate(copy.deepcopy(model), budget=budget + 4096, loss=squares),
+        Rockmate(copy.deepcopy(model), budget=budget, loss=lambda output: output.sum()),
+        Rockmate(copy.deepcopy(model), budget=budget, loss=squares, cache=False),
+        Rockmate(Attention(positions=128, layers=3).train(), budget=budget, loss=squares),
+    ]
+    for other in others:
+        with pytest.raises(AssertionError, match="neither measured nor solved"):
+            other(torch.randn(2, 44, WIDTH))
+
+
 def test_of_a_plan_made_elsewhere_other_sizes_are_not_believed(lengths):
     model, planned, _ = lengths
     file = planned.plan_file()
