@@ -32,8 +32,19 @@ def free_host_bytes() -> int:
 
 def _free_address_space_bytes() -> int:
     """What the limit on the process's address space leaves; `sys.maxsize` where there is none."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS) if resource is not None else (-1, -1)
+    limit = _address_space_limit()
     return sys.maxsize if limit < 0 else max(0, limit - int(psutil.Process().memory_info().vms))
+
+
+def address_space_is_limited() -> bool:
+    """Whether the process may have so much address space at most: each new thread takes tens of MiB of it."""
+    return _address_space_limit() >= 0
+
+
+def _address_space_limit() -> int:
+    """In bytes; below 0 where there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS) if resource is not None else (-1, -1)
+    return limit
 
 
 def cgroup_free_bytes(membership: str, root: Path) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from rk_solvers import Limits, Problem, Solution, Solver
 from rk_solvers.side_process import SideProcess
+from rkgb.devices.host_memory import address_space_is_limited
 from rkgb.process.ranks import has_other_ranks
 from rockmate.planning.request import PlanRequest
 
@@ -37,12 +38,14 @@ def is_wanted(request: PlanRequest) -> bool:
     """Whether searches go on in the background: where there is a second core, and nothing has to be repeatable.
 
     Not where the user said so, or `ROCKMATE_BACKGROUND` is "0", nor under ``torch.use_deterministic_algorithms``, where
-    searches end by rounds, or where several ranks are to have one plan.
+    searches end by rounds, where several ranks are to have one plan, or where address space is limited.
     """
     if not request.in_background or os.environ.get(_SWITCH, "1").strip().lower() in ("0", "off", "no", "false"):
         return False
     repeatable = request.limits.rounds is not None or torch.are_deterministic_algorithms_enabled()
-    return not repeatable and not has_other_ranks() and (os.cpu_count() or 1) > 1
+    if repeatable or has_other_ranks() or (os.cpu_count() or 1) == 1:
+        return False
+    return not address_space_is_limited()  # of which the thread that listens to the process would take a part
 
 
 def hurried(request: PlanRequest) -> PlanRequest:

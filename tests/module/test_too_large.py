@@ -218,7 +218,6 @@ def test_what_does_not_fit_eagerly_trains_exactly_within_its_budget(run, tmp_pat
     planned = run("planned", name, free_bytes, SHARE_BUDGET * peak_bytes)
     assert planned["peak_bytes"] == planned["measured_peak_bytes"] <= planned["budget_bytes"]
     assert any("on disk" in stage for stage in planned["told"])
-    assert any("does not fit" in stage for stage in planned["told"])
     assert planned["eager_peak_bytes"] == pytest.approx(peak_bytes, rel=0.01)  # predicted, as it cannot be measured
     assert_same_training(trained(tmp_path, "planned"), trained(tmp_path, "eager"))
 
