@@ -32,7 +32,7 @@ from rockmate.families.siblings import siblings
 from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
-from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.content import FamilyRecord, PlanFile
 from rockmate.plan_files.kept_families import keep_family
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.measured import Measured, measure
@@ -93,9 +93,22 @@ class PlansBySize:
     def file_of(self, member: Specialization, members: Iterable[Specialization], request: PlanRequest) -> PlanFile:
         """The plan of `member`, one of those that were measured for the request, and what is known of other sizes."""
         file = plan_file_of(self._model, member.measured, member.plan, request)
+        return structs.replace(file, family=self._record_of(member, members))
+
+    def saved(self, members: Sequence[Specialization], request: PlanRequest) -> PlanFile | None:
+        """The plan used last by which something is known of other sizes."""
+        for member in members:
+            record = self._record_of(member, members)
+            if record is not None:
+                file = plan_file_of(self._model, member.measured, member.plan, request)
+                return structs.replace(file, family=record)
+        return None
+
+    def _record_of(self, member: Specialization, members: Iterable[Specialization]) -> FamilyRecord | None:
+        """What is known of other sizes by a plan; None where nothing is that a file with this plan could tell."""
         plans, alike = self._beside(member, members)
         if plans is None:
-            return file
+            return None
         family: Family | None = plans.family
         if plans.family.base.graphs is not member.measured.graphs:
             beside = [found for one in alike for found in self._siblings.get(one, ())]
@@ -103,19 +116,8 @@ class PlansBySize:
             family = family_of([member.measured, *others[: _MOST_MEASURED - 1], *beside])
         # Where stages of it were joined, the file's call has others than the family.
         if family is None or family.base.graphs is not member.measured.graphs:
-            return file
-        if family.base.gradients != member.measured.gradients:
-            return file
-        return structs.replace(file, family=recorded(family, plans.schedules))
-
-    def saved(self, members: Sequence[Specialization], request: PlanRequest) -> PlanFile | None:
-        """The plan used last by which something is known of other sizes."""
-        for member in members:
-            if self._beside(member, members)[0] is not None:
-                file = self.file_of(member, members, request)
-                if file.family is not None:
-                    return file
-        return None
+            return None
+        return recorded(family, plans.schedules) if family.base.gradients == member.measured.gradients else None
 
     def copy_for(self, twin: PlansBySize, pairs: Iterable[tuple[Specialization, Specialization]]) -> None:
         """Let `twin` have what is known of other sizes by plans, for the same plans of a copy of the module."""

@@ -47,7 +47,7 @@ class GivenPlans:
 
     def copy(self) -> GivenPlans:
         """The same, for another module."""
-        return GivenPlans(self.file, self.decisions, self._is_asked_for)
+        return GivenPlans(self.file, self.decisions, self._is_asked_for, self.may_be_cached)
 
     def decisions_for(self, call: Sample) -> PortablePlan | None:
         """Those to follow for `call`."""

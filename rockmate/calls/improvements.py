@@ -89,10 +89,10 @@ class Improvements:
 
     def watch(self, member: Specialization, output: Any) -> None:
         """See what is taken between the forward that gave `output` and its backward, where that is assumed."""
-        if member.sees_no_loss or len(self._windows) >= _MOST_WINDOWS or has_other_ranks():
+        if member.loss_is_settled or len(self._windows) >= _MOST_WINDOWS or has_other_ranks():
             return  # ranks are to have one plan, made together
         measured, planned = member.measured, member.planned
-        member.sees_no_loss = True
+        member.loss_is_settled = True
         if measured.residents is not None or (measured.loss is not None and not measured.loss.is_seen):
             return
         if isinstance(planned, PlanOfSize):
@@ -114,7 +114,7 @@ class Improvements:
             window.close()
             planned = member.planned
             if window.peak_bytes is None:
-                member.sees_no_loss = False  # a forward without a backward: another one may show it
+                member.loss_is_settled = False  # a forward without a backward: another one may show it
             elif isinstance(planned, PlanOfSize):
                 plans = self._plans_of(planned)
                 if plans is not None and plans.take_loss(planned.point, window.peak_bytes):

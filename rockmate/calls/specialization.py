@@ -35,7 +35,7 @@ class Specialization:
     _found_gradients: int = 0  # calls that found all gradients there, of which the plan makes some
     uses: int = 0  # calls since it was made
     ahead: bool = False  # made before such a call came
-    sees_no_loss: bool = False  # what its loss takes was seen in a step, or cannot be
+    loss_is_settled: bool = False  # what its loss takes was seen in a step, or cannot be
     why_above: str = ""  # why its step takes more than the budget, where it does
 
     @staticmethod
