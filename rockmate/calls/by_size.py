@@ -279,9 +279,9 @@ class PlansBySize:
                 if not is_within:
                     plans.drop(planned)
                     continue
-                is_new = plans.is_new
+                is_news = plans.is_new and all(given is not plans for _, given in self._given)
                 plans.was_seen(planned)
-                if is_new and self._use_cache:
+                if is_news and self._use_cache:
                     with contextlib.suppress(Exception):  # what is not kept is made again
                         keep_family(self._model, call, request, lambda: self.file_of(members[0], members, request))
             self.improvements.ask_for_family(plans, budget_bytes, request)
