@@ -46,12 +46,21 @@ class OtherData:
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
 
+    @property
+    def held_bytes(self) -> int:
+        """What it takes until it is released."""
+        return self._held.nbytes
+
     def of(self, size_bytes: int) -> torch.Tensor:
-        """So many bytes."""
-        if self._held.nbytes < size_bytes:
-            self._held = torch.empty(0, dtype=torch.uint8, device="cpu")  # gone before there is more
+        """So many bytes, and no more are held."""
+        if self.held_bytes != size_bytes:
+            self.release()  # before there is other memory
             self._held = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        return self._held[:size_bytes]
+        return self._held
+
+    def release(self) -> None:
+        """Hold nothing."""
+        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ColdClock:
@@ -96,9 +105,14 @@ def repetition_times(
     Raises:
         GraphError: what is kept in the place of data does not give them back.
     """
-    others_bytes = _others_bytes(graph, ops)
+    wanted_bytes, left_bytes = _wanted_bytes(graph), _left_bytes(ops, others)
+    others_bytes = min(wanted_bytes, left_bytes // 2)
+    if others_bytes < wanted_bytes:
+        others.release()
     handling_ms = _handling_ms(others_bytes)  # first: it is known from then on, and takes as much memory again
     repeat_ms, restore_ms = _timed(graph, block, values, ops, ColdClock(others_bytes, others))
+    if others_bytes < wanted_bytes:
+        others.release()  # the next block may need this memory to run
     return {name: time_ms + handling_ms for name, time_ms in repeat_ms.items()}, restore_ms
 
 
@@ -115,16 +129,19 @@ def _timed(
     return observer.repeat_ms, observer.restore_ms
 
 
-def _others_bytes(graph: DGraph, ops: Mapping[str, OpProfile]) -> int:
-    """How much to write before something is timed: what empties the caches, or all that the model has, if it is less.
-
-    Where memory is short it is half of what a run of `ops` leaves of it, with two repetitions at a time: times may be
-    too short then, but planning fails for no want of memory that only they would take.
-    """
+def _wanted_bytes(graph: DGraph) -> int:
+    """How much to write before something is timed: what empties the caches, or all that the model has if it is less."""
     storages = {value.owner: value.storage_bytes for value in graph.values.values()}
+    return min(CACHES_BYTES, sum(storages.values()))
+
+
+def _left_bytes(ops: Mapping[str, OpProfile], others: OtherData) -> int:
+    """What a run of `ops` with two repetitions at a time leaves of the memory: half of it may be written.
+
+    Times may be too short where it is little, but planning fails for no want of memory that only they would take.
+    """
     run_bytes = 3 * sum(op.peak_bytes for op in ops.values())
-    left_bytes = max(0, host().available_bytes() - run_bytes)
-    return min(CACHES_BYTES, sum(storages.values()), left_bytes // 2)
+    return max(0, host().available_bytes() + others.held_bytes - run_bytes)
 
 
 @cache

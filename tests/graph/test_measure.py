@@ -197,9 +197,19 @@ def test_where_memory_is_short_less_of_it_is_written_to_empty_the_caches(monkeyp
     clock = repetition.ColdClock
     monkeypatch.setattr(repetition, "host", lambda: free_is(free_bytes)(CPU))
     monkeypatch.setattr(repetition, "ColdClock", lambda size, *others: written.append(size) or clock(size, *others))
+    held, times = [], measure.repetition_times
+
+    def timed(graph, block, values, ops, others):
+        try:
+            return times(graph, block, values, ops, others)
+        finally:
+            held.append(others.held_bytes)
+
+    monkeypatch.setattr(measure, "repetition_times", timed)
     graphs = graphs_of(entry.model, entry.sample)
     assert written
     assert max(written) <= most_written
+    assert not any(held), "the next block's run needs this memory"
     assert any(comp.repeat_ms for comp in graphs.K_graph.forward)
 
 

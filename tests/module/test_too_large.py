@@ -81,7 +81,8 @@ def warmed_up(name: str) -> None:
     """Load every library and start every thread that training and planning use: they take address space, too."""
     small = large(name, scale=64)
     model = built(MODELS[name])
-    squares(Rockmate(model, small, 0.7, loss=squares, limits=FEW_ROUNDS)(small)).backward()
+    planned = Rockmate(model, small, 0.7, loss=squares, limits=FEW_ROUNDS)
+    train(model, [small], forward=planned)  # the first optimizer imports torch's compiler
     gc.collect()
 
 
