@@ -13,7 +13,7 @@ from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import BlockProfile, OpProfile, StageProfile
-from rkgb.profile.block_run import Observer, run_block, stand_ins
+from rkgb.profile.block_run import Around, Observer, run_block, stand_ins
 from rkgb.profile.saved import Packed, SavedObserver
 from rkgb.profile.timeline import StageWindow, forward_peaks, join_windows, measure_windows
 
@@ -96,19 +96,26 @@ class MemoryObserver(SavedObserver):
         )
 
 
-def observe_memory(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
-    """Run `block` on the `values` that it reads, by name, and watch: its second run, where the first takes more."""
+def observe_memory(
+    graph: DGraph, block: Block, values: dict[str, Any], device: torch.device, timing: Observer | None = None
+) -> MemoryObserver:
+    """Run `block` on the `values` that it reads, by name, and watch: its second run, where the first takes more.
+
+    `timing` is told of the same run.
+    """
     at = device_of(device)
     at.warm_up(lambda: run_block(graph, block, stand_ins(graph, block, values), Observer()))
-    return at.unwatched(lambda: _observed(graph, block, values, device))
+    return at.unwatched(lambda: _observed(graph, block, values, device, timing))
 
 
-def _observed(graph: DGraph, block: Block, values: dict[str, Any], device: torch.device) -> MemoryObserver:
+def _observed(
+    graph: DGraph, block: Block, values: dict[str, Any], device: torch.device, timing: Observer | None
+) -> MemoryObserver:
     leaves = stand_ins(graph, block, values)  # outside of the log: copies of buffers are not the block's bytes
     with AllocationLog(device) as log:
         observer = MemoryObserver(graph, block, log)
         with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):
-            run_block(graph, block, leaves, observer)
+            run_block(graph, block, leaves, observer if timing is None else Around(observer, timing))
         observer.parameter_gradient_bytes = {
             name: leaf.grad.untyped_storage().nbytes()
             for name, leaf in leaves.items()

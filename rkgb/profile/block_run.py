@@ -61,6 +61,38 @@ class Observer:
     def finished(self) -> None: ...
 
 
+class Around(Observer):
+    """Two observers of one run: what the outer one does is not within what the inner one times."""
+
+    def __init__(self, outer: Observer, inner: Observer) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def given(self, leaves: dict[str, torch.Tensor]) -> None:
+        self._outer.given(leaves)
+        self._inner.given(leaves)
+
+    def before_op(self, op: DNode) -> None:
+        self._outer.before_op(op)
+        self._inner.before_op(op)
+
+    def after_op(self, op: DNode, values: dict[str, Any]) -> None:
+        self._inner.after_op(op, values)
+        self._outer.after_op(op, values)
+
+    def before_node(self, op: DNode) -> None:
+        self._outer.before_node(op)
+        self._inner.before_node(op)
+
+    def gathered(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._inner.gathered(gradients)
+        self._outer.gathered(gradients)
+
+    def finished(self) -> None:
+        self._inner.finished()
+        self._outer.finished()
+
+
 def run_block(
     graph: DGraph, block: Block, leaves: dict[str, torch.Tensor], observer: Observer, forward_only: bool = False
 ) -> None:

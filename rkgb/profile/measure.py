@@ -35,8 +35,9 @@ _WALKS = ("measure", "time")  # through the model, as progress names them
 _LONG_WALK_MS = 1_000.0  # where the first takes longer, there is no second: long operations vary less
 _TIMED_BLOCKS = 2  # of each class, in each walk
 _TIMED_RUNS = 3
-_LONG_BLOCK_MS = 100.0  # where the forward of a block takes longer, others of its class are not timed
-_TIMED_RUNS_MS = 400.0  # a block that takes longer than this in all is timed fewer times, but at least twice
+# Where the forward of a block takes longer, others of its class are not timed, and watching it hardly adds to its time.
+_LONG_BLOCK_MS = 30.0
+_TIMED_RUNS_MS = 150.0  # a block that takes longer than this in all is timed fewer times, but at least twice
 
 Progress = Callable[[str, int, int], None]
 Compare = Callable[[DGraph, Block, dict[str, Any], BlockProfile], None]
@@ -114,14 +115,19 @@ def _measure(
     """Add what `block` takes to what was `measured`: bytes where it is the first of its class, and times."""
     if form.digest in measured:
         before = _profile_of(form, measured)
-        if sum(op.time_ms for op in before.ops.values()) > _LONG_BLOCK_MS:
+        if _forward_ms(before) > _LONG_BLOCK_MS:
             return
         profile = before.least_times(_timed(graph, block, values, before, others))
     else:
-        seen = observe_memory(graph, block, values, _device(graph, block)).profile()
+        timing = _Timing(_device(graph, block))
+        seen = timing.of(observe_memory(graph, block, values, _device(graph, block), timing).profile())
         profile = _timed(graph, block, values, seen, others)
     measured[form.digest] = form.names, profile
     forget_gradients(block, values)
+
+
+def _forward_ms(profile: BlockProfile) -> float:
+    return sum(op.time_ms for op in profile.ops.values())
 
 
 def _profile_of(form: CanonicalForm, measured: MeasuredBlocks) -> BlockProfile:
@@ -161,17 +167,24 @@ class _Timing(Observer):
         self.op_ms = {name: self._device.elapsed_ms(start, end) for name, start, end in self._op_stamps}
         self.node_ms = [self._device.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
 
+    def of(self, profile: BlockProfile) -> BlockProfile:
+        """The `profile` of the block that ran, with the times of its run."""
+        return profile.with_times(self.op_ms, self.node_ms)
+
 
 def _timed(
     graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile, others: OtherData
 ) -> BlockProfile:
-    """The `profile` of `block` with the times that it takes now."""
+    """The `profile` of `block` with the times that it takes now, or with those that it has where they are less.
+
+    Those that it has count as of a run where the block is long, and as of none else.
+    """
     started = time.perf_counter()
-    runs: list[BlockProfile] = []
+    runs = [profile] if _forward_ms(profile) > _LONG_BLOCK_MS else []
     while len(runs) < _TIMED_RUNS:
         timing = _Timing(_device(graph, block))
         run_block(graph, block, stand_ins(graph, block, values), timing)
-        runs.append(profile.with_times(timing.op_ms, timing.node_ms))
+        runs.append(timing.of(profile))
         if len(runs) >= 2 and (time.perf_counter() - started) * 1e3 > _TIMED_RUNS_MS:
             break
     least = reduce(BlockProfile.least_times, runs)
