@@ -34,34 +34,17 @@ HEADINGS = (
 )
 
 
-def with_tables(
-    page: str,
-    results: Sequence[Path],
-    memory: Path | None = None,
-    solvers: Path | None = None,
-    deep: Path | None = None,
-    families: Path | None = None,
-    lengths: Path | None = None,
-    planning: Path | None = None,
-) -> str:
+def with_tables(page: str, results: Sequence[Path], *stored: Path | None) -> str:
     """The page with what stands between its marks replaced by the tables of these files.
 
-    `results` are those of training steps, between the first pair of marks; the others, of the script of that
-    name (`memory`: benchmarks/bytes.py), between the second pair and so on. A pair whose file is None is left as it is.
+    `results` are those of training steps, between the first pair of marks; those that are `stored` are of the scripts
+    of `SECTIONS`, in that order, between the second pair and so on. A pair whose file is None is left as it is.
 
     Raises:
         ValueError: the page lacks a mark.
     """
     texts: list[str | None] = ["\n\n".join("\n".join(section(_read(path))) for path in sorted(results))]
-    others = [
-        (memory, bytes_sections),
-        (solvers, solver_sections),
-        (deep, deep_sections),
-        (families, family_sections),
-        (lengths, lengths_sections),
-        (planning, planning_sections),
-    ]
-    for path, sections in others:
+    for path, sections in zip(stored, SECTIONS.values(), strict=False):
         exists = path is not None and path.exists()
         texts.append(None if path is None else "\n".join(sections(_read(path))) if exists else "")
     while texts and texts[-1] is None:
@@ -186,6 +169,24 @@ def planning_sections(report: dict[str, Any]) -> Iterator[str]:
     for result in report["rows"]:
         names = ("eager_s", "first_cpu_s", "first_s", "second_s", "cached_s")
         yield row([result["model"], *(f"{result[name]:.2f} s" for name in names)])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
+def new_size_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of calls of new sizes: a table, and the bars."""
+    where = report["circumstances"]
+    yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores, code at {where['code']}."
+    yield ""
+    yield row(
+        ["", "sizes", "traced", "eager step", "beyond it, a new size", "peak of the budget", "of a dedicated plan"]
+    )
+    yield row(["---", *["--:"] * 6])
+    for result in report["rows"]:
+        times = [f"{statistics.median(result[name]):.0f} ms" for name in ("eager_ms", "beyond_ms")]
+        peak = f"{max(result['peak_bytes']) / result['budget_bytes']:.3f}"
+        counts = [str(len(result["sizes"])), str(result["traced"])]
+        yield row([result["model"], *counts, *times, peak, f"{max(result['against_dedicated']):.3f}"])
     yield ""
     yield from bar_table(report["bars"])
 
@@ -358,6 +359,18 @@ def zoo_cell(plan: dict[str, Any] | None) -> str:
     return f"{100 * plan['overhead']:+.1f} %{gap}"
 
 
+SECTIONS = {
+    "bytes-cpu.json": bytes_sections,
+    "solvers.json": solver_sections,
+    "deep-cpu.json": deep_sections,
+    "hf-families.json": family_sections,
+    "lengths-cpu.json": lengths_sections,
+    "new-sizes-cpu.json": new_size_sections,
+    "planning-cpu.json": planning_sections,
+}
+"""What is drawn of each file of results, in the order of the page's marks after the first."""
+
+
 def write_peers() -> None:
     """Write the page of other ways to train, and draw its pictures."""
     from benchmarks.peers import pareto
@@ -378,15 +391,7 @@ def main() -> None:
     write_peers()
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
-    names = (
-        "bytes-cpu.json",
-        "solvers.json",
-        "deep-cpu.json",
-        "hf-families.json",
-        "lengths-cpu.json",
-        "planning-cpu.json",
-    )
-    stored = [ROOT / "benchmarks" / "results" / name for name in names]
+    stored = [ROOT / "benchmarks" / "results" / name for name in SECTIONS]
     page.write_text(with_tables(page.read_text(encoding="utf-8"), results, *stored), encoding="utf-8")
 
 

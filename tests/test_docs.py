@@ -161,9 +161,7 @@ def test_tables_are_those_of_the_committed_results():
     page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     steps = [path for path in committed_results() if path.match("step-*.json")]
     names = {path.name: path for path in committed_results()}
-    more = ("lengths-cpu.json", "planning-cpu.json")
-    files = ("bytes-cpu.json", "solvers.json", "deep-cpu.json", "hf-families.json", *more)
-    others = [names.get(name, Path("none")) for name in files]
+    others = [names.get(name, Path("none")) for name in tables.SECTIONS]
     assert page == tables.with_tables(page, steps, *others), "run python docs/make_tables.py"
 
 

@@ -103,6 +103,16 @@ def test_lengths_benchmark_writes_its_results(tmp_path):
 
 
 @pytest.mark.ci
+def test_new_sizes_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/new_sizes.py", "--quick", "--models", "bert", "--output", str(tmp_path))
+    result = json.loads((tmp_path / "new-sizes-cpu.json").read_text(encoding="utf-8"))
+    (row,) = result["rows"]
+    assert row["exact"]
+    assert max(row["peak_bytes"]) <= row["budget_bytes"]
+    assert len(row["sizes"]) == len(row["beyond_ms"]) == 2
+
+
+@pytest.mark.ci
 def test_replanning_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/replanning.py", "--quick", "--seconds", "1", "--output", str(tmp_path))
     result = json.loads((tmp_path / "replanning-cpu.json").read_text(encoding="utf-8"))

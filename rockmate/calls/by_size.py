@@ -171,8 +171,8 @@ class PlansBySize:
     ) -> tuple[bool, Any]:
         """Whether a call of new sizes is of a family of the plans that are there, and what the module returns by that.
 
-        Steps of a schedule's first plan, and of sizes above all that were seen before, are compared with the module's
-        own, and measured: for nobody else to run within this.
+        Steps of a schedule's first plan, and of sizes well above all that were seen before, are compared with the
+        module's own, and measured: for nobody else to run within this.
         """
         planned = tuple(planned)
         while True:

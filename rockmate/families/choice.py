@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rk_solvers import KeepAll, Problem, Solution, check
-from rk_solvers.liveness import peak_and_time
+from rk_solvers.liveness import peak_and_time, recompute_of, recompute_time_ms
+from rk_solvers.problem import Recompute
 from rkgb import Sample
 from rockmate.families.family import LEAST_MEMBERS, Family
 from rockmate.families.polynomials import NotWhole, Point
@@ -27,6 +28,7 @@ _MOST_SCHEDULES = 16
 _LEAST_ROOM_BYTES = 64 << 10  # predictions are short by up to 5 KiB: the state of a random stream that is held
 _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
+_BEYOND = 1.05  # of a size that ran: what larger ones show by a step of their own, so near a one does not
 _WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
 _WORTH_OF_LOSS = 0.9  # of what is assumed: a loss that takes more is none to make plans anew for
 KEEP_ALL = PortablePlan((), KeepAll().name)
@@ -41,10 +43,6 @@ class _Cost:
     time_ms: float
 
 
-def _cost(decisions: PortablePlan, problem: Problem) -> _Cost:
-    return _Cost(decisions, *peak_and_time(problem, dict(decisions.stages)))
-
-
 class FamilyPlans:
     """The schedules of a family, all under one budget."""
 
@@ -53,6 +51,10 @@ class FamilyPlans:
         by_stages = {one.stages: one for one in (KEEP_ALL, *decisions)}
         self._schedules = list(by_stages.values())
         self._sized: dict[PortablePlan, SizedPlan] = {}
+        self._recomputed: dict[
+            PortablePlan, Recompute
+        ] = {}  # what schedules recompute, by place: at all sizes the same
+        self._too_large: dict[tuple[PortablePlan, int], Point] = {}  # sizes at which a schedule was above that budget
         self._highest: Point | None = None  # of each symbol the largest size of steps that ran; None before the first
         self._ran: set[PortablePlan] = set()  # schedules of which a step was measured
         self._extra_ms: dict[Point, tuple[float, float]] = {}  # of steps: beyond keeping all, and of keeping all
@@ -72,11 +74,11 @@ class FamilyPlans:
             problem = self._problem_at(point)
         except NotWhole:
             return None
-        keep_all = _cost(KEEP_ALL, problem)
+        keep_all = self._cost(KEEP_ALL, problem)
         measured = replace(
             base, sample=None, pattern=pattern, problem=problem, eager_peak_bytes=keep_all.peak_bytes, measuring_s=0.0
         )
-        best = self._best(problem, budget_bytes, keep_all) or self._found(measured, request, budget_bytes)
+        best = self._best(point, problem, budget_bytes, keep_all) or self._found(measured, request, budget_bytes)
         if best is None:
             return None
         if len(self._extra_ms) < _MOST_SEEN:
@@ -108,7 +110,9 @@ class FamilyPlans:
 
     def is_new_ground(self, planned: PlanOfSize) -> bool:
         """Whether a step of that plan may show what no step before it has shown."""
-        if self._highest is None or any(map(operator.gt, planned.point, self._highest)):
+        if self._highest is None or any(
+            mine > _BEYOND * most for mine, most in zip(planned.point, self._highest, strict=True)
+        ):
             return True
         room_bytes = room_of(planned.plan.budget_bytes)
         is_near = not room_bytes or planned.plan.peak_bytes + room_bytes > planned.plan.budget_bytes
@@ -167,6 +171,7 @@ class FamilyPlans:
         self._loss = share, min(self._losses.values())
         self._searched.clear()
         self._extra_ms.clear()
+        self._too_large.clear()
         return True
 
     def _problem_at(self, point: Point) -> Problem:
@@ -184,8 +189,8 @@ class FamilyPlans:
         if not solution.status.fits:
             return False
         problem, decisions = self._problem_at(point), PortablePlan.of(solution.schedule, solution.solver)
-        known = self._best(problem, budget_bytes)
-        if known is not None and _cost(decisions, problem).time_ms > (1 - _WORTH) * known.time_ms:
+        known = self._best(point, problem, budget_bytes)
+        if known is not None and self._time_ms(decisions, problem) > (1 - _WORTH) * known.time_ms:
             return False
         self._add(decisions)
         return True
@@ -193,24 +198,41 @@ class FamilyPlans:
     def best_ms(self, pattern: CallPattern, budget_bytes: int) -> float | None:
         """What a step of such a call takes by the quickest schedule; None where it has none."""
         point = self.family.point_of(pattern)
-        problem = None if point is None else self._problem_at(point)
-        best = None if problem is None else self._best(problem, budget_bytes)
+        best = None if point is None else self._best(point, self._problem_at(point), budget_bytes)
         return None if best is None else best.time_ms
 
-    def _best(self, problem: Problem, budget_bytes: int, keep_all: _Cost | None = None) -> _Cost | None:
+    def _best(self, point: Point, problem: Problem, budget_bytes: int, keep_all: _Cost | None = None) -> _Cost | None:
         """The quickest of the schedules that are there, of those that fit.
 
         One that leaves no room is the last choice, unless a step of it ran: its first would have to be measured.
         """
-        fitting: list[tuple[bool, float, int, _Cost]] = []
-        for place, decisions in enumerate(self._schedules):
-            cost = keep_all if keep_all is not None and decisions == KEEP_ALL else _cost(decisions, problem)
-            if cost.peak_bytes <= budget_bytes:
-                is_near = cost.peak_bytes + room_of(budget_bytes) > budget_bytes and decisions not in self._ran
-                fitting.append((is_near, cost.time_ms, place, cost))
-                if not decisions.stages and not is_near:
-                    break  # nothing is quicker than to keep all
-        return min(fitting)[-1] if fitting else None
+        last_choice: _Cost | None = None
+        for decisions in sorted(self._schedules, key=lambda one: self._time_ms(one, problem)):
+            over = self._too_large.get((decisions, budget_bytes))
+            if over is not None and all(map(operator.ge, point, over)):
+                continue  # larger calls take more, as a rule; what it is for is to choose quickly
+            is_known = keep_all is not None and decisions == KEEP_ALL
+            cost = keep_all if keep_all is not None and is_known else self._cost(decisions, problem)
+            if cost.peak_bytes > budget_bytes:
+                if over is None or all(map(operator.le, point, over)):
+                    self._too_large[decisions, budget_bytes] = point
+            elif cost.peak_bytes + room_of(budget_bytes) <= budget_bytes or decisions in self._ran:
+                return cost
+            else:
+                last_choice = last_choice or cost
+        return last_choice
+
+    def _cost(self, decisions: PortablePlan, problem: Problem) -> _Cost:
+        return _Cost(decisions, *peak_and_time(problem, self._recompute(decisions)))
+
+    def _time_ms(self, decisions: PortablePlan, problem: Problem) -> float:
+        return problem.keep_all_time_ms + recompute_time_ms(problem, self._recompute(decisions))
+
+    def _recompute(self, decisions: PortablePlan) -> Recompute:
+        """What a schedule recomputes, by place in the problem of any size."""
+        if decisions not in self._recomputed:
+            self._recomputed[decisions] = recompute_of(self.family.base.problem, dict(decisions.stages))
+        return self._recomputed[decisions]
 
     def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> _Cost | None:
         """A schedule for sizes for which none that is there fits."""
@@ -223,7 +245,7 @@ class FamilyPlans:
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)
         self._add(decisions)
-        return _cost(decisions, measured.problem)
+        return self._cost(decisions, measured.problem)
 
     def _add(self, decisions: PortablePlan) -> None:
         others = [one for one in self._schedules if one not in (decisions, KEEP_ALL)]
