@@ -8,6 +8,7 @@ measured beside them.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -40,6 +41,7 @@ from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import no_progress
 from rockmate.runtime.double_backward import DoubleBackward
+from rockmate.runtime.runner import Runner
 
 _MOST = 1024  # sizes whose plans are kept; what has not been used for longest goes, and is made again in no time
 _MOST_MEASURED = 6  # members of a family
@@ -61,6 +63,7 @@ class PlansBySize:
         # was measured of them stands beside it, and nothing where it was in vain.
         self._siblings: dict[Specialization, list[Measured]] = {}
         self._given: list[tuple[AllGraphs, FamilyPlans]] = []  # families of plans that were made elsewhere
+        self._grouped: tuple[tuple[Specialization, ...], list[list[Specialization]]] = (), []
         self._refused: set[Hashable] = set()  # calls that are of no family after all, as a step showed
         self._preferred: set[Hashable] = set()  # calls that have plans of their own, and better ones by their sizes
         # It does not hold this object, which holds it: what goes on in the background ends with the module.
@@ -80,6 +83,7 @@ class PlansBySize:
         """The module, or what is known of it, has changed."""
         self._families.clear()
         self._made.clear()
+        self._grouped = (), []
         self._siblings.clear()
         self._given.clear()
         self._refused.clear()
@@ -132,7 +136,7 @@ class PlansBySize:
     ) -> tuple[FamilyPlans | None, list[Specialization]]:
         """The family of a plan, if there is one, and those of its plans that were measured."""
         pattern, traits = member.measured.pattern, member.measured.traits
-        for alike in _by_graph(one for one in members if _may_be_family(one, pattern, traits)):
+        for alike in self._by_graph(one for one in members if _may_be_family(one, pattern, traits)):
             if any(one is member for one in alike):
                 return self._plans_of(alike), alike
         return None, []
@@ -176,8 +180,8 @@ class PlansBySize:
         """
         planned = tuple(planned)
         while True:
-            for member in self._new(call, traits, planned, request):
-                ran, output = self._first_run(member, call, double_backward)
+            for member, runner in self._new(call, traits, planned, request):
+                ran, output = self._first_run(member, runner, call, double_backward)
                 if ran:
                     return True, output
             if not self._has_siblings(call, traits, planned, request):
@@ -187,22 +191,26 @@ class PlansBySize:
         """Have a plan by its sizes for a call that has one of its own, for which all was measured; see `prefers`."""
         key = CallPattern.of(call).key
         self._preferred.discard(key)
-        for member in self._new(call, traits, planned, request):
+        for member, _ in self._new(call, traits, planned, request):
             self._made[key] = member
             return
 
     def _new(
         self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
-    ) -> Iterator[Specialization]:
-        """Plans for `call`, of one family after the other: it may take the branch of any."""
+    ) -> Iterator[tuple[Specialization, Runner]]:
+        """Plans for `call` and what runs it first, of one family after the other: it may take the branch of any."""
         pattern = CallPattern.of(call)
-        for members in _by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
+        for members in self._by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
             if pattern.key in self._refused:
                 return
             plans = self._plans_of(members)
             member = None if plans is None else self._of_family(plans, members, call, request)
-            if member is not None and member.mismatch(call, traits) is None and member.gradients_mismatch() is None:
-                yield member
+            if member is None or member.gradients_mismatch() is not None:
+                continue
+            assert isinstance(member.planned, PlanOfSize)
+            runner = member.planned.runner_for(self._model, member.measured, member.bound_settings, checked=True)
+            if runner.mismatch(call, traits) is None:
+                yield member, runner
 
     def _has_siblings(
         self, call: Sample, traits: ModuleTraits, planned: Iterable[Specialization], request: PlanRequest
@@ -211,7 +219,7 @@ class PlansBySize:
         pattern = CallPattern.of(call)
         if pattern.key in self._refused or has_other_ranks():
             return False
-        for members in _by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
+        for members in self._by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
             largest = max(members, key=lambda one: one.measured.problem.keep_all_time_ms)
             if len(members) >= LEAST_MEMBERS or largest in self._siblings:
                 continue
@@ -230,13 +238,13 @@ class PlansBySize:
                 return True
         return False
 
-    def _first_run(self, member: Specialization, call: Sample, double_backward: DoubleBackward) -> tuple[bool, Any]:
+    def _first_run(
+        self, member: Specialization, runner: Runner, call: Sample, double_backward: DoubleBackward
+    ) -> tuple[bool, Any]:
         """Each shape, and all that autograd saves, is compared with what was computed. Where something differs, or the
         data take another branch, nothing has happened.
         """
-        planned, key = member.planned, member.measured.pattern.key
-        assert isinstance(planned, PlanOfSize)
-        runner = planned.runner_for(self._model, member.measured, member.bound_settings, checked=True)
+        key = member.measured.pattern.key
         try:
             output = runner.run(call, double_backward)
         except SizeMismatch:
@@ -255,6 +263,15 @@ class PlansBySize:
         """`member` has run another call."""
         member.uses += 1
         self._made.move_to_end(member.measured.pattern.key)
+
+    def _by_graph(self, members: Iterable[Specialization]) -> list[list[Specialization]]:
+        """Those of the same operations and decisions; of the same plans as before, what was found then."""
+        members = tuple(members)
+        known, found = self._grouped
+        if len(known) != len(members) or any(map(operator.is_not, known, members)):
+            found = _by_graph(members)
+            self._grouped = members, found
+        return found
 
     def _refuse(self, key: Hashable) -> None:
         if len(self._refused) > _MOST_REFUSED:

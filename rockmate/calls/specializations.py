@@ -225,8 +225,7 @@ class Specializations:
             return self._by_itself(call, ByItself(transform))
         if torch.is_inference_mode_enabled():  # with gradients switched on in it: there are none all the same
             return self._by_the_module(call)
-        around = reason_to_run_unplanned(self._model)
-        if around is not None:
+        if (around := reason_to_run_unplanned(self._model)) is not None:
             return self._by_itself(call, ByItself(TransformError(around), told=self._unbudgeted(around)))
         self._tell_of_own_checkpointing()
         if self._is_first_call():
@@ -401,7 +400,8 @@ class Specializations:
 
     def _has_tried_better(self, call: Sample) -> bool:
         """Whether what was found in the background for `call` was tried just now, and taken where it is better."""
-        found, traits = self._by_size.improvements.better(call, self.request), self._traits()
+        found, prefers = self._by_size.improvements.better(call, self.request), self._by_size.prefers(call)
+        traits = self._traits() if found is not None or prefers else None
         if traits is not None and found is not None and any(one is found[0] for one in self.members):
             self._take_better(call, traits, *found)
         if traits is None or not self._by_size.prefers(call):

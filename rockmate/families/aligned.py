@@ -105,31 +105,63 @@ class _Varying:
     parts: dict[Any, Any]  # those in which something varies
 
 
-def at_point(tree: Any, point: Point) -> Any:
-    """What was `aligned`, as it is at that point. Raises `NotWhole`."""
-    return _AtPoint(point)(tree)
+Part = Callable[[Sequence[Any]], Any]  # of the values of all functions to a part of a structure
 
 
-class _AtPoint:
-    """Evaluates each function once, however often it occurs."""
+class AtPoint:
+    """What was `aligned`, as a function of the point. What does not vary in it is gone through once for all points."""
 
-    def __init__(self, point: Point) -> None:
-        self._point = point
-        self._known: dict[int, Any] = {}  # by the identity of the function: `fitted` gives the same one again
+    def __init__(self, tree: Any) -> None:
+        self._functions: list[Leaf] = []
+        self._places: dict[int, int] = {}  # by the identity of the function: `fitted` gives the same one again
+        self._tree = tree
+        self._part = self._part_of(tree)
 
-    def __call__(self, tree: Any) -> Any:
+    def __call__(self, point: Point) -> Any:
+        """The structure at that point. Raises `NotWhole`."""
+        if self._part is None:
+            return self._tree
+        return self._part([function.at(point) for function in self._functions])
+
+    def _part_of(self, tree: Any) -> Part | None:
+        """What makes it; None where nothing in it varies."""
         kind = type(tree)
         if kind in _LEAVES:
-            if id(tree) not in self._known:
-                self._known[id(tree)] = tree.at(self._point)
-            return self._known[id(tree)]
+            if id(tree) not in self._places:
+                self._places[id(tree)] = len(self._functions)
+                self._functions.append(tree)
+            return operator.itemgetter(self._places[id(tree)])
         if kind is tuple or kind is list:
-            return kind(map(self, tree))
+            return self._items(tree, dict(enumerate(tree)), list, kind)
         if kind is dict:
-            return {key: self(item) for key, item in tree.items()}
+            return self._items(tree, tree, dict, dict)
         if kind is _Varying:
-            return tree.kind(**tree.fixed, **{name: self(part) for name, part in tree.parts.items()})
-        return tree
+            found = self._varying(tree.parts)
+            parts = [(name, part) for name, part in found if part is not None]
+            fixed = tree.fixed | {name: tree.parts[name] for name, part in found if part is None}
+            return lambda values: tree.kind(**fixed, **{name: part(values) for name, part in parts})
+        return None
+
+    def _varying(self, parts: Mapping[Any, Any]) -> list[tuple[Any, Part | None]]:
+        return [(key, self._part_of(part)) for key, part in parts.items()]
+
+    def _items(self, tree: Any, by_key: Mapping[Any, Any], copied: Any, kind: Any) -> Part | None:
+        parts = [(key, part) for key, part in self._varying(by_key) if part is not None]
+        if not parts:
+            return None
+
+        def made(values: Sequence[Any]) -> Any:
+            items = copied(tree)
+            for key, part in parts:
+                items[key] = part(values)
+            return items if copied is kind else kind(items)
+
+        return made
+
+
+def at_point(tree: Any, point: Point) -> Any:
+    """What was `aligned`, as it is at that point. Raises `NotWhole`."""
+    return AtPoint(tree)(point)
 
 
 def numbers_in(tree: Any, found: Callable[[Leaf], Any]) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from rk_solvers import Problem
 from rkgb import AllGraphs
@@ -28,7 +28,7 @@ from rkgb.replay.same import same_operation, same_value
 from rkgb.sizes import SizeRead
 from rkgb.state.generators import OwnGenerator
 from rkgb.tree import attributes_of
-from rockmate.families.aligned import NotAligned, aligned, at_point
+from rockmate.families.aligned import AtPoint, NotAligned, aligned
 from rockmate.families.formulas import Fixed, Formula, Unfollowed, formula
 from rockmate.families.polynomials import NotWhole, Point, Polynomial, constant, symbol_name
 from rockmate.families.stages import with_common_stages
@@ -55,6 +55,7 @@ class Family:
     ways: Mapping[SNode, tuple[Any, ...]]  # of having data again
     problem: Mapping[str, Any]  # the fields of a `Problem`
     sizes: Mapping[Polynomial, str] = field(init=False)  # each that varies, with a value that has it
+    _parts: dict[str, AtPoint] = field(default_factory=dict)  # by name, those that were asked for
     _told: dict[Point, str] = field(default_factory=dict)  # why a point is none of the family; empty where it is one
 
     def __post_init__(self) -> None:
@@ -82,9 +83,15 @@ class Family:
         traits = self.base.pattern.traits
         return tuple(traits[tensor].shape[dimension] for ((tensor, dimension), *_) in self.positions)
 
+    def at(self, point: Point, part: Literal["problem", "traits", "shapes", "ways"]) -> Any:
+        """A part of it at these sizes. Raises `NotWhole`."""
+        if part not in self._parts:
+            self._parts[part] = AtPoint(getattr(self, part))
+        return self._parts[part](point)
+
     def problem_at(self, point: Point) -> Problem:
         """The training step of a call of these sizes. Raises `NotWhole`."""
-        parts = at_point(self.problem, point)
+        parts = self.at(point, "problem")
         # Bounds of the two may cross, where what they bound does not.
         parts["backward"] = tuple(
             op if op.peak_bytes >= op.resident_bytes else replace(op, peak_bytes=op.resident_bytes)
@@ -101,7 +108,7 @@ class Family:
         return tuple(f"{symbol_name(index)} = {text}" for index, text in enumerate(tensors))
 
     def _has_traits(self, point: Point, pattern: CallPattern) -> bool:
-        return bool(at_point(self.traits, point) == pattern.traits)
+        return bool(self.at(point, "traits") == pattern.traits)
 
     def _why_not(self, point: Point) -> str:
         if point not in self._told:

@@ -11,7 +11,7 @@ import torch
 
 from rk_solvers import Schedule
 from rkgb.ir.kgraph import KGraph
-from rockmate.families.aligned import at_point, numbers_in
+from rockmate.families.aligned import AtPoint, numbers_in
 from rockmate.families.family import Family
 from rockmate.families.polynomials import Point
 from rockmate.guards.attributes import BoundSettings
@@ -42,6 +42,7 @@ class SizedPlan:
             for slot in slots
         }
         self._code = self._sized(graph)
+        self._saved_at, self._functions_at = AtPoint(self._saved), AtPoint(self._functions)
         self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, dict[bool, CompiledProgram]] = (
             weakref.WeakKeyDictionary()
         )
@@ -87,7 +88,7 @@ class SizedPlan:
         return numbers_in(tree, size)
 
     def _tables_at(self, point: Point, tables: StepTables, checked: bool) -> StepTables:
-        lies: Mapping[tuple[str, int], Layout] = at_point(self._saved, point)
+        lies: Mapping[tuple[str, int], Layout] = self._saved_at(point)
         saving = {
             op: SavingOp(
                 known.saved_count,
@@ -98,13 +99,13 @@ class SizedPlan:
             )
             for op, known in tables.saving.items()
         }
-        ways = at_point(self.family.ways, point)
+        ways = self.family.at(point, "ways")
         packs, unpacks = dict(tables.packs), dict(tables.unpacks)
         for one in self.program.restored.values():
             way = next(found for found in ways[one.node] if found.key(one.node) == one.key)
             packs[one.key], unpacks[one.key] = way.pack, (way.unpack, one.kept)
-        shapes = at_point(self.family.shapes, point) if checked else {}
-        sizes = at_point(self._functions, point)
+        shapes = self.family.at(point, "shapes") if checked else {}
+        sizes = self._functions_at(point)
         return replace(tables, saving=saving, packs=packs, unpacks=unpacks, sizes=sizes, shapes=shapes)
 
 
