@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels, Device
+from rkgb.devices.accelerator import Accelerator, History
+from rkgb.devices.base import AllocationRecorder, AllocatorLevels
 from rkgb.devices.flags import getters, precisions
 
-BLOCK_BYTES = 512  # the caching allocator rounds every request up to this
 _MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
 _EXPANDABLE = "expandable_segments:True"
 # What PyTorch reads, most important first, before it can be asked what is in force.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-class Cuda(Device):
+class Cuda(Accelerator):
     """One GPU. Every stream of it counts."""
 
     kind = "cuda"
@@ -54,30 +54,6 @@ class Cuda(Device):
             f"cuDNN {torch.backends.cudnn.version()}"
         )
 
-    @property
-    def is_there(self) -> bool:
-        """Whether this process sees such a device."""
-        return torch.cuda.is_available() and (self.device.index or 0) < torch.cuda.device_count()
-
-    def synchronize(self) -> None:
-        """Wait for all of its streams."""
-        torch.cuda.synchronize(self.device)
-
-    def stamp(self) -> torch.cuda.Event:
-        """An event between what the current stream was told before and what it is told next."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Waits for the later event."""
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-    def allocated_bytes(self, size_bytes: int) -> int:
-        """Whole blocks."""
-        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
     def available_bytes(self) -> int:
         """What the device has free and what the caching allocator holds unused, within the share of the process."""
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -88,14 +64,13 @@ class Cuda(Device):
 
     def recorder(self) -> AllocationRecorder:
         """By the history of its allocator."""
-        return _History(self.device)
+        return _History(self)
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: cuBLAS one for
-        each thread and stream. cuDNN, where it is to benchmark, tries algorithms out at the first run, with buffers of
-        any size. No later run takes them, so that they belong to what was there before."""
-        run()
-        self.synchronize()
+        """cuBLAS takes one buffer for each thread and stream. cuDNN, where it is to benchmark, tries algorithms out at
+        the first run, with buffers of any size. No later run takes them, so that they belong to what was there before.
+        """
+        super().warm_up(run)
 
     def restart_levels(self) -> None:
         """From what is in use now."""
@@ -145,12 +120,6 @@ class Cuda(Device):
         torch.cuda.empty_cache()  # or the blocks of old segments would be used again, and split as they were
         return segments_are_expandable()
 
-    @property
-    def generator(self) -> torch.Generator:
-        """Starts CUDA where nothing has yet."""
-        torch.cuda.init()
-        return torch.cuda.default_generators[self.device.index or 0]
-
     @classmethod
     def seed(cls, seed: int) -> None:
         """Those of all GPUs, if there are any yet."""
@@ -186,19 +155,14 @@ def _set_allocator_settings(settings: str) -> None:
     setter(settings)
 
 
-class _History(AllocationRecorder):
+class _History(History):
     """What the caching allocator says that it did."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = 0
-
-    def start(self) -> None:
-        torch.cuda.synchronize(self._device)
+    def check(self) -> None:
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             raise RuntimeError(
-                f"memory cannot be measured on {self._device}: PyTorch runs with the allocator {backend!r} there, "
+                f"memory cannot be measured on {self.device.device}: PyTorch runs with the allocator {backend!r} there, "
                 "which keeps no history. Use the native one: leave `backend:` out of PYTORCH_ALLOC_CONF."
             )
         if torch._C._cuda_isHistoryEnabled():
@@ -206,24 +170,16 @@ class _History(AllocationRecorder):
                 "memory cannot be measured while the history of CUDA's allocator is recorded for somebody else, or by "
                 "another log: end that first, with torch.cuda.memory._record_memory_history(None)."
             )
-        # "python": nothing of C++'s stack is to be looked up, not even once.
-        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
-        try:
-            self._before = len(self._trace())  # of an earlier recording, if the allocator still has it
-        except BaseException:
-            torch.cuda.memory._record_memory_history(None)
-            raise
 
-    def stop(self, error: BaseException | None) -> list[AllocationEvent]:
-        try:
-            torch.cuda.synchronize(self._device)
-            trace = self._trace()[self._before :]
-        finally:
+    def switch(self, is_on: bool) -> None:
+        if is_on:
+            # "python": nothing of C++'s stack is to be looked up, not even once.
+            torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
+        else:
             torch.cuda.memory._record_memory_history(None)
-        return _events(trace)
 
-    def _trace(self) -> list[dict[str, Any]]:
-        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+    def trace(self) -> list[dict[str, Any]]:
+        index = self.device.index
         return _trace_of(torch.cuda.memory._snapshot(index), index, _MOST_EVENTS)
 
 
@@ -241,16 +197,3 @@ def _trace_of(snapshot: dict[str, Any], index: int, most_events: int) -> list[di
             "be measured over so many. Measure fewer steps at once."
         )
     return traces[index]
-
-
-def _events(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
-    """Allocations and releases. A block is free for others, and so counted as free, once its release is requested.
-
-    Segments and blocks told apart: what the allocator takes from the device is not what it hands out.
-    """
-    signs = {"alloc": 1, "free_requested": -1}
-    return [
-        AllocationEvent(entry["addr"], signs[entry["action"]] * entry["size"], entry.get("time_us", 0) * 1000)
-        for entry in trace
-        if entry["action"] in signs
-    ]

@@ -1,0 +1,136 @@
+"""What `torch.accelerator` offers for each of its kinds: streams of work, events, and an allocator with statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels, Device
+
+
+class Accelerator(Device):
+    """One device of a kind for which PyTorch has a module of that name, and a caching allocator."""
+
+    block_bytes = 512  # the caching allocator rounds every request up to this
+
+    @property
+    def module(self) -> Any:
+        """PyTorch's module for the kind, such as `torch.xpu`."""
+        return torch.get_device_module(self.device)
+
+    @property
+    def index(self) -> int:
+        """The device's, or that of the current one where none was named."""
+        return int(self.module.current_device()) if self.device.index is None else self.device.index
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this process sees such a device."""
+        return bool(self.module.is_available()) and (self.device.index or 0) < self.module.device_count()
+
+    def synchronize(self) -> None:
+        """Wait for all of its streams."""
+        self.module.synchronize(self.device)
+
+    def stamp(self) -> torch.Event:
+        """An event between what the current stream was told before and what it is told next."""
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.Event, end: torch.Event) -> float:
+        """Waits for the later event."""
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """Whole blocks."""
+        return -(-size_bytes // self.block_bytes) * self.block_bytes
+
+    def available_bytes(self) -> int:
+        """What the device has free, and what its allocator holds unused."""
+        free_bytes, _ = torch.accelerator.memory.get_memory_info(self.index)
+        stats = torch.accelerator.memory.memory_stats(self.index)
+        return int(free_bytes + stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"])
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: they belong to
+        what was there before."""
+        run()
+        self.synchronize()
+
+    def restart_levels(self) -> None:
+        """From what is in use now."""
+        torch.accelerator.memory.reset_peak_memory_stats(self.index)
+
+    def levels(self) -> AllocatorLevels:
+        """Of blocks as large as they were handed out."""
+        memory = torch.accelerator.memory
+        return AllocatorLevels(
+            memory.memory_allocated(self.index),
+            memory.max_memory_allocated(self.index),
+            memory.max_memory_reserved(self.index),
+        )
+
+    def empty_cache(self) -> None:
+        """Of all devices at once."""
+        torch.accelerator.memory.empty_cache()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Starts the device's library where nothing has yet."""
+        self.module.init()
+        generator: torch.Generator = self.module.default_generators[self.device.index or 0]
+        return generator
+
+
+class History(AllocationRecorder):
+    """What a caching allocator says that it did, in the form that PyTorch has for it."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        self._device.synchronize()
+        self.check()
+        self.switch(True)
+        try:
+            self._before = len(self.trace())  # of an earlier recording, if the allocator still has it
+        except BaseException:
+            self.switch(False)
+            raise
+
+    def stop(self, error: BaseException | None) -> list[AllocationEvent]:
+        try:
+            self._device.synchronize()
+            trace = self.trace()[self._before :]
+        finally:
+            self.switch(False)
+        return events_of(trace)
+
+    def check(self) -> None:
+        """Raises `RuntimeError` where the allocator cannot be asked now."""
+
+    def switch(self, is_on: bool) -> None:
+        """Begin or end the allocator's history."""
+        raise NotImplementedError
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The history so far. Raises `RuntimeError` where a part of it is lost."""
+        raise NotImplementedError
+
+
+def events_of(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
+    """Allocations and releases. A block is free for others, and so counted as free, once its release is requested.
+
+    Segments and blocks told apart: what the allocator takes from the device is not what it hands out.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    return [
+        AllocationEvent(entry["addr"], signs[entry["action"]] * entry["size"], entry.get("time_us", 0) * 1000)
+        for entry in trace
+        if entry["action"] in signs
+    ]
