@@ -24,12 +24,13 @@ class Sets(NamedTuple):
 
 # By file or folder; the longest that matches counts, and all sets are quick where none does.
 SETS = {
+    "tests/accelerator/test_planned.py": Sets(2, 32),
     "tests/cli/": Sets(2, EVERY),
     "tests/distributed/": Sets(2, EVERY),
     "tests/families/test_kept.py": Sets(2, EVERY),
     "tests/families/test_random_lengths.py": Sets(1, 3),
     "tests/front_doors/": Sets(2, 12),
-    "tests/graph/": Sets(3, EVERY),
+    "tests/graph/": Sets(3, 48),
     "tests/graph/test_json_refusals.py": Sets(EVERY, EVERY),
     "tests/graph/test_render.py": Sets(2, 32),
     "tests/graph/test_render_files.py": Sets(2, EVERY),

@@ -90,11 +90,11 @@ class History(AllocationRecorder):
     """What a caching allocator says that it did, in the form that PyTorch has for it."""
 
     def __init__(self, device: Accelerator) -> None:
-        self._device = device
+        self.device = device
         self._before = 0
 
     def start(self) -> None:
-        self._device.synchronize()
+        self.device.synchronize()
         self.check()
         self.switch(True)
         try:
@@ -105,7 +105,7 @@ class History(AllocationRecorder):
 
     def stop(self, error: BaseException | None) -> list[AllocationEvent]:
         try:
-            self._device.synchronize()
+            self.device.synchronize()
             trace = self.trace()[self._before :]
         finally:
             self.switch(False)

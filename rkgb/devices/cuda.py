@@ -162,8 +162,8 @@ class _History(History):
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             raise RuntimeError(
-                f"memory cannot be measured on {self.device.device}: PyTorch runs with the allocator {backend!r} there, "
-                "which keeps no history. Use the native one: leave `backend:` out of PYTORCH_ALLOC_CONF."
+                f"memory cannot be measured on {self.device.device}: PyTorch runs with the allocator {backend!r} "
+                "there, which keeps no history. Use the native one: leave `backend:` out of PYTORCH_ALLOC_CONF."
             )
         if torch._C._cuda_isHistoryEnabled():
             raise RuntimeError(

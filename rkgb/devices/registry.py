@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -9,9 +10,25 @@ import torch
 from rkgb.devices.base import AllocationRecorder, Device
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.cuda import Cuda
+from rkgb.devices.xpu import Xpu
 
-KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Cpu, Cuda)}
+UNPROVEN: dict[str, type[Device]] = {kind.kind: kind for kind in (Xpu,)}
+"""Kinds that are written and were run by nobody: ROCKMATE_UNPROVEN lists those that are to be tried all the same."""
+
+_TRIED = {name.strip() for name in os.environ.get("ROCKMATE_UNPROVEN", "").split(",")}
+_PROVEN: tuple[type[Device], ...] = (Cpu, Cuda)
+KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in _PROVEN} | {
+    name: kind for name, kind in UNPROVEN.items() if name in _TRIED
+}
 """By the name that PyTorch has for them."""
+
+_REASONS = {
+    "mps": "MPS's allocator tells neither what it allocates nor how much it was at most",
+    **{
+        name: f"{name!r} was never run: set ROCKMATE_UNPROVEN={name} before Python starts to try it"
+        for name in UNPROVEN
+    },
+}
 
 
 class Other(Device):
@@ -58,6 +75,12 @@ def supported_text() -> str:
     return f"Memory is measured, and random numbers are given back, on devices of the kinds {kinds} only"
 
 
+def refusal_text(device: torch.device) -> str:
+    """Why nothing is planned on that device, without a full stop."""
+    reason = _REASONS.get(device.type)
+    return supported_text() if reason is None else f"{supported_text()} ({reason})"
+
+
 def device_of(device: torch.device) -> Device:
     """All that depends on the kind of `device`."""
     return KINDS.get(device.type, Other)(device)
@@ -66,3 +89,8 @@ def device_of(device: torch.device) -> Device:
 def host() -> Device:
     """That of the process's own memory."""
     return device_of(torch.device("cpu"))
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """What the allocator took for the storage of `tensor`."""
+    return device_of(tensor.device).allocated_bytes(tensor.untyped_storage().nbytes())

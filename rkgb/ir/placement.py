@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rkgb.devices.registry import device_of, supported_text
+from rkgb.devices.registry import device_of, refusal_text
 from rkgb.errors import ModelError, SampleError
 from rkgb.ir.sample import Sample
 
@@ -30,7 +30,7 @@ def _is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def _refused(device: torch.device) -> str:
-    return f"{device}. {supported_text()}: {_ADVICE}"
+    return f"{device}. {refusal_text(device)}: {_ADVICE}"
 
 
 def refuse_without_data(module: torch.nn.Module, sample: Sample) -> None:

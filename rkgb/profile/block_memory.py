@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.devices.registry import device_of
+from rkgb.devices.registry import device_of, stored_bytes
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import BlockProfile, OpProfile, StageProfile
@@ -59,7 +59,7 @@ class MemoryObserver(SavedObserver):
         names = [name for name in self.block.inputs if self.graph.values[name].requires_grad]
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
-                self.input_gradient_bytes[name] = gradient.untyped_storage().nbytes()
+                self.input_gradient_bytes[name] = stored_bytes(gradient)
         self.mark()
 
     def finished(self) -> None:
@@ -117,7 +117,7 @@ def _observed(
         with torch.autograd.graph.saved_tensors_hooks(observer.pack, observer.unpack):
             run_block(graph, block, leaves, observer if timing is None else Around(observer, timing))
         observer.parameter_gradient_bytes = {
-            name: leaf.grad.untyped_storage().nbytes()
+            name: stored_bytes(leaf.grad)
             for name, leaf in leaves.items()
             if name in graph.leaves and leaf.grad is not None
         }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rkgb.devices.registry import stored_bytes
 from rkgb.errors import GraphError
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode
@@ -80,7 +81,7 @@ class SavedObserver(Observer):
             name = phantom_name(op.name, len(self.phantoms[op.name]))
             known = (reference, name, SavedKind.PHANTOM)
             self._sources[reference.cdata] = known
-            self.phantoms[op.name].append(Phantom(name, tensor.untyped_storage().nbytes()))
+            self.phantoms[op.name].append(Phantom(name, stored_bytes(tensor)))
             self._remember(tensor)
         _, source, kind = known
         packed.source = source if kind is not SavedKind.LEAF else ""

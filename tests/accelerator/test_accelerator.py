@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+pytestmark = pytest.mark.ci  # it is to be built first
+
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -125,7 +127,9 @@ class Network(nn.Module):
     def forward(self, images, words):
         hidden = F.max_pool2d(F.relu(self.norm(self.convolution(images))), 2).flatten(2).transpose(1, 2)
         hidden = torch.cat([hidden, self.words(words)], 1)
-        return F.cross_entropy(self.head(self.encoder(hidden)).flatten(0, 1), words.new_zeros(hidden.shape[:2]).flatten())
+        return F.cross_entropy(
+            self.head(self.encoder(hidden)).flatten(0, 1), words.new_zeros(hidden.shape[:2]).flatten()
+        )
 
 
 def test_it_computes_what_the_cpu_does(device):
@@ -248,7 +252,10 @@ def test_a_copy_to_the_host_is_there_once_its_stream_is_done(device):
 @pytest.mark.usefixtures("slow_copies")
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_block_that_another_stream_reads_is_reused_unless_that_is_recorded(device, recorded):
-    source, target = torch.ones(SIZE, dtype=torch.uint8, device=device), torch.zeros(SIZE, dtype=torch.uint8).pin_memory()
+    source, target = (
+        torch.ones(SIZE, dtype=torch.uint8, device=device),
+        torch.zeros(SIZE, dtype=torch.uint8).pin_memory(),
+    )
     place = source.data_ptr()
     side = torch.Stream(device)
     with side:

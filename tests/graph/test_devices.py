@@ -18,6 +18,7 @@ from rkgb.state.module_state import main_device, random_states, seed_default_str
 from rockmate import PeakMemory, Rockmate
 from rockmate.guards.flags import BackEndFlags
 from rockmate.plan_files.record import made_here
+from tests.scripts import run_script
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("xpu", 1)
 PAGE_BYTES = 4096
@@ -134,11 +135,52 @@ def on_another_device() -> nn.Module:
 def test_a_kind_that_is_registered_is_no_longer_refused(monkeypatch):
     model = on_another_device()
     sample = make_sample(model, torch.ones(1, 2))
-    with pytest.raises(ModelError, match=r'on xpu:1\. .* kinds "cpu" and "cuda" \(with ROCm, too\) only: .* Move the'):
+    refused = r'on xpu:1\. .* kinds "cpu" and "cuda" \(with ROCm, too\) only \(.*ROCKMATE_UNPROVEN=xpu.*\): .* Move the'
+    with pytest.raises(ModelError, match=refused):
         refuse_devices(model, sample)
     monkeypatch.setitem(KINDS, "xpu", type("Xpu", (Pretended,), {"kind": "xpu"}))
     refuse_devices(model, sample)
     assert main_device([CPU, ELSEWHERE]) == ELSEWHERE
+
+
+def test_a_kind_that_nobody_has_run_is_there_for_who_asks(monkeypatch):
+    script = "from rkgb.devices.registry import KINDS; print(*sorted(KINDS))"
+    monkeypatch.setenv("ROCKMATE_UNPROVEN", "xpu,other")
+    assert run_script("-c", script).split() == ["cpu", "cuda", "xpu"]
+    monkeypatch.delenv("ROCKMATE_UNPROVEN")
+    assert run_script("-c", script).split() == ["cpu", "cuda"]
+
+
+def test_what_its_allocator_does_not_tell_is_why_mps_is_refused():
+    assert "MPS's allocator tells neither" in registry.refusal_text(torch.device("mps"))
+
+
+class XpuAllocator:
+    """What PyTorch has of XPU's allocator, with a history that is written by hand."""
+
+    def __init__(self, monkeypatch):
+        self.recording, self.traces = False, [[], []]
+        monkeypatch.setattr(torch.xpu, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.xpu.memory, "_record_memory_history", self.record, raising=False)
+        monkeypatch.setattr(torch.xpu.memory, "_snapshot", lambda device: {"device_traces": self.traces}, raising=False)
+
+    def record(self, enabled, **_):
+        self.recording = enabled is not None
+
+    def did(self, action, size_bytes):
+        self.traces[1].append({"action": action, "addr": 0, "size": size_bytes})
+
+
+def test_the_history_of_xpu_is_read_as_that_of_cuda(monkeypatch):
+    monkeypatch.setitem(KINDS, "xpu", registry.UNPROVEN["xpu"])
+    allocator = XpuAllocator(monkeypatch)
+    allocator.did("alloc", 5)
+    with AllocationLog(ELSEWHERE) as log:
+        assert allocator.recording
+        for action in ("segment_alloc", "alloc", "free_requested", "free_completed"):
+            allocator.did(action, 1000)
+    assert [event.size_bytes for event in log.events] == [1024, -1024]
+    assert not allocator.recording
 
 
 def test_messages_name_every_kind_that_is_registered(monkeypatch):
