@@ -18,8 +18,8 @@ DEMO_STAMP := $(VENV)/.installed-for-demo
 THREADS ?= 2
 export OMP_NUM_THREADS := $(THREADS)
 export MKL_NUM_THREADS := $(THREADS)
-test test-ci test-all golden: export OMP_NUM_THREADS := 1
-test test-ci test-all golden: export MKL_NUM_THREADS := 1
+test test-ci test-accelerator test-all golden: export OMP_NUM_THREADS := 1
+test test-ci test-accelerator test-all golden: export MKL_NUM_THREADS := 1
 # Threads that spin while they wait for each other make small operations a hundred times slower on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -30,10 +30,10 @@ WORKERS ?= 2
 IN_PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 
-.PHONY: help setup test test-ci test-all lint format types demo bench notebooks docs golden clean
+.PHONY: help setup test test-ci test-accelerator test-all lint format types demo bench notebooks docs golden clean
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install the project with its development tools
 
@@ -62,7 +62,11 @@ test: $(STAMP) ## Run the tests that take minutes: each promise, all units, orac
 test-ci: $(STAMP) ## Run all tests but long sweeps, as CI does
 	$(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
 
+test-accelerator: $(STAMP) ## Run the tests on an accelerator that is built for them
+	$(PYTEST) --numprocesses $(WORKERS) --dist load -m "not slow" tests/accelerator $(PYTEST_ARGS)
+
 test-all: $(STAMP) ## Run every test, long sweeps too
+	$(PYTEST) --numprocesses $(WORKERS) --dist load tests/accelerator $(PYTEST_ARGS)
 	$(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and formatting

@@ -42,6 +42,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The test accelerator has processes of its own: autograd knows those devices that were there at its first use."""
+    is_asked_for = any("accelerator" in argument for argument in config.args)
+    return True if collection_path.name == "accelerator" and not is_asked_for else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before `-m` chooses: the marks of the tiers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,20 @@ _DEFAULTS: Mapping[str, torch.dtype] = {
     "xla": torch.bfloat16,
     "xpu": torch.float16,
 }
-KINDS = tuple(kind for kind in _DEFAULTS if torch.amp.is_autocast_available(kind))
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """Those that this PyTorch has, and that of an extension, which may come at any time and under a name of its own."""
+    return _kinds_with(torch._C._get_privateuse1_backend_name())
+
+
+@functools.cache
+def _kinds_with(private: str) -> tuple[str, ...]:
+    return tuple(kind for kind in dict.fromkeys((*_DEFAULTS, private)) if torch.amp.is_autocast_available(kind))
+
+
+def _default(kind: str) -> torch.dtype:
+    return _DEFAULTS.get(kind, _DEFAULTS["privateuseone"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +51,10 @@ class Autocast:
     @classmethod
     def now(cls) -> Autocast:
         """In this thread."""
-        states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in KINDS]
+        states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in autocast_kinds()]
         return cls(
             tuple((kind, dtype) for kind, dtype, is_on in states if is_on),
-            tuple((kind, dtype) for kind, dtype, is_on in states if not is_on and dtype is not _DEFAULTS[kind]),
+            tuple((kind, dtype) for kind, dtype, is_on in states if not is_on and dtype is not _default(kind)),
             torch.is_autocast_cache_enabled(),
         )
 
@@ -55,13 +69,13 @@ class Autocast:
 
         `torch.autocast` would refuse a kind of device that is not there, and a type by which code has set it by hand.
         """
-        before = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in KINDS]
+        before = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in autocast_kinds()]
         cached, on, off = torch.is_autocast_cache_enabled(), dict(self.regions), dict(self.off)
         torch.autocast_increment_nesting()
         try:
-            for kind in KINDS:
+            for kind in autocast_kinds():
                 torch.set_autocast_enabled(kind, kind in on)
-                torch.set_autocast_dtype(kind, on.get(kind) or off.get(kind) or _DEFAULTS[kind])
+                torch.set_autocast_dtype(kind, on.get(kind) or off.get(kind) or _default(kind))
             torch.set_autocast_cache_enabled(self.caches)
             yield
         finally:

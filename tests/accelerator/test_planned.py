@@ -127,6 +127,19 @@ def test_autocast_is_repeated(device):
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+def test_a_call_without_autocast_is_another(device):
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
+    eager, batch = copy.deepcopy(model), torch.randn(256, 32, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        planned = Rockmate(model, batch, 0.8, loss=squares)
+    for enabled, dtype in ((True, torch.bfloat16), (False, None), (True, torch.float16)):
+        with torch.autocast(device.type, dtype, enabled=enabled):
+            mine, theirs = planned(batch), eager(batch)
+        assert mine.dtype is theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 def test_other_lengths_are_a_family(device):
     entry = zoo.get("gpt2-tiny", device=device)
     eager = copy.deepcopy(entry.model)
@@ -158,4 +171,4 @@ def test_plan_files_queries_and_the_check_of_a_plan(device, tmp_path):
     cheapest = smallest_budget(entry.model, entry.sample, 1.3, loss=squares, limits=FEW_ROUNDS)
     assert cheapest.slowdown <= 1.3
     found = max_batch(entry.model, entry.sample, model.plan.budget_bytes, loss=squares, limits=FEW_ROUNDS, most=16)
-    assert found.size >= entry.sample[0].shape[0]
+    assert found.batch >= entry.sample[0].shape[0]

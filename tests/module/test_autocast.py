@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rkgb.process.autocast import KINDS
+from rkgb.process.autocast import autocast_kinds
 from rockmate import PlanMismatch, Rockmate
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
@@ -22,7 +22,7 @@ SEEN: list[tuple[Any, ...]] = []  # of what is called whole, what each call saw
 
 def around() -> tuple[Any, ...]:
     """All that code can see of autocast here."""
-    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in KINDS]
+    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds()]
     return (*states, torch.is_autocast_cache_enabled())
 
 

@@ -12,7 +12,7 @@ from rkgb.export.json_form.containers import MissingFunction
 from rkgb.export.json_form.errors import Place, shortly
 from rkgb.export.json_form.trees import TreeReader, TreeWriter
 from rkgb.ir.opaque import OpaqueCall
-from rkgb.process.autocast import KINDS, OFF, Autocast
+from rkgb.process.autocast import OFF, Autocast, autocast_kinds
 from rkgb.recording.guard import Guard
 from rkgb.recording.record import UnderAutocast
 
@@ -129,6 +129,6 @@ class FunctionReader:
 
     def _region(self, region: Any) -> tuple[str, torch.dtype]:
         kind, dtype = region if type(region) is list and len(region) == 2 else (None, None)
-        if type(kind) is not str or kind not in KINDS or type(dtype) is not str or dtype not in names.DTYPES:
+        if type(kind) is not str or kind not in autocast_kinds() or type(dtype) is not str or dtype not in names.DTYPES:
             raise self._place.error("an autocast region is a kind of device and a type of elements")
         return kind, names.DTYPES[dtype]
