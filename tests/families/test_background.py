@@ -50,7 +50,10 @@ class Sleeps(Solver):
         time.sleep(600)
 
 
-def answer_of(search, seconds=60):
+PATIENCE_S = 240  # what is idle by policy waits for as long as all cores have something else to do
+
+
+def answer_of(search, seconds=PATIENCE_S):
     ends = time.monotonic() + seconds
     while (found := search.finished()) is None:
         assert time.monotonic() < ends
@@ -61,7 +64,7 @@ def answer_of(search, seconds=60):
 def test_what_is_found_comes_with_its_key():
     search, problem = BackgroundSearch(), problem_of()
     assert search.finished() is None
-    search.begin("here", solver_named("greedy"), problem, 450, 10)
+    search.begin("here", solver_named("greedy"), problem, 450, PATIENCE_S)
     assert search.is_busy
     found = answer_of(search)
     assert found.key == "here"
@@ -82,9 +85,9 @@ class TellsHowItRuns(Solver):
 def test_the_process_runs_when_nothing_else_has_to_be_done():
     # In a session of its own, it would have half of the cores beside a training with as many threads as cores.
     search = BackgroundSearch()
-    search.begin(1, TellsHowItRuns(), problem_of(), 450, 10)
+    search.begin(1, TellsHowItRuns(), problem_of(), 450, PATIENCE_S)
     process = search._process
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + PATIENCE_S
     while not process.answered():
         assert time.monotonic() < ends
         time.sleep(0.02)
@@ -96,9 +99,9 @@ def test_the_process_runs_when_nothing_else_has_to_be_done():
 @pytest.mark.parametrize("solver", [Raises(), Ends()])
 def test_a_search_that_fails_is_no_failure_of_training(solver):
     search = BackgroundSearch()
-    search.begin(1, solver, problem_of(), 450, 10)
+    search.begin(1, solver, problem_of(), 450, PATIENCE_S)
     assert answer_of(search).solution is None
-    search.begin(2, solver_named("greedy"), problem_of(), 450, 10)
+    search.begin(2, solver_named("greedy"), problem_of(), 450, PATIENCE_S)
     assert answer_of(search).solution is not None
     search.close()
 
