@@ -10,7 +10,7 @@ from torch import nn
 from rockmate import PeakMemory, Rockmate
 from tests.module.steps import FEW_ROUNDS
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning")]
 
 ROWS, NARROW, CLASSES = 512, 32, 256
 

@@ -15,7 +15,8 @@ from tests.module.models import built
 from tests.module.steps import FEW_ROUNDS, assert_same_training, squares, train
 from tests.module.test_too_large import chain, large
 
-pytestmark = pytest.mark.ci
+# Gaps are those that the tests before have left in segments, too; what is reserved is no matter of these tests yet.
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning")]
 
 TINY = sorted(name for name in zoo.names() if "tiny" in name)
 BUDGETS = (1.0, 0.85, 0.7, 0.6, 0.5)
