@@ -285,3 +285,18 @@ def test_interrupted_before_any_plan_it_stops(monkeypatch):
     monkeypatch.setattr(Search, "work", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Auto(chain).solve(problem, budget_of(problem, 0.5))
+
+
+def test_where_nothing_takes_time_every_plan_that_fits_is_best():
+    for seed in range(20):
+        problem = random_problem(seed)
+        problem = replace(
+            problem,
+            forward=tuple(replace(op, time_ms=0.0, repeat_ms=None) for op in problem.forward),
+            backward=tuple(replace(op, time_ms=0.0) for op in problem.backward),
+        )
+        lowest, highest = (peak_and_time(problem, plan)[0] for plan in (least_peak(problem), problem.no_recompute))
+        for budget in {lowest, (lowest + highest) // 2}:
+            found = Auto(gap=0.0, limits=Limits(search_s=2, extra_s=0, gap=0.0)).solve(problem, budget)
+            assert found.status.fits
+            assert found.time_ms == 0

@@ -108,7 +108,10 @@ class Search:
     @property
     def gap(self) -> float:
         """The share of the best plan's time that a better one could save at most."""
-        return max(0.0, 1 - self.bound_ms / self.plans[0].time_ms) if self.plans else 1.0
+        if not self.plans:
+            return 1.0
+        best_ms = self.plans[0].time_ms
+        return max(0.0, 1 - self.bound_ms / best_ms) if best_ms > 0 else 0.0  # nothing takes less than no time
 
     def done(self) -> bool:
         """Whether the gap or the time limit is reached, or no plan can fit."""
@@ -217,7 +220,8 @@ class Search:
         """The next grouping of the relaxation, with its bound noted, and other work meanwhile."""
         best, rounds = self.plans[0] if self.plans else None, self.refinement.rounds
         incumbent = best.recompute if best else self.problem.no_recompute
-        overhead = best.time_ms / self.problem.keep_all_time_ms - 1 if best else 1.0
+        least_ms = self.problem.keep_all_time_ms
+        overhead = best.time_ms / least_ms - 1 if best and least_ms > 0 else 1.0
         gap = min(0.05, 0.25 * self.limits.gap / max(overhead, 1e-9))  # of the recomputation's time
         large = self.tables.count > LONG
         limit_s = max(1.0, (0.4 if rounds or large else 0.1) * self._left_s())
