@@ -39,6 +39,7 @@ from rockmate import PeakMemory, Rockmate, keep_freed_memory
 
 LONGEST, SHORTEST = 512, 32
 WIDTH, LAYERS, WORDS, ROWS = 256, 12, 8000, 4
+TURNS = 5  # in which a first step is measured
 FEW_WORDS = 50  # that batches are made of, which tiny models have, too
 EAGER, CHECKPOINT, PLANNED = "eager", "checkpoint", "rockmate"
 
@@ -153,15 +154,21 @@ def measure_new_lengths(
     unseen = [length for length in range(*ends) if length not in run.lengths]
     for length in unseen[:: max(1, len(unseen) // 24)]:
         batch = batch_of(length, 0, device)
-        beyond_s: list[float] = []
-        eager_s: list[float] = []
-        for _ in range(5):
-            planned._family._by_size._made.clear()
-            first_s = step_s(planned, batch, 0)
-            beyond_s.append(first_s - step_s(planned, batch, 0))
-            eager_s.append(step_s(eager, batch, 0))
-        run.new_length_ms.append(statistics.median(beyond_s) * 1e3)
-        run.new_length_share.append(statistics.median(beyond_s) / statistics.median(eager_s))
+        beyond_s, eager_s = beyond_first_s(planned, eager, batch)
+        run.new_length_ms.append(beyond_s * 1e3)
+        run.new_length_share.append(beyond_s / eager_s)
+
+
+def beyond_first_s(planned: Rockmate, eager: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """What the first step of a size takes beyond the next, which it takes turns with, and what an eager step takes."""
+    beyond_s: list[float] = []
+    eager_s: list[float] = []
+    for _ in range(TURNS):
+        planned._family._by_size._made.clear()
+        first_s = step_s(planned, batch, 0)
+        beyond_s.append(first_s - step_s(planned, batch, 0))
+        eager_s.append(step_s(eager, batch, 0))
+    return statistics.median(beyond_s), statistics.median(eager_s)
 
 
 def bars_of(run: Run) -> list[dict[str, Any]]:

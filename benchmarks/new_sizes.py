@@ -27,7 +27,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.lengths import is_same, peak_of, step_s
+from benchmarks.lengths import beyond_first_s, is_same, peak_of, step_s
 from benchmarks.reporting import (
     bar,
     circumstances,
@@ -46,7 +46,6 @@ from rockmate.planning.request import PlanRequest
 Size = tuple[int, ...]
 
 WORDS, ROWS = 1000, 4
-TURNS = 5
 SETTLED_S = 180.0  # no search goes on for longer: then it is told
 DEDICATED_S = 20.0  # for a plan of one size alone
 
@@ -73,9 +72,7 @@ class Row:
     beyond_ms: list[float] = field(default_factory=list)  # what the first step of a size takes beyond the next
     eager_ms: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)  # of first steps
-    against_dedicated: list[float] = field(
-        default_factory=list
-    )  # predicted: the plan in use, of one for the size alone
+    against_dedicated: list[float] = field(default_factory=list)  # predicted: the plan in use, of one of its own
     exact: bool = True
     settled: bool = True  # the background search had ended
 
@@ -206,19 +203,13 @@ def settle(planned: Rockmate, case: Case, seconds: float) -> bool:
 
 def measure_size(row: Row, planned: Rockmate, eager: nn.Module, batch: dict[str, torch.Tensor]) -> None:
     """Add what a size takes that was forgotten."""
-    by_size = planned._family._by_size
-    by_size._made.clear()
+    planned._family._by_size._made.clear()
     row.peak_bytes.append(peak_of(planned, batch))
     peak_of(eager, batch)
     row.exact = row.exact and is_same(eager, planned)
-    beyond_s, eager_s = [], []
-    for _ in range(TURNS):
-        by_size._made.clear()
-        first_s = step_s(planned, batch, 0)
-        beyond_s.append(first_s - step_s(planned, batch, 0))
-        eager_s.append(step_s(eager, batch, 0))
-    row.beyond_ms.append(statistics.median(beyond_s) * 1e3)
-    row.eager_ms.append(statistics.median(eager_s) * 1e3)
+    beyond_s, eager_s = beyond_first_s(planned, eager, batch)
+    row.beyond_ms.append(beyond_s * 1e3)
+    row.eager_ms.append(eager_s * 1e3)
 
 
 def against_dedicated(planned: Rockmate, batch: dict[str, torch.Tensor], seconds: float) -> float:

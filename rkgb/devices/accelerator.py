@@ -56,8 +56,9 @@ class Accelerator(Device):
         return int(free_bytes + stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"])
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: they belong to
-        what was there before."""
+        """Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: cuBLAS one for
+        each thread and stream. cuDNN, where it is to benchmark, tries algorithms out at the first run, with buffers of
+        any size. No later run takes them, so that they belong to what was there before."""
         run()
         self.synchronize()
 
@@ -121,6 +122,23 @@ class History(AllocationRecorder):
     def trace(self) -> list[dict[str, Any]]:
         """The history so far. Raises `RuntimeError` where a part of it is lost."""
         raise NotImplementedError
+
+
+def trace_of(snapshot: dict[str, Any], device: Accelerator, most_events: int) -> list[dict[str, Any]]:
+    """What the allocator of `device` did. Raises `RuntimeError` where it cannot have kept all of it."""
+    traces: list[list[dict[str, Any]]] = snapshot["device_traces"]  # of all devices, whichever was asked for
+    kind, index = device.kind, device.index
+    if index >= len(traces):
+        raise RuntimeError(
+            f"{kind.upper()}'s allocator has a history of {len(traces)} devices, and none of {kind}:{index}: its "
+            "memory cannot be measured. Is there such a device?"
+        )
+    if len(traces[index]) >= most_events:
+        raise RuntimeError(
+            f"{kind.upper()}'s allocator keeps the last {most_events} events, and more happened on {kind}:{index}: "
+            "memory cannot be measured over so many. Measure fewer steps at once."
+        )
+    return traces[index]
 
 
 def events_of(trace: list[dict[str, Any]]) -> list[AllocationEvent]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from rkgb.devices.accelerator import Accelerator, History
+from rkgb.devices.accelerator import Accelerator, History, trace_of
 from rkgb.devices.base import AllocationRecorder, AllocatorLevels
 from rkgb.devices.flags import getters, precisions
 
@@ -65,12 +64,6 @@ class Cuda(Accelerator):
     def recorder(self) -> AllocationRecorder:
         """By the history of its allocator."""
         return _History(self)
-
-    def warm_up(self, run: Callable[[], object]) -> None:
-        """cuBLAS takes one buffer for each thread and stream. cuDNN, where it is to benchmark, tries algorithms out at
-        the first run, with buffers of any size. No later run takes them, so that they belong to what was there before.
-        """
-        super().warm_up(run)
 
     def restart_levels(self) -> None:
         """From what is in use now."""
@@ -179,21 +172,4 @@ class _History(History):
             torch.cuda.memory._record_memory_history(None)
 
     def trace(self) -> list[dict[str, Any]]:
-        index = self.device.index
-        return _trace_of(torch.cuda.memory._snapshot(index), index, _MOST_EVENTS)
-
-
-def _trace_of(snapshot: dict[str, Any], index: int, most_events: int) -> list[dict[str, Any]]:
-    """What the allocator of device `index` did. Raises where it cannot have kept all of it."""
-    traces: list[list[dict[str, Any]]] = snapshot["device_traces"]  # of all devices, whichever was asked for
-    if index >= len(traces):
-        raise RuntimeError(
-            f"CUDA's allocator has a history of {len(traces)} devices, and none of cuda:{index}: its memory cannot be "
-            "measured. Is there such a device?"
-        )
-    if len(traces[index]) >= most_events:
-        raise RuntimeError(
-            f"CUDA's allocator keeps the last {most_events} events, and more happened on cuda:{index}: memory cannot "
-            "be measured over so many. Measure fewer steps at once."
-        )
-    return traces[index]
+        return trace_of(torch.cuda.memory._snapshot(self.device.index), self.device, _MOST_EVENTS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rkgb.devices.accelerator import Accelerator, History
+from rkgb.devices.accelerator import Accelerator, History, trace_of
 from rkgb.devices.base import AllocationRecorder
 
 _MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
@@ -55,11 +55,4 @@ class _History(History):
 
     def trace(self) -> list[dict[str, Any]]:
         snapshot: Any = torch.xpu.memory._snapshot
-        traces: list[list[dict[str, Any]]] = snapshot(self.device.index)["device_traces"]
-        found = traces[self.device.index]
-        if len(found) >= _MOST_EVENTS:
-            raise RuntimeError(
-                f"XPU's allocator keeps the last {_MOST_EVENTS} events, and more happened on {self.device.device}: "
-                "memory cannot be measured over so many. Measure fewer steps at once."
-            )
-        return found
+        return trace_of(snapshot(self.device.index), self.device, _MOST_EVENTS)

@@ -51,9 +51,7 @@ class FamilyPlans:
         by_stages = {one.stages: one for one in (KEEP_ALL, *decisions)}
         self._schedules = list(by_stages.values())
         self._sized: dict[PortablePlan, SizedPlan] = {}
-        self._recomputed: dict[
-            PortablePlan, Recompute
-        ] = {}  # what schedules recompute, by place: at all sizes the same
+        self._recomputed: dict[PortablePlan, Recompute] = {}  # by place, which is the same at all sizes
         self._too_large: dict[tuple[PortablePlan, int], Point] = {}  # sizes at which a schedule was above that budget
         self._highest: Point | None = None  # of each symbol the largest size of steps that ran; None before the first
         self._ran: set[PortablePlan] = set()  # schedules of which a step was measured
@@ -211,8 +209,7 @@ class FamilyPlans:
             over = self._too_large.get((decisions, budget_bytes))
             if over is not None and all(map(operator.ge, point, over)):
                 continue  # larger calls take more, as a rule; what it is for is to choose quickly
-            is_known = keep_all is not None and decisions == KEEP_ALL
-            cost = keep_all if keep_all is not None and is_known else self._cost(decisions, problem)
+            cost = (keep_all if decisions == KEEP_ALL else None) or self._cost(decisions, problem)
             if cost.peak_bytes > budget_bytes:
                 if over is None or all(map(operator.le, point, over)):
                     self._too_large[decisions, budget_bytes] = point

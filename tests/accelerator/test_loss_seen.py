@@ -5,26 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from rockmate import PeakMemory, Rockmate
+from tests.families.test_loss_seen import NARROW, ROWS, Classifier
 from tests.module.steps import FEW_ROUNDS
 
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning")]
-
-ROWS, NARROW, CLASSES = 512, 32, 256
-
-
-class Classifier(nn.Module):
-    """Small layers and many classes: what a cross-entropy takes is most of the step."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(NARROW, NARROW), nn.GELU())))
-        self.head = nn.Linear(NARROW, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.layers(x))
 
 
 def chosen(output):
