@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels, Device
+from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels, Device, Result
+from rkgb.process.turns import current_thread
 
 
 class Accelerator(Device):
@@ -62,6 +63,22 @@ class Accelerator(Device):
         run()
         self.synchronize()
 
+    def unwatched(self, run: Callable[[], Result]) -> Result:
+        """Between two stretches of the log that this thread has begun, if there is one: `run` is in neither."""
+        log = History.of(self)
+        if log is None or log.thread != current_thread():
+            return run()
+        log.pause()
+        try:
+            return run()
+        finally:
+            log.resume()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a log is recorded, in whichever thread."""
+        return History.of(self) is not None
+
     def restart_levels(self) -> None:
         """From what is in use now."""
         torch.accelerator.memory.reset_peak_memory_stats(self.index)
@@ -90,27 +107,57 @@ class Accelerator(Device):
 class History(AllocationRecorder):
     """What a caching allocator says that it did, in the form that PyTorch has for it."""
 
+    _running: ClassVar[dict[torch.device, History]] = {}  # one for each device: an allocator has one history
+
     def __init__(self, device: Accelerator) -> None:
         self.device = device
+        self.thread = current_thread()
+        self._place = torch.device(device.kind, device.index)
         self._before = 0
+        self._kept: list[AllocationEvent] = []  # of the stretches before the last pause
+
+    @classmethod
+    def of(cls, device: Accelerator) -> History | None:
+        """The one that is recorded now and not paused, if any."""
+        return cls._running.get(torch.device(device.kind, device.index)) if cls._running else None
 
     def start(self) -> None:
         self.device.synchronize()
         self.check()
+        self._begin()
+
+    def stop(self, error: BaseException | None) -> list[AllocationEvent]:
+        self._end()
+        return self._kept
+
+    def pause(self) -> None:
+        """Until `resume`, nothing is recorded, and another history may be. Raises as `stop`."""
+        self._end()
+        levels = self.device.levels()
+        self.levels_before = levels if self.levels_before is None else levels.or_higher(self.levels_before)
+
+    def resume(self) -> None:
+        """Go on, with levels that start anew."""
+        self.device.synchronize()
+        self._begin()
+        self.device.restart_levels()
+
+    def _begin(self) -> None:
         self.switch(True)
         try:
             self._before = len(self.trace())  # of an earlier recording, if the allocator still has it
         except BaseException:
             self.switch(False)
             raise
+        self._running[self._place] = self
 
-    def stop(self, error: BaseException | None) -> list[AllocationEvent]:
+    def _end(self) -> None:
         try:
             self.device.synchronize()
-            trace = self.trace()[self._before :]
+            self._kept += events_of(self.trace()[self._before :])
         finally:
+            self._running.pop(self._place, None)
             self.switch(False)
-        return events_of(trace)
 
     def check(self) -> None:
         """Raises `RuntimeError` where the allocator cannot be asked now."""

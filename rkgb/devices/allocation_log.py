@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from rkgb.devices.base import AllocationEvent, AllocationRecorder
+from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels
 from rkgb.devices.registry import device_of
 from rkgb.process.surroundings import profiler_is_prepared, profiler_is_taken
 from rkgb.process.turns import ALLOCATIONS
@@ -29,6 +29,8 @@ class AllocationLog:
     block are left out. Logs cannot be nested, nor run under another profiler, in whichever thread that was started; a
     log waits for that of another thread to end.
 
+    While planning has a log of its own on an accelerator, the user's is paused.
+
     Where a profiler of the user's is on elsewhere, the CPU's log is that of the profiler for one thread, which tells no
     addresses (`has_addresses`): a release is then taken for that of the latest block of its size. Within the user's
     own profiler, `Device.unwatched` is a place for it.
@@ -43,6 +45,7 @@ class AllocationLog:
         self.marks: list[int] = []
         self.has_addresses = True
         self._recorder: AllocationRecorder | None = None
+        self._levels_before: AllocatorLevels | None = None
 
     def mark(self) -> None:
         """Note this point in the order of events."""
@@ -65,6 +68,7 @@ class AllocationLog:
         assert self._recorder is not None
         try:
             self._split(self._recorder.stop(error))
+            self._levels_before = self._recorder.levels_before
         finally:
             ALLOCATIONS.release()
 
@@ -85,6 +89,11 @@ class AllocationLog:
             else:
                 continue
             self.events.append(event if size_bytes == event.size_bytes else replace(event, size_bytes=size_bytes))
+
+    @property
+    def levels_before(self) -> AllocatorLevels | None:
+        """The allocator's own, up to where the log was last paused; None where it was not. After the block."""
+        return self._levels_before
 
     @property
     def peak_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -37,11 +37,20 @@ class AllocatorLevels:
     most_allocated_bytes: int
     most_reserved_bytes: int  # taken from the device, gaps included
 
+    def or_higher(self, other: AllocatorLevels) -> AllocatorLevels:
+        """These, with the highest levels of both."""
+        return replace(
+            self,
+            most_allocated_bytes=max(self.most_allocated_bytes, other.most_allocated_bytes),
+            most_reserved_bytes=max(self.most_reserved_bytes, other.most_reserved_bytes),
+        )
+
 
 class AllocationRecorder(abc.ABC):
     """Records what is allocated on one device from `start` to `stop`. It is used once."""
 
     has_addresses: ClassVar[bool] = True  # else a release is taken for that of the latest block of its size
+    levels_before: AllocatorLevels | None = None  # the allocator's, of the stretch before the last pause
 
     @abc.abstractmethod
     def start(self) -> None:
@@ -134,8 +143,13 @@ class Device(abc.ABC):
         """Do `run` once, unobserved, where libraries take scratch memory at their first use and keep it."""
 
     def unwatched(self, run: Callable[[], Result]) -> Result:
-        """What `run` gives, which records allocations: where no profiler of the user's is in the way."""
+        """What `run` gives, which records allocations: where no profiler or log of the user's is in the way."""
         return run()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody waits for the highest levels, which nobody else is to let start anew."""
+        return False
 
     def restart_levels(self) -> None:
         """The highest levels of `levels` start anew."""

@@ -288,6 +288,9 @@ class PlansBySize:
             if found is None:
                 return None
             measured, planned = found
+            if planned.plan.peak_bytes > budget_bytes:
+                why = "between forward and backward more is taken than was assumed, as no loss was given"
+                self._told.of_loss(type(self._model).__name__, budget_bytes, why)
             member = Specialization(self._model, measured, planned, _settings=members[0].runner.settings)
             if plans.is_new_ground(planned):
                 is_within = self._is_within(member, call, request, budget_bytes, compared=plans.is_new)
@@ -322,6 +325,9 @@ class PlansBySize:
             try:
                 taken = if_it_fits(lambda: [step()])
             except GuardError:  # the data are of another branch
+                return None
+            except Exception:  # noqa: BLE001  such as where memory cannot be measured now: such a call by itself tells
+                self._refuse(measured.pattern.key)
                 return None
         if taken is None:
             return False

@@ -17,6 +17,7 @@ from typing import Any
 from rk_solvers import Problem, Solution, Solver
 from rk_solvers.liveness import peak_and_time
 from rkgb import Sample
+from rkgb.devices.registry import device_of
 from rkgb.process.ranks import has_other_ranks
 from rkgb.tree import leaves
 from rockmate.calls.specialization import Specialization
@@ -26,15 +27,18 @@ from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.memory.loss_window import LossWindow
 from rockmate.planning.background import BackgroundSearch, is_wanted
-from rockmate.planning.costs import LossCost
+from rockmate.planning.costs import LossCost, assumed_loss_cost
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.graph_solver import solver_for
 from rockmate.planning.measured import problem_of
 from rockmate.planning.request import PlanRequest
+from rockmate.units import format_bytes
 
 WORTH = 0.002  # of a step's time: a plan that gains less does not take the place of one that is there
 _MOST_PROBLEMS = 64
 _MOST_WINDOWS = 8  # forwards whose backward is to come
+_MOST_LOOKS = 6  # at losses that take more than is assumed, until two agree
+_SAME_LOSS = 0.01  # of the bytes: two steps that differ by less agree
 _FAMILY_S = 30.0  # of a search for one of many sizes, by the clock: of a core it has what nobody else wants
 
 
@@ -43,6 +47,15 @@ class _OfMember:
     """A search for a plan that was made in a hurry."""
 
     member: Specialization
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Better:
+    """What was found for a plan, or is to be found by the solver."""
+
+    member: Specialization
+    solver: Solver | str
+    why: str = ""  # the plan that is there exceeds the budget, where it does
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -65,8 +78,7 @@ class Improvements:
         self._search = BackgroundSearch()
         self._waiting: deque[Specialization] = deque()
         self._families: list[tuple[FamilyPlans, int]] = []  # each with its budget; the latest is the first to be asked
-        # By pattern: a plan, and what was found for it; None where it is still to be looked for.
-        self._found: dict[Hashable, tuple[Specialization, Solution | None]] = {}
+        self._found: dict[Hashable, Better] = {}  # by pattern
         self._windows: list[tuple[Specialization, LossWindow]] = []  # steps that show what a loss takes
         self._problems: list[Problem] = []  # of plans for which a better one was looked for
         self._looking = threading.Lock()
@@ -104,6 +116,8 @@ class Improvements:
         window = LossWindow.after(leaves(output), measured.device)
         if window is not None:
             self._windows.append((member, window))
+        elif device_of(measured.device).is_watched:
+            member.loss_is_settled = False  # a step that nobody else measures may show it
 
     def _plans_of(self, planned: PlanOfSize) -> FamilyPlans | None:
         return next((plans for plans, _ in self._families if plans.family is planned.sized.family), None)
@@ -123,19 +137,39 @@ class Improvements:
                 self._take_loss(member, window.peak_bytes, request)
 
     def _take_loss(self, member: Specialization, peak_bytes: int, request: PlanRequest) -> None:
-        """Correct what was measured for a plan by what its loss was seen to take, where that is less."""
+        """Correct what was measured for a plan by what its loss was seen to take: where that is more, twice."""
         plan, before = member.plan, member.measured
         measured = replace(before, loss=LossCost(0.0, peak_bytes, is_seen=True))
         measured.problem, measured.chain = problem_of(before.graphs, measured.loss, None, before.gradients)
         corrected_bytes = peak_and_time(measured.problem, plan.schedule)[0]
-        if corrected_bytes >= plan.peak_bytes:
-            return  # it may be of another module's step in between; what the loss takes is for the user to give
+        if corrected_bytes == plan.peak_bytes:
+            return
+        is_eager = not plan.recomputations and plan.budget_bytes == before.eager_peak_bytes
+        if corrected_bytes > plan.peak_bytes and (is_eager or not self._is_seen_twice(member, peak_bytes)):
+            return
         member.measured = measured
         member.planned.plan = replace(plan, peak_bytes=corrected_bytes, lower_bound_ms=None)
-        if is_wanted(request):
+        if corrected_bytes > plan.budget_bytes:
+            assumed_bytes = assumed_loss_cost(before.graphs.K_graph).peak_bytes
+            why = (
+                f"up to {format_bytes(corrected_bytes)}, as {format_bytes(peak_bytes)} are taken between forward and "
+                f"backward, where {format_bytes(assumed_bytes)} were assumed without a loss"
+            )
+            self._found[measured.pattern.key] = Better(member, request.solver, why)
+        elif is_wanted(request):
             self.ask_for(member, request)
         elif plan.recomputations:
-            self._found[measured.pattern.key] = member, None
+            self._found[measured.pattern.key] = Better(member, request.solver)
+
+    def _is_seen_twice(self, member: Specialization, peak_bytes: int) -> bool:
+        """Whether an earlier step took the same; where none did, the next one is looked at, too.
+
+        What is taken once may be of something else that runs between a forward and its backward.
+        """
+        is_known = any(abs(peak_bytes - seen_bytes) <= _SAME_LOSS * seen_bytes for seen_bytes in member.losses_bytes)
+        member.losses_bytes = (*member.losses_bytes, peak_bytes)
+        member.loss_is_settled = is_known or len(member.losses_bytes) >= _MOST_LOOKS
+        return is_known
 
     def ask_for(self, member: Specialization, request: PlanRequest) -> None:
         """Look for a better plan than that of `member`, if there may be one and it was made in a hurry."""
@@ -175,14 +209,9 @@ class Improvements:
         """Whether there is something better for such calls, to be tried."""
         return bool(self._found) and CallPattern.of(call).key in self._found
 
-    def better(self, call: Sample, request: PlanRequest) -> tuple[Specialization, Solver | str] | None:
+    def better(self, call: Sample) -> Better | None:
         """What was found for the plan of such calls, or what is to find it: it is tried once."""
-        member, solution = self._found.pop(CallPattern.of(call).key, (None, None))
-        if member is None:
-            return None
-        if solution is None:
-            return member, request.solver
-        return member, FixedPlan(PortablePlan.of(solution.schedule, solution.solver), solution.lower_bound_ms)
+        return self._found.pop(CallPattern.of(call).key, None)
 
     def _take(self, key: Hashable, solution: Solution | None) -> None:
         if solution is None or not solution.status.fits:
@@ -193,7 +222,8 @@ class Improvements:
         elif isinstance(key, _OfMember):
             planned = key.member.planned
             if solution.time_ms < (1 - WORTH) * planned.plan.time_ms:
-                self._found[key.member.measured.pattern.key] = key.member, solution
+                found = FixedPlan(PortablePlan.of(solution.schedule, solution.solver), solution.lower_bound_ms)
+                self._found[key.member.measured.pattern.key] = Better(key.member, found)
             elif solution.lower_bound_ms is not None:  # nothing better is there, and now it is known
                 bound_ms = min(solution.lower_bound_ms, planned.plan.time_ms)
                 planned.plan = replace(planned.plan, lower_bound_ms=max(planned.plan.lower_bound_ms or 0.0, bound_ms))

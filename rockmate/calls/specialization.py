@@ -35,6 +35,7 @@ class Specialization:
     _found_gradients: int = 0  # calls that found all gradients there, of which the plan makes some
     uses: int = 0  # calls since it was made
     ahead: bool = False  # made before such a call came
+    losses_bytes: tuple[int, ...] = ()  # what steps took between forward and backward, above what is assumed
     loss_is_settled: bool = False  # what its loss takes was seen in a step, or cannot be
     why_above: str = ""  # why its step takes more than the budget, where it does
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Solver
 from rkgb import GuardError, Sample, TraceError, make_sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.process.autocast import Autocast
@@ -23,6 +22,7 @@ from rockmate.calls.by_itself import ByItself, SettledCalls, first_clause, reaso
 from rockmate.calls.by_size import PlansBySize
 from rockmate.calls.fallbacks import FallbackCounts
 from rockmate.calls.given import GivenPlans
+from rockmate.calls.improvements import Better
 from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
 from rockmate.calls.remembered import RememberedCalls
@@ -61,8 +61,7 @@ from rockmate.units import format_bytes
 
 # Enough for every length that a collator pads to; what has not been used for longest goes.
 _MOST_PLANS = 64
-# A module that reads something else out of every batch, or whose batches never have the same size, would be planned for
-# ever: then what fits the budget without a plan runs without one.
+# What reads something else out of every batch would be planned for ever: what fits the budget runs without a plan then.
 _MOST_BRANCHES = 8  # plans for calls that are alike but for what the module reads
 _MOST_UNUSED = 16  # plans that no later call has used
 _MOST_FAILED = 8  # plannings that failed for one call after another
@@ -400,24 +399,25 @@ class Specializations:
 
     def _has_tried_better(self, call: Sample) -> bool:
         """Whether what was found in the background for `call` was tried just now, and taken where it is better."""
-        found, prefers = self._by_size.improvements.better(call, self.request), self._by_size.prefers(call)
+        found, prefers = self._by_size.improvements.better(call), self._by_size.prefers(call)
         traits = self._traits() if found is not None or prefers else None
-        if traits is not None and found is not None and any(one is found[0] for one in self.members):
-            self._take_better(call, traits, *found)
+        if traits is not None and found is not None and any(one is found.member for one in self.members):
+            self._take_better(call, traits, found)
         if traits is None or not self._by_size.prefers(call):
             return found is not None
         self._by_size.make(call, traits, self.members, asked_now(self.request, self._share, self._model))
         return True
 
-    def _take_better(self, call: Sample, traits: ModuleTraits, member: Specialization, solver: Solver | str) -> None:
-        """Follow what `solver` has found in place of the plan of `member`, if a real step is within the budget."""
+    def _take_better(self, call: Sample, traits: ModuleTraits, found: Better) -> None:
+        """Follow what was found in place of the plan that is there, if a real step is within the budget."""
+        member = found.member
         if self._mismatch(member, call, traits) is not None:
             return
-        request = replace(self.request, budget=member.plan.budget_bytes, solver=solver)
+        request = replace(self.request, budget=member.plan.budget_bytes, solver=found.solver)
         try:
             planned = plan_again(self._model, member.measured, call, request, member.measured.gradients)
         except Exception:  # noqa: BLE001  the plan that is there is as good as it was
-            return
+            return self._told.of_loss(type(self._model).__name__, member.plan.budget_bytes, found.why)
         self.members.remove([member])
         self.adopt(Specialization.of(self._model, *planned))
 

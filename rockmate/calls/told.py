@@ -57,6 +57,15 @@ class Told:
                 "same, and so is the plan."
             )
 
+    def of_loss(self, name: str, budget_bytes: int, why: str) -> None:
+        """That steps exceed the budget by what the loss takes, and no plan was found; nothing if `why` is empty."""
+        if why:
+            self.tell(
+                f"steps of {name} take more than their budget of {format_bytes(budget_bytes)}: {why}, and no plan was "
+                "found for that. Training goes on as it is. Raise the budget, or give the loss (loss=), which is then "
+                "measured by itself."
+            )
+
     def warn(self, warning: Warning) -> None:
         """Warn, at the line of the user's that called."""
         warnings.warn(warning, stacklevel=frames_to_the_user())

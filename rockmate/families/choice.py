@@ -30,7 +30,8 @@ _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
 _BEYOND = 1.05  # of a size that ran: what larger ones show by a step of their own, so near a one does not
 _WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
-_WORTH_OF_LOSS = 0.9  # of what is assumed: a loss that takes more is none to make plans anew for
+_WORTH_OF_LOSS = 0.9  # of what is assumed: a loss that takes no less is none to look for quicker plans for
+_SAME_SHARE = 0.05  # by which shares of what is assumed may differ, and tell of one loss all the same
 KEEP_ALL = PortablePlan((), KeepAll().name)
 
 
@@ -53,6 +54,7 @@ class FamilyPlans:
         self._sized: dict[PortablePlan, SizedPlan] = {}
         self._recomputed: dict[PortablePlan, Recompute] = {}  # by place, which is the same at all sizes
         self._too_large: dict[tuple[PortablePlan, int], Point] = {}  # sizes at which a schedule was above that budget
+        self._in_vain: list[tuple[int, Point]] = []  # budgets and sizes for which a search has found none
         self._highest: Point | None = None  # of each symbol the largest size of steps that ran; None before the first
         self._ran: set[PortablePlan] = set()  # schedules of which a step was measured
         self._extra_ms: dict[Point, tuple[float, float]] = {}  # of steps: beyond keeping all, and of keeping all
@@ -76,7 +78,11 @@ class FamilyPlans:
         measured = replace(
             base, sample=None, pattern=pattern, problem=problem, eager_peak_bytes=keep_all.peak_bytes, measuring_s=0.0
         )
-        best = self._best(point, problem, budget_bytes, keep_all) or self._found(measured, request, budget_bytes)
+        best = (
+            self._best(point, problem, budget_bytes, keep_all)
+            or self._found(measured, request, budget_bytes)
+            or self._least(problem, budget_bytes)
+        )
         if best is None:
             return None
         if len(self._extra_ms) < _MOST_SEEN:
@@ -156,6 +162,7 @@ class FamilyPlans:
         """A step of these sizes has shown what its loss takes; whether plans are to be made anew for that.
 
         At three sizes, it took at most a share of what was assumed: so it does at others, but for what does not grow.
+        Where it took more, and as much more at each size, it is the loss that does, and no accident.
         """
         self._losses[point] = peak_bytes
         if len(self._losses) != LEAST_MEMBERS:
@@ -163,13 +170,16 @@ class FamilyPlans:
         assumed = {known: self.family.problem_at(known).backward[0] for known in self._losses}
         if any(op.name != LOSS or not op.peak_bytes for op in assumed.values()):
             return False
-        share = max(seen_bytes / assumed[known].peak_bytes for known, seen_bytes in self._losses.items())
-        if share >= _WORTH_OF_LOSS:
+        shares = [seen_bytes / assumed[known].peak_bytes for known, seen_bytes in self._losses.items()]
+        is_less = max(shares) < _WORTH_OF_LOSS
+        is_more = min(shares) > 1 and max(shares) <= (1 + _SAME_SHARE) * min(shares)
+        if not is_less and not is_more:
             return False
-        self._loss = share, min(self._losses.values())
+        self._loss = max(shares), min(self._losses.values()) if is_less else 0
         self._searched.clear()
         self._extra_ms.clear()
         self._too_large.clear()
+        self._in_vain.clear()
         return True
 
     def _problem_at(self, point: Point) -> Problem:
@@ -178,7 +188,9 @@ class FamilyPlans:
         if self._loss is None:
             return problem
         (share, least_bytes), loss = self._loss, problem.backward[0]
-        peak_bytes = min(loss.peak_bytes, math.ceil(share * loss.peak_bytes) + least_bytes)
+        peak_bytes = math.ceil(share * loss.peak_bytes) + least_bytes
+        if share <= 1:
+            peak_bytes = min(peak_bytes, loss.peak_bytes)
         loss = replace(loss, peak_bytes=max(peak_bytes, loss.resident_bytes))
         return replace(problem, backward=(loss, *problem.backward[1:]))
 
@@ -233,16 +245,29 @@ class FamilyPlans:
 
     def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> _Cost | None:
         """A schedule for sizes for which none that is there fits."""
+        point = self.family.point_of(measured.pattern)
+        assert point is not None  # it is what the problem is of
+        if any(asked == budget_bytes and all(map(operator.ge, point, small)) for asked, small in self._in_vain):
+            return None
         quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request
         for allowed_bytes in dict.fromkeys((budget_bytes - room_of(budget_bytes), budget_bytes)):
             solution: Solution = solver_for(quick, measured).solve(measured.problem, allowed_bytes)
             if solution.status.fits:
                 break
         else:
+            self._in_vain.append((budget_bytes, point))
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)
         self._add(decisions)
         return self._cost(decisions, measured.problem)
+
+    def _least(self, problem: Problem, budget_bytes: int) -> _Cost | None:
+        """The schedule of lowest peak, where one would fit but for a loss that takes more than is assumed of one."""
+        if self._loss is None or self._loss[0] <= 1:
+            return None
+        least = min((self._cost(one, problem) for one in self._schedules), key=lambda cost: cost.peak_bytes)
+        beyond_bytes = math.ceil((1 - 1 / self._loss[0]) * problem.backward[0].peak_bytes)
+        return least if least.peak_bytes - beyond_bytes <= budget_bytes else None
 
     def _add(self, decisions: PortablePlan) -> None:
         others = [one for one in self._schedules if one not in (decisions, KEEP_ALL)]

@@ -25,9 +25,12 @@ class LossWindow:
 
     @staticmethod
     def after(outputs: Sequence[torch.Tensor], device: torch.device) -> LossWindow | None:
-        """The window that begins now; None where the device keeps no statistics. Their highest levels start anew."""
+        """The window that begins now; None where the device keeps no statistics, or the user waits for theirs.
+
+        Their highest levels start anew.
+        """
         at = device_of(device)
-        levels = at.levels()
+        levels = None if at.is_watched else at.levels()
         nodes = {id(tensor.grad_fn): tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         if levels is None or not nodes:
             return None

@@ -115,6 +115,7 @@ class PeakMemory:
         timeline = tuple(levels(log, self._entered_ns))
         before, now = self._at_entry, self._at.levels()
         if before is not None and now is not None:
+            now = now if log.levels_before is None else now.or_higher(log.levels_before)
             self._use = MemoryUse(
                 peak_bytes=now.most_allocated_bytes - before.allocated_bytes,
                 net_bytes=now.allocated_bytes - before.allocated_bytes,

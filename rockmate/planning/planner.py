@@ -179,6 +179,8 @@ def _tried(
     planned = _planned(measured, solution, asked.budget_bytes, module, asked.split)
     _refuse_more_than_there_is(planned.plan, measured.device)
     peak = measured_peak(module, planned.runner_for(module, measured), measured, request.loss)
+    if measured.loss is not None and measured.loss.is_seen:
+        peak = peak.or_higher(StepPeak(solution.peak_bytes))  # it is not in the step that was measured
     return _Tried(planned, solution, asked.target_bytes, peak)
 
 
@@ -277,8 +279,9 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
     if followed is not None:
         return followed
     if first and not isinstance(request.solver, FixedPlan):
-        # What is a hair above the budget on paper may fit: the step that follows tells.
-        keep_all = KeepAll().solve(measured.problem, round(budget_bytes * _BENEFIT_OF_DOUBT))
+        # What is a hair above the budget on paper may fit: the step that follows tells, but of no loss that was seen.
+        is_told = measured.loss is None or not measured.loss.is_seen
+        keep_all = KeepAll().solve(measured.problem, round(budget_bytes * (_BENEFIT_OF_DOUBT if is_told else 1)))
         if keep_all.status.fits:
             return keep_all
     solver = solver_for(request, measured, partial(_tell_news, request.progress))

@@ -161,6 +161,27 @@ def test_other_lengths_are_a_family(device):
     assert plans[-1] == plans[2], "lengths after the third were traced"
 
 
+def test_a_module_may_be_planned_within_peak_memory(device):
+    model, batch = built(chain).to(device), torch.randn(64, 32, device=device)
+    planned = Rockmate(copy.deepcopy(model), budget=0.6, loss=squares, limits=FEW_ROUNDS)
+    peaks = []
+    for _ in range(2):
+        planned.zero_grad()
+        with PeakMemory(device) as memory:
+            squares(planned(batch)).backward()
+        peaks.append(memory)
+    assert peaks[1].peak_bytes <= planned.plan.budget_bytes
+    assert peaks[0].peak_bytes >= peaks[1].peak_bytes
+    assert peaks[0].net_bytes >= peaks[1].net_bytes
+    before = torch.accelerator.memory.memory_allocated()
+    with PeakMemory(device) as memory:
+        kept = torch.zeros(1 << 20, device=device)
+        del kept
+        squares(Rockmate(model, budget=0.7, loss=squares, limits=FEW_ROUNDS)(batch)).backward()
+    assert memory.peak_bytes >= 4 << 20, "what was taken before the planning is forgotten"
+    assert torch.accelerator.memory.memory_allocated() - before == memory.net_bytes
+
+
 def test_plan_files_queries_and_the_check_of_a_plan(device, tmp_path):
     entry = zoo.get("gpt2-tiny", device=device)
     model = Rockmate(entry.model, entry.sample, 0.7, loss=entry.loss)
