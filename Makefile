@@ -29,8 +29,10 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
 IN_PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
+# What machines with a GPU, PyTorch and the usual libraries beside it lack; name others as in LACKING="msgspec rich".
+LACKING ?= fast-sugiyama msgspec platformdirs psutil
 
-.PHONY: help setup test test-ci test-accelerator test-all lint format types demo bench notebooks docs golden clean
+.PHONY: help setup test test-ci test-accelerator test-all lint format types demo bench gpu gpu-wheels notebooks docs golden clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +87,25 @@ demo: $(DEMO_STAMP) ## Train GPT-2 and ResNet-50 under three budgets; table and 
 
 bench: $(STAMP) ## Measure time and memory against eager and torch.utils.checkpoint
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# A machine with a GPU has PyTorch of its own and no network: what it lacks comes from $(WHEELS).
+WHEELS ?= .whl
+DEVICE ?= cuda
+OUT ?= first_hour_output
+SITE := $(OUT)/site
+gpu: $(if $(filter cuda,$(DEVICE)),gpu-site,$(STAMP)) ## All that a GPU is to show, into OUT=folder; DEVICE=cpu or testacc show that it runs
+	PYTHONPATH=.:solvers:$(SITE) $(if $(filter cuda,$(DEVICE)),$(PYTHON),$(abspath $(BIN))/python) \
+		benchmarks/first_hour.py --device $(DEVICE) --output $(OUT) $(ARGS)
+
+gpu-site:
+	@mkdir -p $(SITE)
+	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade --target $(SITE) \
+		$(wildcard $(WHEELS)/*.whl)
+
+gpu-wheels: $(STAMP) ## Fill .whl with what a machine with PyTorch and no network lacks
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: --dest $(WHEELS) \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+		--platform manylinux_2_34_x86_64 -c constraints.txt $(LACKING)
 
 notebooks: $(STAMP) ## Execute every notebook
 	$(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)

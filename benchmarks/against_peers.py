@@ -22,6 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.peers.bars import bars_of
+from benchmarks.peers.case import peak_of_eager
 from benchmarks.peers.families import Family
 from benchmarks.peers.measuring import LIMIT_S, TOLERANCES, Contender, line_up, result_of, time_all
 from benchmarks.peers.models import DTYPES, RECIPES, case_named
@@ -37,6 +38,7 @@ from benchmarks.reporting import (
     print_verdict,
     write_report,
 )
+from rkgb.devices.registry import device_of
 from rockmate import keep_freed_memory
 from rockmate.units import format_bytes
 
@@ -66,7 +68,8 @@ def run(name: str, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     torch._dynamo.reset()
     gc.collect()
-    case = case_named(name, options.device, options.quick, DTYPES[options.dtype], options.batch_factor)
+    factor = factor_for(name, options)
+    case = case_named(name, options.device, options.quick, DTYPES[options.dtype], factor)
     skipped = [family for family in Family if family.key in options.skip_families]
     peers = peers_for(options.shares or case.shares, skipped)
     if options.only:
@@ -86,11 +89,28 @@ def run(name: str, options: argparse.Namespace) -> None:
     minutes = round((time.perf_counter() - started) / 60, 1)
     report = {
         "model": name,
-        "circumstances": circumstances_of(options) | {"sittings": sittings, "minutes": minutes},
+        "circumstances": circumstances_of(options) | {"sittings": sittings, "minutes": minutes, "batch_factor": factor},
         "contenders": results,
         "bars": bars,
     }
     write_report(options.output, f"{file_name(report)}.json", report)
+
+
+def factor_for(name: str, options: argparse.Namespace) -> int | None:
+    """How many times larger batches are; None for those that the device has by default.
+
+    Eager steps of two sizes tell what a larger one takes, of which a part is to be filled.
+    """
+    if options.fill is None or options.quick:
+        return options.batch_factor
+    peaks = []
+    for factor in (1, 2):
+        peaks.append(peak_of_eager(case_named(name, options.device, options.quick, DTYPES[options.dtype], factor)))
+    available_bytes = device_of(torch.device(options.device)).available_bytes()
+    rest_bytes = options.fill * available_bytes - peaks[0]
+    factor = 1 + max(0, int(rest_bytes / max(1, peaks[1] - peaks[0])))
+    console.print(f"batches {factor} times larger fill {options.fill:.0%} of {format_bytes(available_bytes)}")
+    return factor
 
 
 def circumstances_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,6 +144,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     parser.add_argument("--batch-factor", type=int, help="so many times larger batches (default 1, on CUDA 8)")
     keys = [family.key for family in Family]
+    parser.add_argument("--fill", type=float, help="batches whose eager step takes this share of the free memory")
     parser.add_argument("--skip-families", nargs="+", choices=keys, default=[], metavar="FAMILY", help=", ".join(keys))
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only those whose labels have this in them")
     parser.add_argument("--shares", nargs="+", type=float, help="of the eager peak, for which we plan")

@@ -1,11 +1,13 @@
 """Write the tables of docs/benchmarks.md and docs/peers.md, and the pictures of this, from benchmarks/results/.
 
 python docs/make_tables.py
+python docs/make_tables.py --results folder --page page.md   # all results of a folder on one page
 """
 # a script, not a package
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -371,6 +373,39 @@ SECTIONS = {
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 
 
+def reserved_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of what allocators reserve over many steps: a table, and the bars."""
+    where = report["circumstances"]
+    segments = "expandable segments" if where["expandable"] else "segments of fixed sizes"
+    yield (
+        f"PyTorch {where['torch']}, {where['device']}, {segments}, the most of {where['steps']} steps, code at "
+        f"{where['code']}."
+    )
+    yield ""
+    headings = ["", "budget", "predicted", "allocated", "reserved", "reserved by the first", "eager's", "reserved"]
+    yield row(headings)
+    yield row(["---", *["--:"] * (len(headings) - 1)])
+    names = ("budget", "predicted", "allocated", "reserved", "first_reserved", "eager_allocated", "eager_reserved")
+    for result in report["rows"]:
+        sizes = [format_bytes(result[f"{name}_bytes"]) for name in names]
+        yield row([f"{result['model']} at {result['share']:g}", *sizes])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
+def page_of(folder: Path) -> str:
+    """One page of all results in a folder, such as those of a GPU's first hour."""
+    drawn = {"bytes": bytes_sections, "reserved": reserved_sections, "lengths": lengths_sections}
+    lines = []
+    for name, sections in drawn.items():
+        for path in sorted(folder.glob(f"{name}-*.json")):
+            lines += [f"## {path.stem}", "", *sections(_read(path)), ""]
+    reports = [_read(path) for path in peers.result_files(folder)]
+    if reports:
+        lines += ["## Beside other ways to train", "", *peers.sections(reports, "images"), ""]
+    return "\n".join(lines)
+
+
 def write_peers() -> None:
     """Write the page of other ways to train, and draw its pictures."""
     from benchmarks.peers import pareto
@@ -385,6 +420,20 @@ def write_peers() -> None:
 
 def main() -> None:
     """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="draw all of this folder on one page, and nothing else")
+    parser.add_argument("--page", type=Path, help="that page")
+    options = parser.parse_args()
+    if (options.results is None) != (options.page is None):
+        parser.error("--results and --page go together")
+    if options.page is None:
+        write_pages()
+    else:
+        options.page.write_text(page_of(options.results), encoding="utf-8")
+
+
+def write_pages() -> None:
+    """Write those of the documentation."""
     zoo, index = ROOT / "docs" / "schedule_zoo.md", ROOT / "rockmate" / "zoo" / "plans" / "index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     zoo.write_text(zoo_page(zoo.read_text(encoding="utf-8"), content), encoding="utf-8")
