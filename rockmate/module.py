@@ -65,6 +65,8 @@ class Rockmate(ModuleProxy):
             first plan is made, less 10 %.
         scope: "step" for a budget as above. "total" for one that bounds parameters, their gradients, buffers, the
             inputs and the optimizer's state as well: a fraction is then of what eager training takes in all.
+            "reserved" for one of what the device's caching allocator holds for a step above what was allocated before
+            it, gaps between tensors included: a fraction is then of what it holds for the eager step.
         optimizer: under scope "total", whose state is counted: an optimizer of the model's parameters, a class such
             as torch.optim.AdamW, or a function that makes one from a list of parameters. It is left as it was.
         loss: called on the model's output, returns the scalar of which training takes the backward. It

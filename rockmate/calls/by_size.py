@@ -360,8 +360,8 @@ class PlansBySize:
 
 def _may_be_family(one: Specialization, pattern: CallPattern, traits: ModuleTraits) -> bool:
     measured = one.measured
-    if measured.residents is not None or measured.traits != traits:
-        return False
+    if measured.residents is not None or one.plan.bounds_reserved or measured.traits != traits:
+        return False  # of what is measured of a step, sizes tell nothing
     mine = measured.pattern
     if mine.skeleton != pattern.skeleton or len(mine.traits) != len(pattern.traits):
         return False

@@ -519,13 +519,13 @@ class Specializations:
         """Take in a plan that is not the first, unless it exceeds the budget and the module itself takes no more."""
         plan = member.plan
         if member.exceeds:
-            assert plan.measured_peak_bytes is not None
+            least_bytes = plan.bounded_bytes or 0
             member.why_above = (
                 f"no plan was found within the budget of {format_bytes(plan.budget_bytes)}, and the least that was "
-                f"found takes {format_bytes(plan.measured_peak_bytes)}"
+                f"found takes {format_bytes(least_bytes)}"
             )
-            if plan.baseline_peak_bytes <= plan.measured_peak_bytes:
-                cause = BudgetTooSmall(member.why_above, plan.measured_peak_bytes, "", 0)
+            if plan.baseline_peak_bytes <= least_bytes and not plan.bounds_reserved:
+                cause = BudgetTooSmall(member.why_above, least_bytes, "", 0)
                 fits = plan.baseline_peak_bytes <= plan.budget_bytes
                 return ByItself(cause, now, OwnStep(fits, plan.baseline_peak_bytes))
         alike = [one for one in self.members.alike(now.call) if one.measured.traits == now.traits]
@@ -649,7 +649,7 @@ class Specializations:
         if not member.exceeds:
             return
         plan = member.plan
-        if self.fallbacks.count("BudgetTooSmall", member.why_above, "above the budget", plan.measured_peak_bytes):
+        if self.fallbacks.count("BudgetTooSmall", member.why_above, "above the budget", plan.bounded_bytes):
             self._told.warn(
                 FallbackWarning(
                     f"calls of {type(self._model).__name__} such as {plan.calls} run above the budget: "

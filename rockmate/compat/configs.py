@@ -14,7 +14,7 @@ from rkgb import RockmateError
 from rockmate import module
 from rockmate.compat.configured import configured, options_of
 from rockmate.memory.budget import check_budget
-from rockmate.memory.split import Scope
+from rockmate.memory.split import SCOPES, Scope
 from rockmate.options import SHAPES, Shapes
 from rockmate.planning.request import limits_of
 
@@ -102,7 +102,7 @@ def _checked(config: Config) -> Config:
         check_budget(config.budget)
     except RockmateError as error:
         raise ConfigError(str(error)) from None
-    if config.scope not in ("step", "total") or config.shapes not in SHAPES:
+    if config.scope not in SCOPES or config.shapes not in SHAPES:
         raise ConfigError(f"scope is {config.scope!r} and shapes is {config.shapes!r}: one of them is not known.")
     if not (config.time_limit is None or config.time_limit >= 0) or not 0 <= config.gap < 1:
         raise ConfigError(f"time_limit is {config.time_limit!r} and gap is {config.gap!r}: give seconds, and a share.")

@@ -9,6 +9,7 @@ import torch
 
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.registry import KINDS, device_of
+from rockmate.errors import BudgetError
 from rockmate.units import format_bytes
 
 # Part of the budget that an allocator may reserve beyond it, in gaps, before a warning says so.
@@ -71,6 +72,15 @@ def end_peak(device: torch.device, before_bytes: int, logged_bytes: int) -> Step
         return StepPeak(logged_bytes)
     allocated_bytes = levels.most_allocated_bytes - before_bytes
     return StepPeak(max(logged_bytes, allocated_bytes), max(0, levels.most_reserved_bytes - before_bytes))
+
+
+def refuse_uncounted(device: torch.device) -> None:
+    """Raise `BudgetError` where nothing tells what the allocator of `device` reserves."""
+    if device_of(device).levels() is None:
+        raise BudgetError(
+            f'scope="reserved" is for devices whose allocator holds more than it hands out, and says how much: that of '
+            f'{device} does not. Give scope="step", for what tensors take there.'
+        )
 
 
 # ---- fragmentation -----------------------------------------------------------------------------------------

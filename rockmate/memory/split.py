@@ -16,8 +16,8 @@ from rockmate.errors import BudgetError, OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer
 from rockmate.units import format_bytes
 
-Scope = Literal["step", "total"]
-SCOPES = ("step", "total")
+Scope = Literal["step", "total", "reserved"]
+SCOPES = ("step", "total", "reserved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,17 @@ def check_scope(scope: object, optimizer: object) -> None:
     """Raise `BudgetError` for no scope, `OptimizerError` for what is no optimizer or would not be counted."""
     if scope not in SCOPES:
         raise BudgetError(
-            f'scope is {scope!r}; give "step", for a budget of what a step takes above what was there before it, or '
-            '"total", for one of parameters, gradients, optimizer state, buffers and inputs too.'
+            f'scope is {scope!r}; give "step", for a budget of what a step takes above what was there before it, '
+            '"total", for one of parameters, gradients, optimizer state, buffers and inputs too, or "reserved", for '
+            "one of what an accelerator's allocator holds for a step, gaps included."
         )
     if optimizer is None:
         return
     check_optimizer(optimizer)
-    if scope == "step":
+    if scope != "total":
         raise OptimizerError(
-            'an optimizer is given, but scope is "step": a budget of the step leaves the optimizer\'s state out. Say '
-            'scope="total" to count it, or leave the optimizer out.'
+            f'an optimizer is given, but scope is "{scope}": a budget of the step leaves the optimizer\'s state out. '
+            'Say scope="total" to count it, or leave the optimizer out.'
         )
 
 

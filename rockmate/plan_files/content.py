@@ -107,7 +107,7 @@ class Measurements(Record, frozen=True):
 class Asked(Record, frozen=True):
     """What planning was asked for that decides the graph or what the plan means."""
 
-    scope: Literal["step", "total"] = "step"
+    scope: Literal["step", "total", "reserved"] = "step"
     pinned: tuple[str, ...] = ()  # operations that are never recomputed
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation
     gradients: tuple[str, ...] = ()  # parameters whose gradients are there before the step, which adds to them
@@ -244,7 +244,8 @@ class PlanFile(Record, frozen=True):
     def plan(self) -> Plan:
         """The plan, as a planned module has it."""
         numbers = {name: getattr(self.promise, name) for name in Promise.__struct_fields__ if name != "gap"}
-        return Plan(schedule=self.parsed_schedule, calls=self.graph.calls, **numbers)
+        bounds_reserved = self.asked.scope == "reserved"
+        return Plan(schedule=self.parsed_schedule, calls=self.graph.calls, bounds_reserved=bounds_reserved, **numbers)
 
     @property
     def parsed_schedule(self) -> Schedule:

@@ -184,9 +184,10 @@ def _check_peak(model: torch.nn.Module, measured: Measured, planned: LoweredPlan
     """One real step: with other threads, or on a processor that nobody tells, libraries take other scratch memory."""
     plan = planned.plan
     peak = measured_peak(model, planned.runner_for(model, measured), measured, request.loss)
-    if peak.allocated_bytes > plan.budget_bytes:
-        _refuse_peak(plan.budget_bytes, peak.allocated_bytes)
-    planned.plan = replace(plan, measured_peak_bytes=peak.allocated_bytes, measured_reserved_bytes=peak.reserved_bytes)
+    plan = replace(plan, measured_peak_bytes=peak.allocated_bytes, measured_reserved_bytes=peak.reserved_bytes)
+    if (plan.bounded_bytes or 0) > plan.budget_bytes:
+        _refuse_peak(plan.budget_bytes, plan.bounded_bytes or 0)
+    planned.plan = plan
 
 
 def _tell_followed(why: str) -> None:

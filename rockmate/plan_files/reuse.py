@@ -67,9 +67,8 @@ def plan_or_reuse(
             measured, planned = plan_with_others(measured, request, model, make_plan)
             _tell_poor_plan(planned, request)
             planned.plan = replace(planned.plan, planning_peak_bytes=resident.rise_bytes())
-            within = planned.plan.measured_peak_bytes is None or (
-                planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
-            )
+            taken_bytes = planned.plan.bounded_bytes
+            within = taken_bytes is None or taken_bytes <= planned.plan.budget_bytes
             if key is not None and planned.is_complete and within:
                 cache.put(key, plan_file_of(model, measured, planned.plan, request))
         else:

@@ -30,6 +30,7 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.sharded import refuse_collectives
+from rockmate.memory.allocators import refuse_uncounted
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import (
     Residents,
@@ -73,6 +74,7 @@ class Measured:
     numbers: RunTimeNumbers | None = None  # those of the calls and the settings with which the code computes
     # Peak of the step with the model's own checkpointing, which is switched on; None where there is none.
     checkpointed_peak_bytes: int | None = None
+    reserved_now_bytes: int | None = None  # by the step as the user has the model; None where nobody asked
     asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
     threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
 
@@ -141,9 +143,10 @@ def trace_model(
     refuse_devices(model, arguments)
     refuse_without_data(model, arguments)
     check_pins(model, request.pin)
-    state_bytes = None  # known before what takes minutes
-    if request.scope == "total":
-        place = main_device(module_devices(model, arguments.tensors))
+    place, state_bytes = main_device(module_devices(model, arguments.tensors)), None  # known before what takes minutes
+    if request.scope == "reserved":
+        refuse_uncounted(place)
+    elif request.scope == "total":
         state_bytes = optimizer_state_bytes(request.optimizer, model.parameters(), place)
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *arguments.tensors)):
         raise NothingToTrain(
@@ -224,13 +227,15 @@ def _measure_eager(model: torch.nn.Module, measured: Measured, request: PlanRequ
         graph = measured.graphs.D_graph
         borrow = partial(borrowed_with_gradients, model, {measured.device}, graph, measured.gradients)
         step = partial(eager_peak_bytes, model, measured.sample, request.loss, measured.device)
-        eager = step(keep_all_peak, measured.residents, borrow)
+        eager = now = step(keep_all_peak, measured.residents, borrow)
         if is_switched_off():
             with as_it_was():
-                measured.checkpointed_peak_bytes = step(0, measured.residents, borrow)
+                now = step(0, measured.residents, borrow)
+            measured.checkpointed_peak_bytes = None if now is None else now.allocated_bytes
     if eager is None:
         request.progress("eager step (predicted: it does not fit the memory)", 0, 1)
-    measured.eager_peak_bytes = keep_all_peak if eager is None else eager
+    measured.eager_peak_bytes = keep_all_peak if eager is None else eager.allocated_bytes
+    measured.reserved_now_bytes = None if now is None else now.reserved_bytes
     request.progress("eager step", 1, 1)
 
 

@@ -30,6 +30,7 @@ class Plan:
     memory_split: MemorySplit | None = None  # of a budget for all of training; None of one for the step
     # What CUDA's allocator held at most in that real step, gaps included, above what was allocated before it.
     measured_reserved_bytes: int | None = None  # None on the CPU
+    bounds_reserved: bool = False  # whether the budget is of that, and not of what is allocated
     calls: str = ""  # the tensors of the calls that it is for
     # Of the gradients that are there before the step, which adds to them; 0 where it is for steps that make them all.
     gradient_bytes: int = 0
@@ -42,6 +43,11 @@ class Plan:
     def whole_budget_bytes(self) -> int:
         """The budget as it was given: of the step, or of all of training."""
         return self.budget_bytes if self.memory_split is None else self.memory_split.total_bytes
+
+    @property
+    def bounded_bytes(self) -> int | None:
+        """What was measured of that which the budget is for; None where nothing was."""
+        return self.measured_reserved_bytes if self.bounds_reserved else self.measured_peak_bytes
 
     @property
     def gap(self) -> float | None:

@@ -90,12 +90,11 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     budget_bytes, split = _resolved(measured, request)
     tried = _tried_within(measured, request, module, budget_bytes, split)
     whole = _is_the_whole_step(request) and measured.checkpointed_peak_bytes is None
-    if whole and tried.peak.allocated_bytes > budget_bytes:
+    if whole and _bounded_bytes(tried.peak, request) > budget_bytes:
         tried = _tried_as_eager(measured, request, module, split)
         budget_bytes = tried.planned.plan.budget_bytes
     planned, solution, target_bytes, peak = tried
-    peak_bytes = peak.allocated_bytes
-    if peak_bytes > budget_bytes and not request.may_exceed:
+    if _bounded_bytes(peak, request) > budget_bytes and not request.may_exceed:
         told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
         needed_bytes = _with_margin(tried, measured, request, module)
         raise too_small(measured, solution, budget_bytes, needed_bytes, told, request)
@@ -108,12 +107,14 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     planned.plan = replace(
         planned.plan,
         planning_s=planning_s,
-        measured_peak_bytes=peak_bytes,
+        measured_peak_bytes=peak.allocated_bytes,
         measured_reserved_bytes=peak.reserved_bytes,
+        bounds_reserved=request.scope == "reserved",
         lower_bound_ms=bound_ms,
     )
     planned.is_out_of_time = solution.out_of_time
-    _tell_fragmentation(peak, budget_bytes, measured.device)
+    if request.scope != "reserved":
+        _tell_fragmentation(peak, budget_bytes, measured.device)
     return planned
 
 
@@ -155,7 +156,7 @@ def _tried_within(
         if tried is None:  # gaps, and buffers of libraries, take what the tensors leave
             target_bytes -= int((attempt + 1) * _FOR_GAPS * target_bytes)
             continue
-        peak_bytes = tried.peak.allocated_bytes
+        peak_bytes = _bounded_bytes(tried.peak, request)
         if peak_bytes <= budget_bytes or not solution.status.fits:
             return tried  # whatever was predicted: this was measured
         if solution.peak_bytes > target_bytes:
@@ -163,6 +164,14 @@ def _tried_within(
         # The prediction was short by this much: ask for that much less, and more so each time.
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     return _tried(measured, request, module, _solve(measured, request, 1, False), _Asked(budget_bytes, 1, split))
+
+
+def _bounded_bytes(peak: StepPeak, request: PlanRequest) -> int:
+    """What the budget bounds of a step. Gaps between tensors are not planned: a plan for less leaves room for them."""
+    if request.scope != "reserved":
+        return peak.allocated_bytes
+    assert peak.reserved_bytes is not None  # other devices are refused
+    return max(peak.allocated_bytes, peak.reserved_bytes)
 
 
 class _Asked(NamedTuple):
@@ -207,7 +216,7 @@ def _tried_as_eager(
     """The plan that keeps everything, as eager does, under what its step takes: eager's own peak may vary so much."""
     solution = KeepAll().solve(measured.problem, sys.maxsize)
     peak = _tried(measured, request, module, solution, _Asked(measured.eager_peak_bytes, sys.maxsize, split)).peak
-    peak_bytes = peak.allocated_bytes
+    peak_bytes = _bounded_bytes(peak, request)
     if split is not None:
         split = replace(split, total_bytes=split.total_bytes + peak_bytes - split.step_bytes)
     return _Tried(_planned(measured, solution, peak_bytes, module, split), solution, peak_bytes, peak)
@@ -218,10 +227,10 @@ def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module
 
     Steps take the same bytes but for workspaces that differ from run to run, as those of some FFTs do.
     """
-    peaks = [tried.peak.allocated_bytes]
+    peaks = [_bounded_bytes(tried.peak, request)]
     for _ in range(_STEPS_OF_A_REFUSAL):
         runner = tried.planned.runner_for(module, measured)
-        peaks.append(measured_peak(module, runner, measured, request.loss).allocated_bytes)
+        peaks.append(_bounded_bytes(measured_peak(module, runner, measured, request.loss), request))
     return max(peaks) + (max(peaks) - min(peaks))
 
 
@@ -247,7 +256,10 @@ def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySpli
     """The step's budget in bytes; how it was split off where the user's is for all of training."""
     held = measured.residents
     if held is None:
-        return resolve_budget(request.budget, measured.peak_now_bytes, measured.device), None
+        now_bytes = measured.peak_now_bytes
+        if request.scope == "reserved":
+            now_bytes = max(now_bytes, measured.reserved_now_bytes or 0)
+        return resolve_budget(request.budget, now_bytes, measured.device), None
     eager_bytes = held.total_bytes + measured.peak_now_bytes
     total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes, held.total_bytes)
     split = MemorySplit(total_bytes, held)

@@ -124,7 +124,7 @@ def eager_peak_bytes(
     keep_all_peak_bytes: int,
     residents: Residents | None,
     borrow: Callable[[], AbstractContextManager[None]],
-) -> int | None:
+) -> StepPeak | None:
     """Peak of the eager step, measured within `borrow`; None where eager does not fit the device.
 
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
@@ -132,13 +132,15 @@ def eager_peak_bytes(
     if device_of(device).overcommits and keep_all_peak_bytes > device_of(device).available_bytes():
         return None  # not even tried: where the system promises more than it has, it would end the process
 
-    def run() -> int:
+    def run() -> StepPeak:
         warm_step(model, sample, loss, device, borrow)
         with borrow():
-            return _real_peak_bytes(model, sample, loss, device, residents).allocated_bytes
+            return _real_peak_bytes(model, sample, loss, device, residents)
 
     measured = if_it_fits(run)
-    return max(measured, keep_all_peak_bytes) if measured is not None and loss is None else measured
+    if measured is None or loss is not None:
+        return measured
+    return measured.or_higher(StepPeak(keep_all_peak_bytes, measured.reserved_bytes and keep_all_peak_bytes))
 
 
 def own_step_bytes(

@@ -57,7 +57,7 @@ def max_batch(
 
     Raises:
         BudgetTooSmall: the smallest batch that can be tried does not fit.
-        BudgetError: the budget is a part of the eager peak.
+        BudgetError: the budget is a part of the eager peak, or of what an allocator reserves.
         BatchError: the batch dimension of a module is not found; the message tells what was tried.
         ArgumentError: `start` or `most` is no batch.
     """
@@ -74,6 +74,11 @@ def max_batch(
         raise BudgetError(
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
             'as "8GiB", or None for the free memory.'
+        )
+    if options.scope == "reserved":
+        raise BudgetError(
+            'scope="reserved" is measured of one batch at a time: search with scope="step" and a budget somewhat '
+            "lower, and plan the batch that is found."
         )
     if isinstance(model, torch.nn.Module):
         with left_as_it_was(model, make_sample(model, sample)):

@@ -104,6 +104,8 @@ def origin(plan_file: PlanFile) -> tuple[Fact, ...]:
     ]
     if asked.scope == "total":
         found.append(Fact("Budget of", "all of training", "what it leaves to the step is shown"))
+    if asked.scope == "reserved":
+        found.append(Fact("Budget of", "reserved memory", "gaps between tensors are in it"))
     if asked.pinned:
         found.append(Fact("Pinned", f"{len(asked.pinned)} operations", "never recomputed"))
     if asked.opaque:

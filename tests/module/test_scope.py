@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from rkgb.devices.allocation_log import AllocationLog
-from rockmate import BudgetError, BudgetTooSmall, Rockmate
+from rockmate import BudgetError, BudgetTooSmall, Rockmate, max_batch
 from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import count_residents
@@ -291,6 +291,15 @@ def test_a_total_that_is_too_small_tells_its_parts_and_what_would_do(budget):
 
 def depth_of(depth: int):
     return lambda: Layers(depth)
+
+
+def test_a_budget_of_reserved_bytes_is_refused_where_nothing_is_reserved():
+    with pytest.raises(BudgetError, match=re.escape('that of cpu does not. Give scope="step"')):
+        Rockmate(Layers(2), torch.randn(4, WIDTH), 0.5, scope="reserved")
+    with pytest.raises(BudgetError, match="measured of one batch at a time"):
+        max_batch(Layers(2), torch.randn(4, WIDTH), "1 GiB", scope="reserved")
+    with pytest.raises(OptimizerError, match='scope is "reserved": a budget of the step'):
+        Rockmate(Layers(2), torch.randn(4, WIDTH), 0.5, scope="reserved", optimizer=ADAMW)
 
 
 @pytest.mark.parametrize("scope", ["all", None, "Total", 1, ["total"]])

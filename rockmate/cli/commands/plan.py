@@ -15,6 +15,7 @@ from rockmate.cli.options import BudgetText, Chosen, OutputFile, output_options,
 from rockmate.cli.output import GOOD, tell, tell_json, wants_progress
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Target, TargetError
+from rockmate.memory.split import SCOPES
 from rockmate.module import Rockmate
 from rockmate.queries.verification import OPTIMIZERS
 
@@ -38,10 +39,11 @@ from rockmate.queries.verification import OPTIMIZERS
 )
 @click.option(
     "--scope",
-    type=click.Choice(["step", "total"]),
+    type=click.Choice(list(SCOPES)),
     default="step",
     show_default=True,
-    help="What the budget bounds: a step, or all that training holds, parameters and optimizer state included.",
+    help="What the budget bounds: a step, all that training holds, parameters and optimizer state included, or what a "
+    "GPU's allocator reserves for a step.",
 )
 @click.option(
     "--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Under --scope total, whose state is in the budget."
