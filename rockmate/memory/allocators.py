@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,18 +29,31 @@ class StepPeak:
 
     allocated_bytes: int
     reserved_bytes: int | None = None
+    before_bytes: int = 0  # allocated before it, where the allocator tells
 
     def above(self, resident_bytes: int) -> StepPeak:
         """The same step, where so many of its bytes count as having been there before."""
         reserved = self.reserved_bytes
-        return StepPeak(
-            self.allocated_bytes - resident_bytes, None if reserved is None else max(0, reserved - resident_bytes)
+        return replace(
+            self,
+            allocated_bytes=self.allocated_bytes - resident_bytes,
+            reserved_bytes=None if reserved is None else max(0, reserved - resident_bytes),
         )
+
+    def of_training(self, before_bytes: int) -> StepPeak:
+        """The same step, before which so many bytes were allocated, and the rest was planning's own, such as a sample.
+
+        All of what the allocator held counts, also where it was planning that needed it.
+        """
+        own_bytes = max(0, self.before_bytes - before_bytes)
+        reserved = self.reserved_bytes
+        return replace(self, reserved_bytes=None if reserved is None else reserved + own_bytes)
 
     def or_higher(self, other: StepPeak) -> StepPeak:
         """The most of each of two steps."""
         reserved = [peak.reserved_bytes for peak in (self, other) if peak.reserved_bytes is not None]
-        return StepPeak(max(self.allocated_bytes, other.allocated_bytes), max(reserved, default=None))
+        allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
+        return StepPeak(allocated_bytes, max(reserved, default=None), min(self.before_bytes, other.before_bytes))
 
 
 def start_peak(device: torch.device) -> int:
@@ -59,6 +72,12 @@ def start_peak(device: torch.device) -> int:
     return 0 if levels is None else levels.allocated_bytes
 
 
+def allocated_now_bytes(device: torch.device) -> int:
+    """As the allocator tells, which waits for nothing; 0 where it keeps no count."""
+    levels = device_of(device).levels()
+    return 0 if levels is None else levels.allocated_bytes
+
+
 def end_peak(device: torch.device, before_bytes: int, logged_bytes: int) -> StepPeak:
     """The peak since `start_peak`, which told `before_bytes`. `logged_bytes` is that of an `AllocationLog`.
 
@@ -71,7 +90,8 @@ def end_peak(device: torch.device, before_bytes: int, logged_bytes: int) -> Step
     if levels is None:
         return StepPeak(logged_bytes)
     allocated_bytes = levels.most_allocated_bytes - before_bytes
-    return StepPeak(max(logged_bytes, allocated_bytes), max(0, levels.most_reserved_bytes - before_bytes))
+    reserved_bytes = max(0, levels.most_reserved_bytes - before_bytes)
+    return StepPeak(max(logged_bytes, allocated_bytes), reserved_bytes, before_bytes)
 
 
 def refuse_uncounted(device: torch.device) -> None:
@@ -100,7 +120,7 @@ def fragmentation_text(peak: StepPeak, budget_bytes: int, device: torch.device) 
         f"a step of this plan allocates {format_bytes(peak.allocated_bytes)} of its budget of "
         f"{format_bytes(budget_bytes)}, but the allocator of {device} reserves {format_bytes(reserved_bytes)} for it, "
         f"{reserved_bytes / budget_bytes - 1:+.0%}: the rest are gaps, which no other tensor fits. "
-        f"{device_of(device).gaps_advice()}"
+        f'{device_of(device).gaps_advice()} With scope="reserved" a budget bounds what is reserved.'
     )
 
 

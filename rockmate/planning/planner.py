@@ -27,7 +27,7 @@ from rockmate.guards.attributes import BoundSettings
 from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.sharded import refuse_what_spans_ranks
-from rockmate.memory.allocators import StepPeak, fragmentation_text
+from rockmate.memory.allocators import StepPeak, allocated_now_bytes, fragmentation_text
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.costs import LossFunction
@@ -90,7 +90,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     budget_bytes, split = _resolved(measured, request)
     tried = _tried_within(measured, request, module, budget_bytes, split)
     whole = _is_the_whole_step(request) and measured.checkpointed_peak_bytes is None
-    if whole and _bounded_bytes(tried.peak, request) > budget_bytes:
+    if whole and (request.scope == "reserved" or tried.peak.allocated_bytes > budget_bytes):
         tried = _tried_as_eager(measured, request, module, split)
         budget_bytes = tried.planned.plan.budget_bytes
     planned, solution, target_bytes, peak = tried
@@ -352,8 +352,10 @@ def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, l
     borrow = partial(borrowed_with_gradients, module, {measured.device}, graph, measured.gradients)
     with out_of_memory_told(doing, "Free some memory first."), for_planning(module):
         warm_step(runner, measured.sample, loss, measured.device, borrow)
+        before_bytes = allocated_now_bytes(measured.device)
         with borrow():
-            return real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
+            peak = real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
+    return peak.of_training(before_bytes)
 
 
 @contextlib.contextmanager

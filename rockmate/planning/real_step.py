@@ -20,7 +20,7 @@ from rkgb.state.attributes import FreshTensors, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_state_kept
 from rkgb.tree import leaves
-from rockmate.memory.allocators import StepPeak, end_peak, start_peak
+from rockmate.memory.allocators import StepPeak, allocated_now_bytes, end_peak, start_peak
 from rockmate.memory.split import Residents
 from rockmate.planning.costs import LossFunction, evaluate_loss
 from rockmate.units import format_bytes
@@ -134,8 +134,9 @@ def eager_peak_bytes(
 
     def run() -> StepPeak:
         warm_step(model, sample, loss, device, borrow)
+        before_bytes = allocated_now_bytes(device)
         with borrow():
-            return _real_peak_bytes(model, sample, loss, device, residents)
+            return _real_peak_bytes(model, sample, loss, device, residents).of_training(before_bytes)
 
     measured = if_it_fits(run)
     if measured is None or loss is not None:

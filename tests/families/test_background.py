@@ -16,8 +16,10 @@ from rk_solvers import Data, ForwardOp, Limits, Problem, Solver, solver_named
 from rk_solvers.problem import BackwardOp
 from rk_solvers.side_process import SideProcessWarning
 from rockmate import PlanOptions, Rockmate
+from rockmate.calls.improvements import Better
 from rockmate.planning import background
 from rockmate.planning.background import BackgroundSearch, is_wanted
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.request import PlanRequest
 from tests.module.steps import FEW_ROUNDS, assert_same_step, squares
 
@@ -194,7 +196,8 @@ def test_a_better_plan_that_takes_more_than_the_budget_is_left(wanted, monkeypat
     module = Rockmate(model, torch.randn(64, 32), 0.45, loss=squares, plan_in_background=False, limits=FEW_ROUNDS)
     (member,) = module._family.members
     least = solver_named("keep-all").solve(member.measured.problem, 1 << 40)
-    module._family._by_size.improvements._found[member.measured.pattern.key] = member, least
+    better = Better(member, FixedPlan(PortablePlan.of(least.schedule, least.solver)))
+    module._family._by_size.improvements._found[member.measured.pattern.key] = better
     assert_same_step(module, copy.deepcopy(model), torch.randn(64, 32))
     assert module._family.members[0] is member
     assert not module._family._by_size.improvements._found

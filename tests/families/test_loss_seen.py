@@ -198,7 +198,7 @@ def test_where_no_plan_fits_what_the_loss_takes_it_is_told_once_and_training_goe
     texts = [str(one.message) for one in told if issubclass(one.category, ReplanWarning)]
     assert len(texts) == 1
     assert "take more than their budget" in texts[0]
-    assert "954 MiB are taken between forward and backward, where 1.5 MiB were assumed" in texts[0]
+    assert "954 MiB are taken between forward and backward, where 1.50 MiB were assumed" in texts[0]
     assert len(planned.plans) == 1
 
 

@@ -83,7 +83,7 @@ def test_what_planning_left_in_the_cache_counts_for_no_step(allocator):
     before = start_peak(CUDA)
     allocator.take(100 * MIB, 110 * MIB)
     allocator.free(100 * MIB)
-    assert end_peak(CUDA, before, 99 * MIB) == StepPeak(100 * MIB, 112 * MIB)  # the gaps that were there included
+    assert end_peak(CUDA, before, 99 * MIB) == StepPeak(100 * MIB, 112 * MIB, before)  # and the gaps that were there
 
 
 def test_the_log_counts_where_the_allocator_s_own_peak_is_lower(allocator):
@@ -91,7 +91,7 @@ def test_the_log_counts_where_the_allocator_s_own_peak_is_lower(allocator):
     before = start_peak(CUDA)
     allocator.free(50 * MIB)  # of what was there before: the log does not see it
     allocator.take(60 * MIB, 10 * MIB)
-    assert end_peak(CUDA, before, 60 * MIB) == StepPeak(60 * MIB, 10 * MIB)
+    assert end_peak(CUDA, before, 60 * MIB) == StepPeak(60 * MIB, 10 * MIB, before)
 
 
 def test_the_cache_is_given_back_after_planning(allocator):
