@@ -99,8 +99,8 @@ gpu: $(if $(filter cuda,$(DEVICE)),gpu-site,$(STAMP)) ## All that a GPU is to sh
 
 gpu-site:
 	@mkdir -p $(SITE)
-	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade --target $(SITE) \
-		$(wildcard $(WHEELS)/*.whl)
+	$(if $(wildcard $(WHEELS)/*.whl),$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps \
+		--upgrade --target $(SITE) $(wildcard $(WHEELS)/*.whl),@echo "no wheels in $(WHEELS): all is to be there")
 
 gpu-wheels: $(STAMP) ## Fill .whl with what a machine with PyTorch and no network lacks
 	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: --dest $(WHEELS) \
