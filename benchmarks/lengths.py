@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import statistics
 import warnings
@@ -57,6 +58,7 @@ class Run:
     new_length_ms: list[float] = field(default_factory=list)  # beyond a step, of lengths that are new to a family
     new_length_share: list[float] = field(default_factory=list)  # the same, of an eager step of that length
     exact: bool = True
+    code: str = ""  # its version
 
 
 def built(name: str, quick: bool) -> nn.Module:
@@ -123,7 +125,7 @@ def trained(name: str, options: argparse.Namespace) -> Run:
     budget_bytes = peak_of(eager, batch_of(longest, 0, device)) // 2
     planned = Rockmate(copy.deepcopy(eager), budget=budget_bytes, loss=lambda output: output.loss)
     ways: dict[str, nn.Module] = {EAGER: eager, CHECKPOINT: checkpointed, PLANNED: planned}
-    run = Run(name, budget_bytes, lengths, {way: [] for way in ways})
+    run = Run(name, budget_bytes, lengths, {way: [] for way in ways}, code=code_version())
     for number, length in enumerate(lengths):
         batch, plans = batch_of(length, number, device), measured_plans(planned)
         for turn in range(len(ways)):
@@ -192,12 +194,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("hf-gpt2", "hf-bert"), default=["hf-gpt2", "hf-bert"])
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--batches", type=int, default=300, help="default 300")
+    parser.add_argument("--add", action="store_true", help="to the result file: runs of other models stay in it")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    runs = [trained(name, options) for name in options.models]
+    path = options.output / f"lengths-{torch.device(options.device).type}.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))["runs"] if options.add and path.exists() else []
+    runs = [Run(**run) for run in stored if run["model"] not in options.models]
+    runs += [trained(name, options) for name in options.models]
     bars = [one for run in runs for one in bars_of(run)]
     table = new_table("Lengths drawn at random")
     for heading in ("batches", "traced or measured", EAGER, CHECKPOINT, PLANNED, "a new length", "budget", "peak"):
@@ -214,7 +220,7 @@ def main() -> None:
         "bars": bars,
         "runs": [asdict(run) for run in runs],
     }
-    write_report(options.output, f"lengths-{torch.device(options.device).type}.json", content)
+    write_report(options.output, path.name, content)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,8 @@ def deep_sections(report: dict[str, Any]) -> Iterator[str]:
 def lengths_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of runs on batches padded to their own longest row: a table, and the bars."""
     where = report["circumstances"]
-    yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores, code at {where['code']}."
+    code = ", ".join(dict.fromkeys(run.get("code") or where["code"] for run in report["runs"]))
+    yield f"PyTorch {where['torch']}, {where['threads']} threads on {where['cores']} cores, code at {code}."
     yield ""
     ways = ("eager", "checkpoint", "rockmate")
     yield row(["", "batches", "traced or measured", *ways, "a step later on / eager", "a new length", "budget", "peak"])
