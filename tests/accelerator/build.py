@@ -8,6 +8,7 @@ A process that has it has it for good. `torch.testacc` is the device's module.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import shutil
@@ -89,6 +90,12 @@ def _module(extension: Any) -> types.ModuleType:
     module.manual_seed = lambda seed: generators[extension.current_device()].manual_seed(seed)
     module.get_rng_state = lambda device=None: generators[index_of(device)].get_state()
     module.set_rng_state = lambda state, device=None: generators[index_of(device)].set_state(state)
+    module.Event = functools.partial(torch.Event, NAME)
+    module.Stream = lambda device=None, priority=0: torch.Stream(
+        torch.device(NAME, index_of(device)), priority=priority
+    )
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(torch.device(NAME, index_of(device)))
+    module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.extension = extension
     return module  # type: ignore[no-any-return]

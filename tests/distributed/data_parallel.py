@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import Rockmate, TraceError
 from rockmate.runtime.step import Step
+from tests.distributed import ranks
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_same, assert_same_training, recomputing, seen, squares, train
 
@@ -43,6 +44,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
+def here(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], Tensor]]:
+    """The model and its batches, on this rank's device."""
+    make, batch = MODELS[name]
+    return lambda: make().to(ranks.PLACE), lambda seed: batch(seed).to(ranks.PLACE)
+
+
 def mine(make: Callable[[int], Tensor], steps: int = 3) -> list[Tensor]:
     """Batches of this rank alone."""
     return [make(100 * distributed.get_rank() + step) for step in range(steps)]
@@ -50,7 +57,7 @@ def mine(make: Callable[[int], Tensor], steps: int = 3) -> list[Tensor]:
 
 def assert_equal_to_eager(name: str, options: dict[str, Any]) -> None:
     """Outputs, reduced gradients, buffers, random stream and parameters over a few steps, bit by bit."""
-    make, batch = MODELS[name]
+    make, batch = here(name)
     expected = train(DistributedDataParallel(make(), **options), mine(batch))
     planned = recomputing(make(), batch(0))
     assert planned.plan.recomputations
@@ -59,7 +66,7 @@ def assert_equal_to_eager(name: str, options: dict[str, Any]) -> None:
 
 def assert_planned_in_training_equal_to_eager(name: str, options: dict[str, Any]) -> tuple[str, int]:
     """Planned within the first forward of DDP: nothing that planning runs is seen by its hooks."""
-    make, batch = MODELS[name]
+    make, batch = here(name)
     expected = train(DistributedDataParallel(make(), **options), mine(batch))
     planned = Rockmate(make(), budget=0.9, loss=squares)
     assert_same_training(train(DistributedDataParallel(planned, **options), mine(batch)), expected)
@@ -68,7 +75,7 @@ def assert_planned_in_training_equal_to_eager(name: str, options: dict[str, Any]
 
 def assert_ranks_agree(name: str) -> None:
     """Different data, equal parameters: the gradients really were reduced."""
-    make, batch = MODELS[name]
+    make, batch = here(name)
     model = DistributedDataParallel(recomputing(make(), batch(0)))
     trained = train(model, mine(batch))
     for parameter in trained.parameters.values():
@@ -79,7 +86,7 @@ def assert_ranks_agree(name: str) -> None:
 
 def assert_accumulates(options: dict[str, Any]) -> None:
     """Two batches per step, the first one without communication."""
-    make, batch = MODELS["dropout"]
+    make, batch = here("dropout")
 
     def steps(model: DistributedDataParallel) -> Iterator[dict[str, Tensor | None]]:
         torch.manual_seed(0)

@@ -12,17 +12,24 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
+from torch import distributed
 
 TIMEOUT_S = 240
+PLACE = torch.device("cpu")  # of this rank's models and batches
 _THREADS = 1  # of each rank: sums are split among threads, so that their number is part of what a result is
 
 
 class Ranks:
-    """`size` processes. A failure ends them all, and the next call starts anew."""
+    """`size` processes. A failure ends them all, and the next call starts anew.
 
-    def __init__(self, size: int) -> None:
+    `begin` makes the group in each, from a store, the rank, their number, and how long to wait.
+    """
+
+    def __init__(self, size: int, begin: Callable[[Any, int, int, timedelta], None] | None = None) -> None:
         self.size = size
+        self._begin = begin or _begin_gloo
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -62,7 +69,9 @@ class Ranks:
         store = Path(self._folder.name) / "store"
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.size, str(store)), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, self.size, str(store), self._begin), daemon=True
+            )
             process.start()
             there.close()
             self._processes.append(process)
@@ -85,16 +94,16 @@ class Ranks:
         self._processes, self._pipes, self._folder = [], [], None
 
 
-def _serve(pipe: Connection, rank: int, size: int, store_path: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
-    import torch
-    from torch import distributed
+def _begin_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
+
+def _serve(
+    pipe: Connection, rank: int, size: int, store_path: str, begin: Callable[[Any, int, int, timedelta], None]
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
     torch.set_num_threads(_THREADS)
-    store = distributed.FileStore(store_path, size)
-    distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S // 2)
-    )
+    begin(distributed.FileStore(store_path, size), rank, size, timedelta(seconds=TIMEOUT_S // 2))
     while (work := pipe.recv()) is not None:
         function, arguments = work
         torch.manual_seed(rank)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import FallbackWarning, Rockmate, TraceError
 from rockmate.distributed import apply, plan_blocks
+from tests.distributed import ranks
 from tests.module.models import WIDTH, built
 from tests.module.steps import assert_same, measured_for, recomputing, squares
 
@@ -62,8 +63,13 @@ class Stack(nn.Module):
         return self.head(hidden.to(self.head.weight.dtype))  # blocks may give another one
 
 
+def stack(make: Callable[[], nn.Module]) -> Any:
+    """Built with the same weights each time, on this rank's device."""
+    return built(make).to(ranks.PLACE)
+
+
 def batch(seed: int = 0) -> Tensor:
-    return torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(seed)).to(ranks.PLACE)
 
 
 def my_batches(steps: int = 3) -> list[Tensor]:
@@ -71,7 +77,8 @@ def my_batches(steps: int = 3) -> list[Tensor]:
 
 
 def hidden_rows() -> Tensor:
-    return torch.randn(8, 16, WIDTH, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    rows = torch.randn(8, 16, WIDTH, generator=torch.Generator().manual_seed(3))
+    return rows.to(ranks.PLACE).requires_grad_()
 
 
 def whole(value: Tensor | None) -> Tensor | None:
@@ -123,7 +130,7 @@ def assert_blocks_equal_to_eager(
     options: dict[str, Any], depth: int = 3, tied: bool = False, accumulate: int = 1
 ) -> None:
     """Planned blocks, each sharded, within a sharded root."""
-    make: Callable[[], Any] = lambda: built(lambda: Stack(depth, tied=tied))  # noqa: E731
+    make: Callable[[], Any] = lambda: stack(lambda: Stack(depth, tied=tied))  # noqa: E731
     eager = shard_blocks(make(), options)
     keys = list(eager.state_dict())
     expected = train_sharded(eager, my_batches(), accumulate)
@@ -137,7 +144,7 @@ def assert_blocks_equal_to_eager(
 def assert_planned_in_training_equal_to_eager(policy: str) -> list[int]:
     """Blocks sharded first, and planned when their parameters are gathered for the first step."""
     options = {"mp_policy": POLICIES[policy]}
-    make: Callable[[], Any] = lambda: built(lambda: Stack(2))  # noqa: E731
+    make: Callable[[], Any] = lambda: stack(lambda: Stack(2))  # noqa: E731
     expected = train_sharded(shard_blocks(make(), options), my_batches())
     model = make()
     for index, block in enumerate(model.blocks):
@@ -150,7 +157,7 @@ def assert_planned_in_training_equal_to_eager(policy: str) -> list[int]:
 
 def assert_whole_model_equal_to_eager(options: dict[str, Any]) -> None:
     """A planned model, sharded as one."""
-    make: Callable[[], Any] = lambda: built(lambda: Stack(2))  # noqa: E731
+    make: Callable[[], Any] = lambda: stack(lambda: Stack(2))  # noqa: E731
     eager = fully_shard(make(), **options)
     expected = train_sharded(eager, my_batches())
     planned = fully_shard(recomputing(make(), batch()), **options)
@@ -168,8 +175,8 @@ def assert_checkpoints_are_interchangeable() -> None:
         optimizer.zero_grad()
 
     torch.manual_seed(0)
-    eager = shard_blocks(built(lambda: Stack(2)), {})
-    planned = shard_blocks(recompute_blocks(built(lambda: Stack(2)), hidden_rows()), {})
+    eager = shard_blocks(stack(lambda: Stack(2)), {})
+    planned = shard_blocks(recompute_blocks(stack(lambda: Stack(2)), hidden_rows()), {})
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (eager, planned)]
     step(eager, optimizers[0], my_batches()[0])
     step(planned, optimizers[1], my_batches()[1])  # so that there is something to be overwritten
@@ -188,7 +195,7 @@ def assert_checkpoints_are_interchangeable() -> None:
 
 def assert_applied_equal_to_eager(budget: float, options: dict[str, Any]) -> dict[str, Any]:
     """`apply` against `fully_shard` of blocks and root; returns what this rank has planned."""
-    make: Callable[[], Any] = lambda: built(lambda: Stack(4))  # noqa: E731
+    make: Callable[[], Any] = lambda: stack(lambda: Stack(4))  # noqa: E731
     policy = POLICIES[options.pop("policy", "none")]
     options = {"mp_policy": policy, **options}
     eager = shard_blocks(make(), options)
@@ -218,13 +225,13 @@ def step_peaks(budget: float) -> tuple[int, int, int]:
     def peak_bytes(model: nn.Module) -> int:
         peaks = []
         for _ in range(10):
-            with AllocationLog(torch.device("cpu")) as log:
+            with AllocationLog(ranks.PLACE) as log:
                 squares(model(batch())).backward()
             peaks.append(log.peak_bytes)
         return min(peaks[2:])
 
-    eager_bytes = peak_bytes(shard_blocks(built(lambda: Stack(4)), {}))
-    model = built(lambda: Stack(4))
+    eager_bytes = peak_bytes(shard_blocks(stack(lambda: Stack(4)), {}))
+    model = stack(lambda: Stack(4))
     plans = apply(model, budget, sample=batch(), loss=squares)
     whole_bytes = round(plans.budget_bytes / budget)
     return eager_bytes, peak_bytes(model), whole_bytes - plans.measured_peak_bytes
@@ -236,17 +243,17 @@ def step_peaks(budget: float) -> tuple[int, int, int]:
 def refusals() -> dict[str, str]:
     """Messages, by what was tried."""
     told = {}
-    model = built(lambda: Stack(2))
+    model = stack(lambda: Stack(2))
     fully_shard(model.blocks[1])
     with _noted(told, "planning a model with a sharded block", TraceError):
         Rockmate(model, batch())
     with _noted(told, "planning the blocks of a model with a sharded one", TraceError):
         plan_blocks(model, 0.5, batch())
-    planned = Rockmate(built(lambda: Stack(2)), batch(), 0.8)
+    planned = Rockmate(stack(lambda: Stack(2)), batch(), 0.8)
     fully_shard(planned.blocks[1])
     with _warned(told, "calling a planned model with a sharded block"):
         planned(batch())
-    sharded = fully_shard(recomputing(built(Block), hidden_rows()), reshard_after_forward=False)
+    sharded = fully_shard(recomputing(stack(Block), hidden_rows()), reshard_after_forward=False)
     output = sharded(hidden_rows())
     with torch.no_grad():
         sharded.up.weight.add_(1)
