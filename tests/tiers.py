@@ -24,7 +24,8 @@ class Sets(NamedTuple):
 
 # By file or folder; the longest that matches counts, and all sets are quick where none does.
 SETS = {
-    "tests/accelerator/test_planned.py": Sets(2, 32),
+    "tests/accelerator/test_modules.py": Sets(1, 12),
+    "tests/accelerator/test_planned.py": Sets(2, 16),
     "tests/cli/": Sets(2, 16),
     "tests/distributed/": Sets(2, 6),
     "tests/families/test_kept.py": Sets(2, EVERY),

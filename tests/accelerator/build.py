@@ -80,6 +80,8 @@ def _module(extension: Any) -> types.ModuleType:
     module.default_generators = generators
     module.is_available = lambda: True
     module.is_initialized = lambda: True
+    module._initialized = True  # by which checkpoints know that there are random numbers to be drawn again
+    module.device = lambda device: torch.accelerator.device_index(index_of(device))
     module.init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.device_count = extension.device_count
