@@ -32,7 +32,7 @@ PYTEST_ARGS ?=
 # What machines with a GPU, PyTorch and the usual libraries beside it lack; name others as in LACKING="msgspec rich".
 LACKING ?= fast-sugiyama msgspec platformdirs psutil
 
-.PHONY: help setup test test-ci test-accelerator test-all lint format types demo bench gpu gpu-wheels notebooks docs golden clean
+.PHONY: help setup test test-ci test-accelerator test-all test-torches test-torch gpu-site lint format types demo bench gpu gpu-wheels notebooks docs golden clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,21 @@ test-accelerator: $(STAMP) ## Run the tests on an accelerator that is built for 
 test-all: $(STAMP) ## Run every test, long sweeps too
 	$(PYTEST) --numprocesses $(WORKERS) --dist load tests/accelerator $(PYTEST_ARGS)
 	$(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
+
+# Each release that is supported, beside the pinned one: the quick tests, in an environment of its own.
+TORCHES ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
+test-torches: ## Run the quick tests with each PyTorch of TORCHES; gigabytes are installed into .venv-torch
+	@for version in $(TORCHES); do $(MAKE) --no-print-directory test-torch TORCH=$$version || failed="$$failed $$version"; \
+		done; if [ -n "$$failed" ]; then echo "not with PyTorch$$failed" >&2; exit 1; fi
+
+test-torch:
+	@[ -n "$(TORCH)" ] || { echo "say which: make test-torch TORCH=2.11.0" >&2; exit 1; }
+	@[ -x .venv-torch/$(TORCH)/bin/python ] || $(PYTHON) -m venv .venv-torch/$(TORCH)
+	grep -v -E "^(torch|torchmetrics)==" constraints.txt > .venv-torch/$(TORCH)/constraints.txt
+	.venv-torch/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet \
+		-c .venv-torch/$(TORCH)/constraints.txt torch==$(TORCH) -e '.[test,notebooks,docs]'
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-torch/$(TORCH)/bin/python -m pytest $(IN_PARALLEL) \
+		-m "not ci and not slow" $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
