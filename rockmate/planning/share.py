@@ -54,7 +54,7 @@ def asked_now(
     What a fraction is of is more where a step makes gradients to which the first one added. Where calls like those of
     the first plan were measured, `alike`, the fraction itself is asked for: their step is measured.
     """
-    if share is None or not share.is_of_more(model):
-        return request
+    if share is None or request.scope == "reserved" or not share.is_of_more(model):
+        return request  # what is reserved is measured of each step, and not predicted
     is_measured = alike is not None and share.is_of(alike)
     return replace(request, budget=share.fraction if is_measured else share.bytes_now(model))
