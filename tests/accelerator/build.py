@@ -101,3 +101,7 @@ def _module(extension: Any) -> types.ModuleType:
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.extension = extension
     return module  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    accelerator()
