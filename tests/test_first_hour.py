@@ -49,7 +49,7 @@ def test_steps_have_names_of_their_own_and_take_minutes(kind, tmp_path):
             assert {"--device", kind, "--output", str(tmp_path / "results")} <= set(step.command)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_scripts_take_the_options_that_they_are_given(kind, tmp_path):
     """`--help` reads all that stands before it."""

@@ -83,7 +83,7 @@ def test_relu_benchmark_writes_its_results(tmp_path):
     assert all(row["outputs"] > 0 for row in result["rows"])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_planning_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/planning.py", "--quick", "--models", "gpt2-12", "--output", str(tmp_path))
     result = json.loads((tmp_path / "planning-cpu.json").read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def test_planning_benchmark_writes_its_results(tmp_path):
     assert len(result["bars"]) == 3
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lengths_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/lengths.py", "--quick", "--models", "hf-bert", "--batches", "8", "--output", str(tmp_path))
     result = json.loads((tmp_path / "lengths-cpu.json").read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ def test_lengths_benchmark_writes_its_results(tmp_path):
     assert len(run["planned"]) < 8 == len(run["lengths"])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_new_sizes_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/new_sizes.py", "--quick", "--models", "bert", "--output", str(tmp_path))
     result = json.loads((tmp_path / "new-sizes-cpu.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from tests.scripts import run_script
     ("script", "options"),
     [
         ("examples/train_ddp.py", []),
-        ("examples/train_fsdp2.py", []),
+        pytest.param("examples/train_fsdp2.py", [], marks=pytest.mark.slow),
         pytest.param("examples/train_fsdp2.py", ["--bf16", "--budget", "400 KiB"], marks=pytest.mark.slow),
     ],
     ids=["ddp", "fsdp2", "fsdp2 in bfloat16"],

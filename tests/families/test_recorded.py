@@ -79,6 +79,7 @@ class Halves(nn.Module):
         return x[:, :half] * half
 
 
+@pytest.mark.slow
 def test_what_is_computed_otherwise_is_of_no_family():
     model = Halves().train()
     with torch.autocast("cpu", torch.bfloat16):

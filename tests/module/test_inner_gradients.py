@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-QUICK = ("forces with a norm", "residual", "pairs")
+QUICK = ("forces with a norm", "pairs")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

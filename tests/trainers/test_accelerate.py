@@ -115,7 +115,7 @@ def test_a_module_that_was_planned_for_mixed_precision_ahead_is_not_planned_agai
     assert_planned_once_for_each_kind_of_batch(planned)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_unwrapping_gives_the_planned_module_as_it_was():
     signature = inspect.signature(Classifier().forward)
     for keep in (True, False):
