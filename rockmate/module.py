@@ -372,7 +372,8 @@ class Rockmate(ModuleProxy):
 
 def _tracer_at_work(compiling: bool) -> str | None:
     """Who records the calls of this thread, and is to meet the module itself; None where it simply runs."""
-    if torch.compiler.is_exporting():
+    # The compiler of PyTorch up to 2.11 takes `torch.compiler.is_exporting()` for true, whoever asks: this is its flag.
+    if torch.compiler._is_exporting_flag:
         return "torch.export"
     return None if compiling or not torch._C._is_tracing() else "torch.jit.trace"
 

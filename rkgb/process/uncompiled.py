@@ -53,3 +53,8 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: within other modes, PyTorch up to 2.11 leaves what is to be compiled as it is, and for good."""
+        return True
