@@ -45,7 +45,8 @@ class AllocationLog:
         self.marks: list[int] = []
         self.has_addresses = True
         self._recorder: AllocationRecorder | None = None
-        self._levels_before: AllocatorLevels | None = None
+        # The allocator's own, up to where the log was last paused; None where it was not. After the block.
+        self.levels_before: AllocatorLevels | None = None
 
     def mark(self) -> None:
         """Note this point in the order of events."""
@@ -68,7 +69,7 @@ class AllocationLog:
         assert self._recorder is not None
         try:
             self._split(self._recorder.stop(error))
-            self._levels_before = self._recorder.levels_before
+            self.levels_before = self._recorder.levels_before
         finally:
             ALLOCATIONS.release()
 
@@ -89,11 +90,6 @@ class AllocationLog:
             else:
                 continue
             self.events.append(event if size_bytes == event.size_bytes else replace(event, size_bytes=size_bytes))
-
-    @property
-    def levels_before(self) -> AllocatorLevels | None:
-        """The allocator's own, up to where the log was last paused; None where it was not. After the block."""
-        return self._levels_before
 
     @property
     def peak_bytes(self) -> int:

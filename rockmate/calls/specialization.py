@@ -138,8 +138,7 @@ class Specialization:
     @property
     def exceeds(self) -> bool:
         """Whether its step takes more than the budget: no plan was found that takes less."""
-        peak_bytes = self.plan.bounded_bytes
-        return peak_bytes is not None and peak_bytes > self.plan.budget_bytes
+        return self.plan.exceeds
 
     @property
     def decisions(self) -> PortablePlan:

@@ -80,7 +80,7 @@ class FamilyPlans:
         )
         best = (
             self._best(point, problem, budget_bytes, keep_all)
-            or self._found(measured, request, budget_bytes)
+            or self._found(point, measured, request, budget_bytes)
             or self._least(problem, budget_bytes)
         )
         if best is None:
@@ -243,10 +243,8 @@ class FamilyPlans:
             self._recomputed[decisions] = recompute_of(self.family.base.problem, dict(decisions.stages))
         return self._recomputed[decisions]
 
-    def _found(self, measured: Measured, request: PlanRequest, budget_bytes: int) -> _Cost | None:
+    def _found(self, point: Point, measured: Measured, request: PlanRequest, budget_bytes: int) -> _Cost | None:
         """A schedule for sizes for which none that is there fits."""
-        point = self.family.point_of(measured.pattern)
-        assert point is not None  # it is what the problem is of
         if any(asked == budget_bytes and all(map(operator.ge, point, small)) for asked, small in self._in_vain):
             return None
         quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request

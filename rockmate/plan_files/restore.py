@@ -185,7 +185,7 @@ def _check_peak(model: torch.nn.Module, measured: Measured, planned: LoweredPlan
     plan = planned.plan
     peak = measured_peak(model, planned.runner_for(model, measured), measured, request.loss)
     plan = replace(plan, measured_peak_bytes=peak.allocated_bytes, measured_reserved_bytes=peak.reserved_bytes)
-    if (plan.bounded_bytes or 0) > plan.budget_bytes:
+    if plan.exceeds:
         _refuse_peak(plan.budget_bytes, plan.bounded_bytes or 0)
     planned.plan = plan
 

@@ -67,9 +67,7 @@ def plan_or_reuse(
             measured, planned = plan_with_others(measured, request, model, make_plan)
             _tell_poor_plan(planned, request)
             planned.plan = replace(planned.plan, planning_peak_bytes=resident.rise_bytes())
-            taken_bytes = planned.plan.bounded_bytes
-            within = taken_bytes is None or taken_bytes <= planned.plan.budget_bytes
-            if key is not None and planned.is_complete and within:
+            if key is not None and planned.is_complete and not planned.plan.exceeds:
                 cache.put(key, plan_file_of(model, measured, planned.plan, request))
         else:
             measured, planned = found

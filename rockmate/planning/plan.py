@@ -50,6 +50,11 @@ class Plan:
         return self.measured_reserved_bytes if self.bounds_reserved else self.measured_peak_bytes
 
     @property
+    def exceeds(self) -> bool:
+        """Whether a measured step takes more than the budget."""
+        return self.bounded_bytes is not None and self.bounded_bytes > self.budget_bytes
+
+    @property
     def gap(self) -> float | None:
         """How much of the step's time a better plan could save at most: 0.02 is 2 %. None where no bound is known."""
         if self.lower_bound_ms is None or self.time_ms <= 0:
