@@ -25,11 +25,13 @@ class Sets(NamedTuple):
 # By file or folder; the longest that matches counts, and all sets are quick where none does.
 SETS = {
     "tests/accelerator/test_modules.py": Sets(1, 12),
-    "tests/accelerator/test_planned.py": Sets(2, 16),
+    "tests/accelerator/test_planned.py": Sets(2, 6),
+    "tests/accelerator/test_reserved.py": Sets(1, 1),
     "tests/cli/": Sets(2, 10),
-    "tests/distributed/": Sets(2, 6),
-    "tests/families/test_kept.py": Sets(2, EVERY),
+    "tests/distributed/": Sets(2, 4),
+    "tests/families/test_kept.py": Sets(1, 2),
     "tests/families/test_random_lengths.py": Sets(1, 1),
+    "tests/families/test_recorded.py": Sets(1, 1),
     "tests/front_doors/": Sets(2, 8),
     "tests/graph/": Sets(3, 24),
     "tests/graph/test_json_refusals.py": Sets(EVERY, EVERY),
@@ -42,11 +44,11 @@ SETS = {
     "tests/module/test_exactness.py": Sets(4, 6),
     "tests/plan_files/": Sets(1, 4),
     "tests/solver/": Sets(3, EVERY),
-    "tests/test_docs.py": Sets(2, EVERY),
+    "tests/test_docs.py": Sets(2, 10),
     "tests/test_hf_families.py": Sets(1, 4),
     "tests/test_notebooks.py": Sets(2, 3),
     "tests/test_peers.py": Sets(2, 4),
-    "tests/trainers/": Sets(1, 2),
+    "tests/trainers/": Sets(1, 1),
 }
 
 

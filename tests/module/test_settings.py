@@ -161,9 +161,9 @@ def test_calls_that_train_nothing_are_run_by_the_module_itself_and_traced_but_on
 def test_settings_of_a_transformer_are_compared_in_no_time():
     module = gpt2()
     settings = bound(module, {"input_ids": tokens(2, 16), "labels": tokens(2, 16)})
-    started = time.perf_counter()
+    start_s = time.process_time()
     assert settings.difference() is None
-    assert time.perf_counter() - started < 0.05
+    assert time.process_time() - start_s < 0.05
     module.config.use_cache = False
     assert settings.difference() == "config.use_cache is False, but was True when the module was planned"
     module.config.use_cache = True

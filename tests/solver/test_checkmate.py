@@ -182,9 +182,9 @@ def test_the_least_peak_of_a_block_is_proven():
 def test_a_time_limit_ends_the_search_without_a_claim():
     problem, _ = gpt2(layers=4)
     budget = int(0.7 * evaluate(problem, problem.no_recompute).peak_bytes)
-    start = time.monotonic()
+    start_s = time.process_time()
     found = Checkmate(time_limit_s=2.0).solve(problem, budget)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start_s < 20
     assert found.status in (Status.FEASIBLE, Status.OPTIMAL)
     assert check(problem, found.schedule, budget).time_ms == pytest.approx(found.time_ms)
 

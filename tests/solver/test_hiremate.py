@@ -120,9 +120,9 @@ def test_equal_segments_are_solved_once():
 def test_the_time_limit_is_respected_and_a_plan_found_all_the_same(limit_s):
     problem, chain = gpt2(layers=6)
     budget = budget_of(problem, 0.5)
-    start = time.monotonic()
+    start_s = time.process_time()
     found = Hiremate(chain, time_limit_s=limit_s).solve(problem, budget)
-    assert time.monotonic() - start < limit_s + 15  # what is always done, on a slow machine
+    assert time.process_time() - start_s < limit_s + 15  # what is always done, on a slow machine
     check(problem, found.schedule, budget if found.status.fits else None)
 
 

@@ -139,15 +139,15 @@ def test_the_time_limit_is_respected_and_blocks_too_large_keep_greedy_options():
     whole = Chain((range(len(problem.forward)),), tuple(int(b == len(chain.blocks)) for b in chain.backward_block))
     greedy = blocks_of(problem, chain)
     for planner in (ExactPlanner(9, time.monotonic()), ExactPlanner(9, time.monotonic() + 60, max_forward=0)):
-        start = time.monotonic()
+        start_s = time.process_time()  # of this process: what else the machine does is not counted
         assert with_more_options(greedy, planner) == greedy
-        assert time.monotonic() - start < 1
-    start = time.monotonic()
+        assert time.process_time() - start_s < 1
+    start_s = time.process_time()
     budget = int(0.7 * peak_and_time(problem, problem.no_recompute)[0])
     for division in (chain, whole):
         solution = RockmateSolver(division, time_limit_s=1, grid=2, rounds=1).solve(problem, budget)
         check(problem, solution.schedule, budget if solution.status.fits else None)
-    assert time.monotonic() - start < 20  # two limits, greedy options of five classes, and a slow machine
+    assert time.process_time() - start_s < 20  # two limits, greedy options of five classes, and a slow machine
 
 
 def test_too_small_a_budget_names_one_that_works():
