@@ -195,7 +195,9 @@ def events_of(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
     """
     signs = {"alloc": 1, "free_requested": -1}
     return [
-        AllocationEvent(entry["addr"], signs[entry["action"]] * entry["size"], entry.get("time_us", 0) * 1000)
+        AllocationEvent(
+            entry["addr"], signs[entry["action"]] * entry["size"], entry.get("time_us", 0) * 1000, entry.get("stream", 0)
+        )
         for entry in trace
         if entry["action"] in signs
     ]

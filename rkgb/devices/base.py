@@ -11,11 +11,14 @@ import abc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from rkgb.devices.flags import Getter
+
+if TYPE_CHECKING:
+    from rkgb.devices.caching_allocator import CachingAllocator
 
 Result = TypeVar("Result")
 
@@ -27,6 +30,7 @@ class AllocationEvent:
     address: int
     size_bytes: int
     time_ns: int = 0  # on the recorder's own line of time
+    stream: int = 0  # for which it was taken, where the device has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,10 @@ class Device(abc.ABC):
 
     def levels(self) -> AllocatorLevels | None:
         """The allocator's own statistics; None where it keeps none."""
+        return None
+
+    def emulated(self) -> CachingAllocator | None:
+        """An emulation of the allocator that holds what it holds now; None where its rules are not known."""
         return None
 
     def empty_cache(self) -> None:

@@ -15,10 +15,13 @@ import torch
 
 from rkgb.devices.accelerator import Accelerator, History, trace_of
 from rkgb.devices.base import AllocationRecorder, AllocatorLevels
+from rkgb.devices.caching_allocator import CachingAllocator, SegmentRules, held_segments
 from rkgb.devices.flags import getters, precisions
 
 _MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
 _EXPANDABLE = "expandable_segments:True"
+_OTHER_RULES = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")  # which are not emulated
+_NO_POOL = (0, 0)  # of segments that are for all, and of no graph of kernels
 # What PyTorch reads, most important first, before it can be asked what is in force.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -76,6 +79,18 @@ class Cuda(Accelerator):
             torch.cuda.max_memory_allocated(self.device),
             torch.cuda.max_memory_reserved(self.device),
         )
+
+    def emulated(self) -> CachingAllocator | None:
+        """By its default rules, with expandable segments where they are on."""
+        settings = _allocator_settings()
+        if torch.cuda.get_allocator_backend() != "native" or any(rule in settings for rule in _OTHER_RULES):
+            return None
+        held = [
+            segment
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self.index and segment.get("segment_pool_id", _NO_POOL) == _NO_POOL
+        ]
+        return CachingAllocator(SegmentRules(is_expandable=segments_are_expandable()), held_segments(held))
 
     def empty_cache(self) -> None:
         """Of all devices at once."""

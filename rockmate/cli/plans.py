@@ -53,6 +53,7 @@ def plan_content(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "measured_peak_bytes": plan.measured_peak_bytes,
         "measured_reserved_bytes": plan.measured_reserved_bytes,
+        "predicted_reserved_bytes": plan.predicted_reserved_bytes,
         "eager_peak_bytes": plan.baseline_peak_bytes,
         "time_ms": plan.time_ms,
         "eager_time_ms": plan.baseline_time_ms,

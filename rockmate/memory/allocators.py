@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
+from rkgb.devices.base import AllocationEvent
+from rkgb.devices.caching_allocator import CachingAllocator
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.registry import KINDS, device_of
 from rockmate.errors import BudgetError
@@ -24,36 +27,43 @@ class StepPeak:
     """What a step held at most, in bytes above what was allocated before it.
 
     `reserved_bytes` is what CUDA's allocator held from the device, gaps included: those between blocks that were there
-    before, too. None on the CPU.
+    before, too. None on the CPU. `predicted_reserved_bytes` is the same by an emulation of the allocator; None where
+    there is none.
     """
 
     allocated_bytes: int
     reserved_bytes: int | None = None
     before_bytes: int = 0  # allocated before it, where the allocator tells
+    predicted_reserved_bytes: int | None = None
 
     def above(self, resident_bytes: int) -> StepPeak:
         """The same step, where so many of its bytes count as having been there before."""
-        reserved = self.reserved_bytes
-        return replace(
-            self,
-            allocated_bytes=self.allocated_bytes - resident_bytes,
-            reserved_bytes=None if reserved is None else max(0, reserved - resident_bytes),
-        )
+        return replace(self._reserving(-resident_bytes), allocated_bytes=self.allocated_bytes - resident_bytes)
 
     def of_training(self, before_bytes: int) -> StepPeak:
         """The same step, before which so many bytes were allocated, and the rest was planning's own, such as a sample.
 
         All of what the allocator held counts, also where it was planning that needed it.
         """
-        own_bytes = max(0, self.before_bytes - before_bytes)
-        reserved = self.reserved_bytes
-        return replace(self, reserved_bytes=None if reserved is None else reserved + own_bytes)
+        return self._reserving(max(0, self.before_bytes - before_bytes))
 
     def or_higher(self, other: StepPeak) -> StepPeak:
         """The most of each of two steps."""
-        reserved = [peak.reserved_bytes for peak in (self, other) if peak.reserved_bytes is not None]
-        allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
-        return StepPeak(allocated_bytes, max(reserved, default=None), min(self.before_bytes, other.before_bytes))
+        return StepPeak(
+            max(self.allocated_bytes, other.allocated_bytes),
+            _most(self.reserved_bytes, other.reserved_bytes),
+            min(self.before_bytes, other.before_bytes),
+            _most(self.predicted_reserved_bytes, other.predicted_reserved_bytes),
+        )
+
+    def _reserving(self, more_bytes: int) -> StepPeak:
+        reserved = (self.reserved_bytes, self.predicted_reserved_bytes)
+        measured, predicted = (None if held is None else max(0, held + more_bytes) for held in reserved)
+        return replace(self, reserved_bytes=measured, predicted_reserved_bytes=predicted)
+
+
+def _most(*sizes: int | None) -> int | None:
+    return max((size_bytes for size_bytes in sizes if size_bytes is not None), default=None)
 
 
 def start_peak(device: torch.device) -> int:
@@ -92,6 +102,14 @@ def end_peak(device: torch.device, before_bytes: int, logged_bytes: int) -> Step
     allocated_bytes = levels.most_allocated_bytes - before_bytes
     reserved_bytes = max(0, levels.most_reserved_bytes - before_bytes)
     return StepPeak(max(logged_bytes, allocated_bytes), reserved_bytes, before_bytes)
+
+
+def predicted_reserved_bytes(allocator: CachingAllocator | None, events: Iterable[AllocationEvent]) -> int | None:
+    """What the emulated `allocator` holds for `events`, above what is allocated in it; None without one."""
+    if allocator is None:
+        return None
+    before_bytes = allocator.allocated_bytes
+    return allocator.run(events).most_reserved_bytes - before_bytes
 
 
 def refuse_uncounted(device: torch.device) -> None:

@@ -132,6 +132,7 @@ class Promise(Record, frozen=True):
     gradient_bytes: int = 0  # of the gradients that are there before the step
     checkpointed_peak_bytes: int | None = None  # of the step with the model's own checkpointing, where that was on
     planning_peak_bytes: int | None = None  # files of before have none
+    predicted_reserved_bytes: int | None = None  # files of before have none
 
     @property
     def whole_budget_bytes(self) -> int:

@@ -184,7 +184,12 @@ def _check_peak(model: torch.nn.Module, measured: Measured, planned: LoweredPlan
     """One real step: with other threads, or on a processor that nobody tells, libraries take other scratch memory."""
     plan = planned.plan
     peak = measured_peak(model, planned.runner_for(model, measured), measured, request.loss)
-    plan = replace(plan, measured_peak_bytes=peak.allocated_bytes, measured_reserved_bytes=peak.reserved_bytes)
+    plan = replace(
+        plan,
+        measured_peak_bytes=peak.allocated_bytes,
+        measured_reserved_bytes=peak.reserved_bytes,
+        predicted_reserved_bytes=peak.predicted_reserved_bytes,
+    )
     if plan.exceeds:
         _refuse_peak(plan.budget_bytes, plan.bounded_bytes or 0)
     planned.plan = plan

@@ -30,6 +30,7 @@ class Plan:
     memory_split: MemorySplit | None = None  # of a budget for all of training; None of one for the step
     # What CUDA's allocator held at most in that real step, gaps included, above what was allocated before it.
     measured_reserved_bytes: int | None = None  # None on the CPU
+    predicted_reserved_bytes: int | None = None  # the same by an emulation of the allocator; None where there is none
     bounds_reserved: bool = False  # whether the budget is of that, and not of what is allocated
     calls: str = ""  # the tensors of the calls that it is for
     # Of the gradients that are there before the step, which adds to them; 0 where it is for steps that make them all.

@@ -109,6 +109,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         planning_s=planning_s,
         measured_peak_bytes=peak.allocated_bytes,
         measured_reserved_bytes=peak.reserved_bytes,
+        predicted_reserved_bytes=peak.predicted_reserved_bytes,
         bounds_reserved=request.scope == "reserved",
         lower_bound_ms=bound_ms,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,13 @@ from rkgb.state.attributes import FreshTensors, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_state_kept
 from rkgb.tree import leaves
-from rockmate.memory.allocators import StepPeak, allocated_now_bytes, end_peak, start_peak
+from rockmate.memory.allocators import (
+    StepPeak,
+    allocated_now_bytes,
+    end_peak,
+    predicted_reserved_bytes,
+    start_peak,
+)
 from rockmate.memory.split import Residents
 from rockmate.planning.costs import LossFunction, evaluate_loss
 from rockmate.units import format_bytes
@@ -62,9 +69,11 @@ def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, devic
 def _peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
     fresh = sample.copy()  # gradients of inputs are not the user's to find
     before_bytes = start_peak(device)
+    allocator = device_of(device).emulated()
     with AllocationLog(device) as log:
         run_step(step, fresh, loss)
-    return end_peak(device, before_bytes, log.peak_bytes)
+    peak = end_peak(device, before_bytes, log.peak_bytes)
+    return replace(peak, predicted_reserved_bytes=predicted_reserved_bytes(allocator, log.events))
 
 
 def warm_step(

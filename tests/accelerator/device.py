@@ -9,6 +9,7 @@ import torch
 from rkgb.devices import registry
 from rkgb.devices.accelerator import Accelerator, History
 from rkgb.devices.base import AllocationRecorder
+from rkgb.devices.caching_allocator import CachingAllocator, SegmentRules, held_segments
 from tests.accelerator.build import NAME, accelerator
 
 
@@ -25,6 +26,10 @@ class TestAccelerator(Accelerator):
     def recorder(self) -> AllocationRecorder:
         """By the history of its allocator."""
         return _History(self)
+
+    def emulated(self) -> CachingAllocator:
+        """It takes segments as CUDA's does."""
+        return CachingAllocator(SegmentRules(), held_segments(self.module.extension.segments(self.index)))
 
     @classmethod
     def seed(cls, seed: int) -> None:

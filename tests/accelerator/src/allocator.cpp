@@ -1,6 +1,7 @@
 #include "allocator.h"
 
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +19,7 @@ constexpr size_t kSmallSegment = size_t(2) << 20;
 constexpr size_t kLargeSegment = size_t(20) << 20;
 constexpr size_t kOwnSegment = size_t(10) << 20;   // requests from that on have segments of their own
 constexpr size_t kRound = size_t(2) << 20;         // of which these are multiples
+constexpr size_t kAddresses = size_t(1) << 40;     // reserved at once: they take no memory until they are used
 constexpr int kPoison = 0x5a;
 
 size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
@@ -37,6 +39,22 @@ Faults& faults() {
 bool Pool::Less::operator()(const Block* one, const Block* other) const {
   return std::tie(one->size, one->address) < std::tie(other->size, other->address);
 }
+
+char* Addresses::take(size_t size) {
+  if (size_t(end_ - next_) < size) {
+    constexpr int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    auto* found = mmap(nullptr, kAddresses, PROT_NONE, kind, -1, 0);
+    if (found == MAP_FAILED) return nullptr;
+    next_ = static_cast<char*>(found);
+    end_ = next_ + kAddresses;
+  }
+  if (mprotect(next_, size, PROT_READ | PROT_WRITE) != 0) return nullptr;
+  char* address = next_;
+  next_ += size;
+  return address;
+}
+
+void Addresses::give_back(char* address, size_t size) { munmap(address, size); }
 
 Pool::Pool(c10::DeviceIndex device) : device_(device) {}
 
@@ -100,7 +118,7 @@ Block* Pool::found(size_t size, bool is_small, c10::StreamId stream) {
 Block* Pool::in_new_segment(size_t size, bool is_small, c10::StreamId stream) {
   const size_t taken = is_small ? kSmallSegment : size < kOwnSegment ? kLargeSegment : rounded(size, kRound);
   if (reserved_ + taken > total_) return nullptr;
-  auto* address = static_cast<char*>(std::aligned_alloc(kBlock, taken));
+  auto* address = addresses_.take(taken);
   if (!address) return nullptr;
   if (faults().poisons) std::memset(address, kPoison, taken);
   auto segment = std::make_unique<Segment>(Segment{address, taken, is_small, stream, nullptr});
@@ -218,7 +236,7 @@ void Pool::give_back_segments() {
       count(stats_.segment, is_small, [](auto& stat) { stat.decrease(1); });
       count(stats_.reserved_bytes, is_small, [&](auto& stat) { stat.decrease(segment->size); });
       note("segment_free", segment->address, segment->size, segment->stream);
-      std::free(segment->address);
+      addresses_.give_back(segment->address, segment->size);
       segments_.erase(segment->address);
       delete block;
     }

@@ -56,6 +56,18 @@ struct Faults {
 Faults& faults();
 
 // What there is of one device.
+// Where segments are: each above all before it, as drivers mostly do, so that it is known which of equal blocks is first.
+class Addresses {
+ public:
+  // None where the host has no memory left.
+  char* take(size_t size);
+  void give_back(char* address, size_t size);
+
+ private:
+  char* next_ = nullptr;
+  char* end_ = nullptr;
+};
+
 class Pool {
  public:
   explicit Pool(c10::DeviceIndex device);
@@ -99,6 +111,7 @@ class Pool {
   std::map<std::pair<bool, c10::StreamId>, Free> free_;
   std::unordered_map<void*, Block*> live_;
   std::list<std::pair<Block*, std::vector<MomentPointer>>> leaving_;  // freed, and still in use on other streams
+  Addresses addresses_;
   std::map<char*, std::unique_ptr<Segment>> segments_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
   size_t reserved_ = 0;
