@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels, Device, Result
+from rkgb.devices.base import AllocationRecorder, Device, Result
+from rkgb.devices.caching_allocator import AllocationEvent, AllocatorLevels
 from rkgb.process.turns import current_thread
 
 
@@ -196,7 +197,10 @@ def events_of(trace: list[dict[str, Any]]) -> list[AllocationEvent]:
     signs = {"alloc": 1, "free_requested": -1}
     return [
         AllocationEvent(
-            entry["addr"], signs[entry["action"]] * entry["size"], entry.get("time_us", 0) * 1000, entry.get("stream", 0)
+            entry["addr"],
+            signs[entry["action"]] * entry["size"],
+            entry.get("time_us", 0) * 1000,
+            entry.get("stream", 0),
         )
         for entry in trace
         if entry["action"] in signs

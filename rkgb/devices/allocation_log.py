@@ -11,7 +11,8 @@ from types import TracebackType
 
 import torch
 
-from rkgb.devices.base import AllocationEvent, AllocationRecorder, AllocatorLevels
+from rkgb.devices.base import AllocationRecorder
+from rkgb.devices.caching_allocator import AllocationEvent, AllocatorLevels
 from rkgb.devices.registry import device_of
 from rkgb.process.surroundings import profiler_is_prepared, profiler_is_taken
 from rkgb.process.turns import ALLOCATIONS

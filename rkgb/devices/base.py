@@ -10,44 +10,14 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from rkgb.devices.caching_allocator import AllocationEvent, AllocatorLevels, CachingAllocator
 from rkgb.devices.flags import Getter
 
-if TYPE_CHECKING:
-    from rkgb.devices.caching_allocator import CachingAllocator
-
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class AllocationEvent:
-    """`size_bytes` taken at `address`, or given back when negative."""
-
-    address: int
-    size_bytes: int
-    time_ns: int = 0  # on the recorder's own line of time
-    stream: int = 0  # for which it was taken, where the device has several
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorLevels:
-    """An allocator's own statistics. The highest levels are those since `Device.restart_levels`."""
-
-    allocated_bytes: int  # in blocks that are in use
-    most_allocated_bytes: int
-    most_reserved_bytes: int  # taken from the device, gaps included
-
-    def or_higher(self, other: AllocatorLevels) -> AllocatorLevels:
-        """These, with the highest levels of both."""
-        return replace(
-            self,
-            most_allocated_bytes=max(self.most_allocated_bytes, other.most_allocated_bytes),
-            most_reserved_bytes=max(self.most_reserved_bytes, other.most_reserved_bytes),
-        )
 
 
 class AllocationRecorder(abc.ABC):

@@ -1,4 +1,4 @@
-"""An emulation of PyTorch's caching allocator: what it takes from a device for a run of allocations.
+"""What allocators do and tell, and an emulation of PyTorch's caching one: what it takes for a run of allocations.
 
 The allocator takes *segments* from the device and hands out blocks of them. It rounds sizes up, takes the smallest free
 block that is large enough, splits it where the rest is worth keeping, and joins free neighbours. What it holds is more
@@ -11,12 +11,39 @@ Memory of the device has no end here: a real allocator that finds none gives bac
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rkgb.devices.base import AllocationEvent, AllocatorLevels
+
+@dataclass(frozen=True, slots=True)
+class AllocationEvent:
+    """`size_bytes` taken at `address`, or given back when negative."""
+
+    address: int
+    size_bytes: int
+    time_ns: int = 0  # on the recorder's own line of time
+    stream: int = 0  # for which it was taken, where the device has several
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorLevels:
+    """An allocator's own statistics. The highest levels are those since `Device.restart_levels`."""
+
+    allocated_bytes: int  # in blocks that are in use
+    most_allocated_bytes: int
+    most_reserved_bytes: int  # taken from the device, gaps included
+
+    def or_higher(self, other: AllocatorLevels) -> AllocatorLevels:
+        """These, with the highest levels of both."""
+        return replace(
+            self,
+            most_allocated_bytes=max(self.most_allocated_bytes, other.most_allocated_bytes),
+            most_reserved_bytes=max(self.most_reserved_bytes, other.most_reserved_bytes),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
@@ -119,9 +146,9 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Joins it with free neighbours. Raises `ValueError` for a block that is free."""
+        """Join it with free neighbours. Raises `ValueError` for what is free already."""
         if block.is_free:
-            raise ValueError(f"the block of {block.size_bytes} bytes at {block.address} is free already")
+            raise ValueError(f"what is at {block.address} is free already.")
         self.allocated_bytes -= block.size_bytes
         for other in (block.before, block.after):
             if other is not None and other.is_free:
@@ -170,7 +197,7 @@ class CachingAllocator:
 
     def _chain(self, *blocks: Block | None) -> None:
         """Make neighbours of these; None is the end of a segment."""
-        for one, other in zip(blocks, blocks[1:], strict=False):
+        for one, other in itertools.pairwise(blocks):
             if one is not None:
                 one.after = other
             if other is not None:

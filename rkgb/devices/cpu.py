@@ -18,7 +18,8 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _EventType, _ExperimentalConfig
 from torch.autograd.profiler import profile
 
-from rkgb.devices.base import AllocationEvent, AllocationRecorder, Device, Result
+from rkgb.devices.base import AllocationRecorder, Device, Result
+from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.devices.host_memory import free_host_bytes
 from rkgb.process.surroundings import profiler_is_taken, unprofiled
 

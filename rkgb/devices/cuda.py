@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rkgb.devices.accelerator import Accelerator, History, trace_of
-from rkgb.devices.base import AllocationRecorder, AllocatorLevels
-from rkgb.devices.caching_allocator import CachingAllocator, SegmentRules, held_segments
+from rkgb.devices.base import AllocationRecorder
+from rkgb.devices.caching_allocator import AllocatorLevels, CachingAllocator, SegmentRules, held_segments
 from rkgb.devices.flags import getters, precisions
 
 _MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rkgb.devices.base import AllocationEvent
-from rkgb.devices.caching_allocator import CachingAllocator
+from rkgb.devices.caching_allocator import AllocationEvent, CachingAllocator
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.registry import KINDS, device_of
 from rockmate.errors import BudgetError
@@ -74,17 +73,23 @@ def start_peak(device: torch.device) -> int:
     at = device_of(device)
     if at.levels() is None:
         return 0
-    gc.collect()  # what is garbage now would be freed within the step, and hide as much of its peak
+    allocated_bytes = allocated_now_bytes(device)
     at.synchronize()
     at.empty_cache()
     at.restart_levels()
-    levels = at.levels()
-    return 0 if levels is None else levels.allocated_bytes
+    return allocated_bytes
 
 
 def allocated_now_bytes(device: torch.device) -> int:
-    """As the allocator tells, which waits for nothing; 0 where it keeps no count."""
-    levels = device_of(device).levels()
+    """As the allocator tells, which waits for nothing; 0 where it keeps no count. Garbage is none of it.
+
+    What is garbage now would be freed within a step, and hide as much of its peak.
+    """
+    at = device_of(device)
+    if at.levels() is None:
+        return 0
+    gc.collect()
+    levels = at.levels()
     return 0 if levels is None else levels.allocated_bytes
 
 

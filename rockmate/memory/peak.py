@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 
 from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
-from rkgb.devices.base import AllocatorLevels
+from rkgb.devices.caching_allocator import AllocatorLevels
 from rkgb.devices.registry import device_of, kinds_text
 
 

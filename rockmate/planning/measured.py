@@ -34,6 +34,7 @@ from rockmate.memory.allocators import refuse_uncounted
 from rockmate.memory.optimizer_state import optimizer_state_bytes
 from rockmate.memory.split import (
     Residents,
+    Scope,
     above_gradients,
     count_residents,
     gradients_made,
@@ -87,6 +88,10 @@ class Measured:
     def peak_now_bytes(self) -> int:
         """What a step takes as the user has the model: a fraction is of that."""
         return self.eager_peak_bytes if self.checkpointed_peak_bytes is None else self.checkpointed_peak_bytes
+
+    def step_now_bytes(self, scope: Scope) -> int:
+        """What a fraction of a step's budget is of: most of all that the step allocates now, or reserves."""
+        return max(self.peak_now_bytes, self.reserved_now_bytes or 0) if scope == "reserved" else self.peak_now_bytes
 
     @property
     def gradient_bytes(self) -> int:

@@ -46,6 +46,8 @@ from rockmate.units import format_apart, format_bytes
 
 _FOR_GAPS = 0.05  # of a budget, more each time: less for tensors where a real step finds no memory
 _ATTEMPTS = 6  # corrections of a plan whose real step took more than predicted
+_ATTEMPTS_BETWEEN = 4  # corrections back, where a plan was found after those
+_CLOSE = 0.02  # of a budget: plans for so much more are hardly faster
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
@@ -147,7 +149,7 @@ def _tried_within(
     measured: Measured, request: PlanRequest, module: torch.nn.Module, budget_bytes: int, split: MemorySplit | None
 ) -> _Tried:
     """The first plan whose real step is within the budget; where there is none, the one of lowest peak."""
-    target_bytes = budget_bytes
+    target_bytes = too_much_bytes = budget_bytes
     for attempt in range(_ATTEMPTS):
         request.progress("solve", attempt, _ATTEMPTS)
         solution = _solve(measured, request, target_bytes, first=attempt == 0)
@@ -155,16 +157,50 @@ def _tried_within(
         asked = _Asked(budget_bytes, target_bytes, split)
         tried = _tried_if_it_fits(measured, request, module, solution, asked, is_last=attempt + 1 == _ATTEMPTS)
         if tried is None:  # gaps, and buffers of libraries, take what the tensors leave
+            too_much_bytes = target_bytes
             target_bytes -= int((attempt + 1) * _FOR_GAPS * target_bytes)
             continue
         peak_bytes = _bounded_bytes(tried.peak, request)
+        if peak_bytes <= budget_bytes and attempt and request.scope == "reserved":
+            return _with_smaller_gaps(measured, request, module, tried, too_much_bytes, split)
         if peak_bytes <= budget_bytes or not solution.status.fits:
             return tried  # whatever was predicted: this was measured
         if solution.peak_bytes > target_bytes:
             continue  # without recomputation it does not fit, after all
         # The prediction was short by this much: ask for that much less, and more so each time.
+        too_much_bytes = target_bytes
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
     return _tried(measured, request, module, _solve(measured, request, 1, False), _Asked(budget_bytes, 1, split))
+
+
+def _with_smaller_gaps(
+    measured: Measured,
+    request: PlanRequest,
+    module: torch.nn.Module,
+    fitting: _Tried,
+    too_much_bytes: int,
+    split: MemorySplit | None,
+) -> _Tried:
+    """The fastest of plans between one that fits and `too_much_bytes` for tensors, whose gaps are beyond the budget.
+
+    Gaps jump from plan to plan: what was taken off for those of one is often more than another needs.
+    """
+    budget_bytes, enough_bytes = fitting.planned.plan.budget_bytes, fitting.target_bytes
+    for attempt in range(_ATTEMPTS_BETWEEN):
+        if too_much_bytes - enough_bytes <= _CLOSE * budget_bytes or not fitting.solution.schedule.recomputations:
+            break
+        request.progress("gaps", attempt, _ATTEMPTS_BETWEEN)
+        target_bytes = (enough_bytes + too_much_bytes) // 2
+        solution = _solve(measured, request, target_bytes, first=False)
+        asked = _Asked(budget_bytes, target_bytes, split)
+        tried = _tried_if_it_fits(measured, request, module, solution, asked, is_last=False)
+        if tried is None or _bounded_bytes(tried.peak, request) > budget_bytes:
+            too_much_bytes = target_bytes
+        else:
+            enough_bytes = target_bytes
+            fitting = min(fitting, tried, key=lambda tried: tried.solution.time_ms)
+    request.progress("gaps", _ATTEMPTS_BETWEEN, _ATTEMPTS_BETWEEN)
+    return fitting
 
 
 def _bounded_bytes(peak: StepPeak, request: PlanRequest) -> int:
@@ -257,10 +293,7 @@ def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySpli
     """The step's budget in bytes; how it was split off where the user's is for all of training."""
     held = measured.residents
     if held is None:
-        now_bytes = measured.peak_now_bytes
-        if request.scope == "reserved":
-            now_bytes = max(now_bytes, measured.reserved_now_bytes or 0)
-        return resolve_budget(request.budget, now_bytes, measured.device), None
+        return resolve_budget(request.budget, measured.step_now_bytes(request.scope), measured.device), None
     eager_bytes = held.total_bytes + measured.peak_now_bytes
     total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes, held.total_bytes)
     split = MemorySplit(total_bytes, held)

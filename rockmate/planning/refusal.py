@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rk_solvers import Limits, Problem, Simulation, Solution, simulate, solver_named
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rockmate.errors import BudgetTooSmall
-from rockmate.memory.budget import Budget, is_fraction
+from rockmate.memory.budget import is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
 from rockmate.planning.measured import Measured, problem_of
@@ -47,7 +47,7 @@ def too_small(
     return BudgetTooSmall(
         f"budget {' < '.join(format_apart(budget_bytes, smallest))}, the smallest for which a schedule was found "
         f"({_proof(proven, smallest)}; bound at {op}{_where(measured, binding.name)}){divided}. "
-        f"{_of_what(measured, request.budget)}Raise the budget to at least "
+        f"{_of_what(measured, request)}Raise the budget to at least "
         f"{smallest} bytes, or: {advice}",
         smallest,
         op,
@@ -63,10 +63,14 @@ def _proof(proven_bytes: int, smallest_bytes: int) -> str:
     return f"proven: none takes less than {format_apart(proven_bytes, smallest_bytes)[0]}, {below} below"
 
 
-def _of_what(measured: Measured, written: Budget) -> str:
+def _of_what(measured: Measured, request: PlanRequest) -> str:
     """What a fraction is a part of."""
+    written = request.budget
     if not is_fraction(written):
         return ""
+    if request.scope == "reserved":
+        held = format_bytes(measured.step_now_bytes(request.scope))
+        return f"{written!r} is of the {held} that the allocator reserves for the step now. "
     held_bytes = 0 if measured.residents is None else measured.residents.total_bytes
     now, eager = (format_bytes(held_bytes + peak) for peak in (measured.peak_now_bytes, measured.eager_peak_bytes))
     what = "a step takes" if measured.residents is None else "training takes"

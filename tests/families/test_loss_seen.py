@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.devices.base import AllocatorLevels
+from rkgb.devices.caching_allocator import AllocatorLevels
 from rkgb.devices.cpu import Cpu
 from rockmate import ReplanWarning, Rockmate
 from rockmate.memory.loss_window import LossWindow

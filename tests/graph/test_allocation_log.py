@@ -8,7 +8,7 @@ from torch.autograd.profiler import profile
 
 import rkgb.devices.allocation_log
 from rkgb.devices.allocation_log import AllocationLog, highest_level
-from rkgb.devices.base import AllocationEvent
+from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.devices.registry import device_of
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import nn
 from rkgb import ModelError
 from rkgb.devices import registry
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.devices.base import AllocatorLevels
+from rkgb.devices.caching_allocator import AllocatorLevels
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.registry import KINDS, device_of, host
 from rkgb.ir.placement import refuse_devices

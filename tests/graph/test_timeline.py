@@ -3,7 +3,7 @@
 import torch
 
 from rkgb.devices.allocation_log import AllocationLog
-from rkgb.devices.base import AllocationEvent
+from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.profile.timeline import StageWindow, forward_peaks, join_windows, measure_windows
 
 MARK = "mark"
