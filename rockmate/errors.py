@@ -27,6 +27,10 @@ class ArgumentError(RockmateError, ValueError):
     """An argument is not what it should be."""
 
 
+class OffloadError(RockmateError):
+    """A tensor could not be moved to the second memory or back: no space there, or none that can be used."""
+
+
 class FragmentationWarning(UserWarning):
     """On CUDA, a plan's step reserves more memory than a tenth above its budget: the allocator leaves gaps."""
 

@@ -89,6 +89,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "proxy": (),
         "memory": ("errors", "units"),
         "guards": ("errors",),
+        "offload": ("errors", "units"),
         "runtime": ("errors", "guards"),
         "planning": ("errors", "units", "progress", "memory", "guards", "runtime"),
         "options": ("errors", "progress", "memory", "planning"),

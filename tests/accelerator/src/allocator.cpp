@@ -189,7 +189,11 @@ void Pool::put_back(Block* block) {
   count(stats_.active, is_small, [](auto& stat) { stat.decrease(1); });
   count(stats_.active_bytes, is_small, [&](auto& stat) { stat.decrease(block->size); });
   note("free_completed", block->address, block->requested, block->segment->stream);
-  if (faults().poisons) std::memset(block->address, kPoison, block->size);
+  if (faults().poisons) {
+    // In the order of its stream, as what is written next there: others that it waits for may still read what was.
+    const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kDevice, device_), block->segment->stream);
+    queue_of(stream).tell([at = block->address, size = block->size] { std::memset(at, kPoison, size); }, true);
+  }
   block->requested = 0;
   if (!faults().never_merge) {
     block = merged(block, block->before);

@@ -1,0 +1,238 @@
+"""Tensors of the CPU in a file, by one thread for each direction."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from weakref import WeakSet
+
+import torch
+
+from rkgb.devices.registry import device_of
+from rockmate.errors import OffloadError
+from rockmate.offload.extents import Extents
+from rockmate.offload.scratch_file import ScratchFile, free_bytes
+from rockmate.offload.tier import Parcel, Tier
+from rockmate.units import format_bytes
+
+_PIECE_BYTES = 8 << 20  # at once: longer ones are no faster, and staging is as long
+
+
+_TIERS: WeakSet[FileTier] = WeakSet()
+
+
+class FileTier(Tier):
+    """A scratch file in `folder`, where temporary files are by default.
+
+    It is made at the first `send`. A process that forks has another one then; what was sent before can be had in both.
+    Raises `OffloadError` where no file can be made there.
+    """
+
+    staging_bytes = 2 * _PIECE_BYTES
+
+    def __init__(self, folder: str | None = None, limit_bytes: int | None = None) -> None:
+        super().__init__(limit_bytes)
+        self.folder = tempfile.gettempdir() if folder is None else os.fspath(folder)
+        self.name = f"a file in {self.folder}"
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+        free_bytes(self.folder)  # tells now that there is no such folder
+        _TIERS.add(self)
+
+    def send(self, storage: torch.UntypedStorage) -> Parcel:
+        if not device_of(storage.device).is_host:
+            raise OffloadError(f"tensors on {storage.device} are not written to {self.name}: only the CPU's are.")
+        with self._lock:
+            self._hold(storage.nbytes())
+            try:
+                if self._opened is None or self._opened.process != os.getpid():
+                    self._opened = _Opened(self.folder)
+                place = self._opened.extents.take(storage.nbytes())
+            except BaseException:
+                self._let_go(storage.nbytes())
+                raise
+        return _FileParcel(self, self._opened, storage, place)
+
+    def close(self) -> None:
+        with self._lock:
+            opened, self._opened = self._opened, None
+        if opened is not None and opened.process == os.getpid():
+            opened.close()
+
+    def after_fork(self) -> None:
+        """In the process that came of it: a thread that it does not have may have held the lock."""
+        self._lock = threading.Lock()
+
+    def given_back(self, opened: _Opened, place: int, size_bytes: int) -> None:
+        """A parcel's space, once nothing of it is on its way."""
+        with self._lock:
+            opened.extents.give_back(place, size_bytes)
+            self._let_go(size_bytes)
+
+
+def _after_fork() -> None:
+    for tier in _TIERS:
+        tier.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Opened:
+    """The file of one process, with its threads."""
+
+    def __init__(self, folder: str) -> None:
+        self.process = os.getpid()
+        self.file = ScratchFile(folder)
+        self.extents = Extents(self.file.block_bytes)
+        self.out = _Direction("out", self.file)
+        self.back = _Direction("in", self.file)
+
+    def close(self) -> None:
+        for direction in (self.out, self.back):
+            direction.pool.shutdown(wait=True, cancel_futures=True)
+        self.file.close()
+
+
+class _Direction:
+    """One thread, and a piece of memory at an address that the file takes."""
+
+    def __init__(self, name: str, file: ScratchFile) -> None:
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix=f"rockmate-{name}")
+        self.file = file
+        self.staging = mmap.mmap(-1, _PIECE_BYTES)
+        self.staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self.staging))
+
+    def write(self, storages: list[torch.UntypedStorage], place: int) -> None:
+        """The one in the list, which is empty then: who waits for this is to be the last who has it."""
+        self._run(storages.pop(), place, self._write_piece)
+
+    def read(self, storages: list[torch.UntypedStorage], place: int) -> None:
+        """Into the one in the list, which is empty then."""
+        self._run(storages.pop(), place, self._read_piece)
+
+    def _run(self, storage: torch.UntypedStorage, place: int, move: Callable[[int, int, int], None]) -> None:
+        address, size_bytes = storage.data_ptr(), storage.nbytes()
+        for offset in range(0, size_bytes, _PIECE_BYTES):
+            move(address + offset, place + offset, min(_PIECE_BYTES, size_bytes - offset))
+
+    def _write_piece(self, address: int, offset: int, size_bytes: int) -> None:
+        whole_bytes = self._whole_bytes(address, size_bytes)
+        if whole_bytes:
+            self.file.write(_memory(address, whole_bytes), offset)
+        if whole_bytes < size_bytes:
+            rest_bytes = size_bytes - whole_bytes
+            ctypes.memmove(self.staging_address, address + whole_bytes, rest_bytes)
+            self.file.write(memoryview(self.staging)[: self._padded(rest_bytes)], offset + whole_bytes)
+
+    def _read_piece(self, address: int, offset: int, size_bytes: int) -> None:
+        whole_bytes = self._whole_bytes(address, size_bytes)
+        if whole_bytes:
+            self.file.read(_memory(address, whole_bytes), offset)
+        if whole_bytes < size_bytes:
+            rest_bytes = size_bytes - whole_bytes
+            self.file.read(memoryview(self.staging)[: self._padded(rest_bytes)], offset + whole_bytes)
+            ctypes.memmove(address + whole_bytes, self.staging_address, rest_bytes)
+
+    def _whole_bytes(self, address: int, size_bytes: int) -> int:
+        """How much of a piece needs no copy: its whole blocks, where its address is one that the file takes."""
+        return 0 if address % self.file.memory_bytes else size_bytes // self.file.block_bytes * self.file.block_bytes
+
+    def _padded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.file.block_bytes) * self.file.block_bytes
+
+
+_Move = Callable[[list[torch.UntypedStorage], int], None]
+
+
+def _without_traces(move: _Move, storages: list[torch.UntypedStorage], place: int) -> None:
+    """An error's traceback would hold the storage."""
+    try:
+        move(storages, place)
+    except BaseException as error:  # noqa: BLE001  whatever it is, it is raised where it is waited for
+        raise error.with_traceback(None) from None
+
+
+def _memory(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address))
+
+
+class _FileParcel(Parcel):
+    def __init__(self, tier: FileTier, opened: _Opened, storage: torch.UntypedStorage, place: int) -> None:
+        self._tier, self._opened, self._place = tier, opened, place
+        self._size_bytes = storage.nbytes()
+        self._source: torch.UntypedStorage | None = storage
+        self._target: torch.UntypedStorage | None = None
+        self._read: Future[None] | None = None
+        self._written = self._begin(opened.out, opened.out.write, storage)
+
+    def wait_sent(self) -> None:
+        if self._source is None:
+            return
+        self._result(self._written, "written to")
+        self._source = None
+
+    def recall(self) -> None:
+        if self._target is not None:
+            return
+        self.wait_sent()
+        self._target = torch.UntypedStorage(self._size_bytes)
+        self._read = self._begin(self._opened.back, self._opened.back.read, self._target)
+
+    def take(self) -> torch.UntypedStorage:
+        self.recall()
+        assert self._read is not None
+        assert self._target is not None
+        self._result(self._read, "read from")
+        target, self._target, self._read = self._target, None, None
+        return target
+
+    def drop(self) -> None:
+        if self._place < 0:
+            return
+        place, self._place = self._place, -1
+        # What is on its way holds its memory itself; its place in the file is free once the later of both is over.
+        last = self._read if self._read is not None else self._written
+        self._source = self._target = self._read = None
+        last.add_done_callback(lambda _: self._tier.given_back(self._opened, place, self._size_bytes))
+
+    def __del__(self) -> None:
+        self.drop()
+
+    def _begin(self, direction: _Direction, move: _Move, storage: torch.UntypedStorage) -> Future[None]:
+        storages = [storage]
+        if self._opened.process != os.getpid():  # its threads are another process's: what it wrote is read here and now
+            done: Future[None] = Future()
+            _Direction("in", self._opened.file).read(storages, self._place)
+            done.set_result(None)
+            return done
+        try:
+            return direction.pool.submit(_without_traces, move, storages, self._place)
+        except RuntimeError as error:  # the pool has ended
+            raise self._closed() from error
+
+    def _result(self, moving: Future[None], how: str) -> None:
+        try:
+            moving.result()
+        except CancelledError as error:
+            raise self._closed() from error
+        except OSError as error:
+            advice = "Free some space, or give another path."
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                why = f"the disk is full ({format_bytes(free_bytes(self._tier.folder))} are free)"
+            else:
+                why, advice = error.strerror or str(error), "Is the disk still there? Give another path."
+            raise OffloadError(
+                f"{format_bytes(self._size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The step has "
+                "no result; run it again then."
+            ) from error
+
+    def _closed(self) -> OffloadError:
+        return OffloadError(f"what was sent to {self._tier.name} is gone: that was closed before the step ended.")
