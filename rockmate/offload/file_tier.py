@@ -8,8 +8,9 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
@@ -53,11 +54,11 @@ class FileTier(Tier):
             try:
                 if self._opened is None or self._opened.process != os.getpid():
                     self._opened = _Opened(self.folder)
-                place = self._opened.extents.take(storage.nbytes())
+                layout = _Layout.of(storage, self._opened.file, self._opened.extents)
             except BaseException:
                 self._let_go(storage.nbytes())
                 raise
-        return _FileParcel(self, self._opened, storage, place)
+        return _FileParcel(self, self._opened, storage, layout)
 
     def close(self) -> None:
         with self._lock:
@@ -69,11 +70,11 @@ class FileTier(Tier):
         """In the process that came of it: a thread that it does not have may have held the lock."""
         self._lock = threading.Lock()
 
-    def given_back(self, opened: _Opened, place: int, size_bytes: int) -> None:
+    def given_back(self, opened: _Opened, layout: _Layout) -> None:
         """A parcel's space, once nothing of it is on its way."""
         with self._lock:
-            opened.extents.give_back(place, size_bytes)
-            self._let_go(size_bytes)
+            opened.extents.give_back(layout.place, layout.size_bytes)
+            self._let_go(layout.size_bytes)
 
 
 def _after_fork() -> None:
@@ -101,6 +102,33 @@ class _Opened:
         self.file.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a storage lies in the file: first its middle, whose address and size the file takes, then its two ends.
+
+    So nothing but the ends is copied, wherever the storage is.
+    """
+
+    place: int
+    head_bytes: int
+    middle_bytes: int
+    tail_bytes: int
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, file: ScratchFile, extents: Extents) -> _Layout:
+        """That of `storage`, at a place that is taken for it."""
+        size_bytes = storage.nbytes()
+        head_bytes = min(-storage.data_ptr() % file.memory_bytes, size_bytes)
+        middle_bytes = (size_bytes - head_bytes) // file.block_bytes * file.block_bytes
+        tail_bytes = size_bytes - head_bytes - middle_bytes
+        return cls(extents.take(middle_bytes + head_bytes + tail_bytes), head_bytes, middle_bytes, tail_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the storage."""
+        return self.head_bytes + self.middle_bytes + self.tail_bytes
+
+
 class _Direction:
     """One thread, and a piece of memory at an address that the file takes."""
 
@@ -110,52 +138,60 @@ class _Direction:
         self.staging = mmap.mmap(-1, _PIECE_BYTES)
         self.staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self.staging))
 
-    def write(self, storages: list[torch.UntypedStorage], place: int) -> None:
+    def write(self, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
         """The one in the list, which is empty then: who waits for this is to be the last who has it."""
-        self._run(storages.pop(), place, self._write_piece)
+        storage = storages.pop()
+        middle = storage.data_ptr() + layout.head_bytes
+        for offset, size_bytes in _pieces(layout.middle_bytes):
+            self.file.write(_memory(middle + offset, size_bytes), layout.place + offset)
+        if layout.head_bytes + layout.tail_bytes:
+            self._copy_ends(storage.data_ptr(), layout, into_memory=False)
+            self.file.write(self._ends(layout), layout.place + layout.middle_bytes)
 
-    def read(self, storages: list[torch.UntypedStorage], place: int) -> None:
+    def read(self, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
         """Into the one in the list, which is empty then."""
-        self._run(storages.pop(), place, self._read_piece)
+        storage = storages.pop()
+        middle = storage.data_ptr() + layout.head_bytes
+        is_taken = middle % self.file.memory_bytes == 0
+        for offset, size_bytes in _pieces(layout.middle_bytes):
+            if is_taken:
+                self.file.read(_memory(middle + offset, size_bytes), layout.place + offset)
+            else:
+                self.file.read(memoryview(self.staging)[:size_bytes], layout.place + offset)
+                ctypes.memmove(middle + offset, self.staging_address, size_bytes)
+        if layout.head_bytes + layout.tail_bytes:
+            self.file.read(self._ends(layout), layout.place + layout.middle_bytes)
+            self._copy_ends(storage.data_ptr(), layout, into_memory=True)
 
-    def _run(self, storage: torch.UntypedStorage, place: int, move: Callable[[int, int, int], None]) -> None:
-        address, size_bytes = storage.data_ptr(), storage.nbytes()
-        for offset in range(0, size_bytes, _PIECE_BYTES):
-            move(address + offset, place + offset, min(_PIECE_BYTES, size_bytes - offset))
+    def _ends(self, layout: _Layout) -> memoryview:
+        blocks = -(-(layout.head_bytes + layout.tail_bytes) // self.file.block_bytes)
+        return memoryview(self.staging)[: blocks * self.file.block_bytes]
 
-    def _write_piece(self, address: int, offset: int, size_bytes: int) -> None:
-        whole_bytes = self._whole_bytes(address, size_bytes)
-        if whole_bytes:
-            self.file.write(_memory(address, whole_bytes), offset)
-        if whole_bytes < size_bytes:
-            rest_bytes = size_bytes - whole_bytes
-            ctypes.memmove(self.staging_address, address + whole_bytes, rest_bytes)
-            self.file.write(memoryview(self.staging)[: self._padded(rest_bytes)], offset + whole_bytes)
-
-    def _read_piece(self, address: int, offset: int, size_bytes: int) -> None:
-        whole_bytes = self._whole_bytes(address, size_bytes)
-        if whole_bytes:
-            self.file.read(_memory(address, whole_bytes), offset)
-        if whole_bytes < size_bytes:
-            rest_bytes = size_bytes - whole_bytes
-            self.file.read(memoryview(self.staging)[: self._padded(rest_bytes)], offset + whole_bytes)
-            ctypes.memmove(address + whole_bytes, self.staging_address, rest_bytes)
-
-    def _whole_bytes(self, address: int, size_bytes: int) -> int:
-        """How much of a piece needs no copy: its whole blocks, where its address is one that the file takes."""
-        return 0 if address % self.file.memory_bytes else size_bytes // self.file.block_bytes * self.file.block_bytes
-
-    def _padded(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.file.block_bytes) * self.file.block_bytes
+    def _copy_ends(self, address: int, layout: _Layout, into_memory: bool) -> None:
+        for at, staged, size_bytes in (
+            (address, self.staging_address, layout.head_bytes),
+            (
+                address + layout.head_bytes + layout.middle_bytes,
+                self.staging_address + layout.head_bytes,
+                layout.tail_bytes,
+            ),
+        ):
+            ctypes.memmove(*((at, staged) if into_memory else (staged, at)), size_bytes)
 
 
-_Move = Callable[[list[torch.UntypedStorage], int], None]
+def _pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Offset and size of what is moved at once."""
+    for offset in range(0, size_bytes, _PIECE_BYTES):
+        yield offset, min(_PIECE_BYTES, size_bytes - offset)
 
 
-def _without_traces(move: _Move, storages: list[torch.UntypedStorage], place: int) -> None:
+_Move = Callable[[list[torch.UntypedStorage], _Layout], None]
+
+
+def _without_traces(move: _Move, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
     """An error's traceback would hold the storage."""
     try:
-        move(storages, place)
+        move(storages, layout)
     except BaseException as error:  # noqa: BLE001  whatever it is, it is raised where it is waited for
         raise error.with_traceback(None) from None
 
@@ -165,9 +201,9 @@ def _memory(address: int, size_bytes: int) -> memoryview:
 
 
 class _FileParcel(Parcel):
-    def __init__(self, tier: FileTier, opened: _Opened, storage: torch.UntypedStorage, place: int) -> None:
-        self._tier, self._opened, self._place = tier, opened, place
-        self._size_bytes = storage.nbytes()
+    def __init__(self, tier: FileTier, opened: _Opened, storage: torch.UntypedStorage, layout: _Layout) -> None:
+        self._tier, self._opened, self._layout = tier, opened, layout
+        self._is_there = True
         self._source: torch.UntypedStorage | None = storage
         self._target: torch.UntypedStorage | None = None
         self._read: Future[None] | None = None
@@ -183,7 +219,7 @@ class _FileParcel(Parcel):
         if self._target is not None:
             return
         self.wait_sent()
-        self._target = torch.UntypedStorage(self._size_bytes)
+        self._target = torch.UntypedStorage(self._layout.size_bytes)
         self._read = self._begin(self._opened.back, self._opened.back.read, self._target)
 
     def take(self) -> torch.UntypedStorage:
@@ -195,13 +231,13 @@ class _FileParcel(Parcel):
         return target
 
     def drop(self) -> None:
-        if self._place < 0:
+        if not self._is_there:
             return
-        place, self._place = self._place, -1
+        self._is_there = False
         # What is on its way holds its memory itself; its place in the file is free once the later of both is over.
         last = self._read if self._read is not None else self._written
         self._source = self._target = self._read = None
-        last.add_done_callback(lambda _: self._tier.given_back(self._opened, place, self._size_bytes))
+        last.add_done_callback(lambda _: self._tier.given_back(self._opened, self._layout))
 
     def __del__(self) -> None:
         self.drop()
@@ -210,11 +246,11 @@ class _FileParcel(Parcel):
         storages = [storage]
         if self._opened.process != os.getpid():  # its threads are another process's: what it wrote is read here and now
             done: Future[None] = Future()
-            _Direction("in", self._opened.file).read(storages, self._place)
+            _Direction("in", self._opened.file).read(storages, self._layout)
             done.set_result(None)
             return done
         try:
-            return direction.pool.submit(_without_traces, move, storages, self._place)
+            return direction.pool.submit(_without_traces, move, storages, self._layout)
         except RuntimeError as error:  # the pool has ended
             raise self._closed() from error
 
@@ -230,8 +266,8 @@ class _FileParcel(Parcel):
             else:
                 why, advice = error.strerror or str(error), "Is the disk still there? Give another path."
             raise OffloadError(
-                f"{format_bytes(self._size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The step has "
-                "no result; run it again then."
+                f"{format_bytes(self._layout.size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The step "
+                "has no result; run it again then."
             ) from error
 
     def _closed(self) -> OffloadError:
