@@ -56,7 +56,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "schedule": (),
         "groups": ("problem",),
         "liveness": ("problem", "schedule", "groups"),
-        "checker": ("problem", "schedule"),
+        "links": (),
+        "checker": ("problem", "schedule", "links"),
         "solver": ("problem", "schedule", "groups", "liveness"),
         "limits": (),
         "milp": (),
@@ -65,6 +66,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "baselines": ("problem", "groups", "liveness", "solver"),
         "local": ("problem", "schedule", "groups", "liveness", "solver", "baselines"),
         "exact": ("problem", "groups", "liveness", "solver", "milp", "local"),
+        "transfers": ("problem", "schedule", "groups", "links", "liveness", "solver"),
         "chain": ("problem", "groups", "liveness", "solver", "local", "exact"),
         "intervals": (
             "problem", "groups", "liveness", "solver", "milp", "side_process", "baselines", "local", "chain",
@@ -153,7 +155,7 @@ NARROWER: dict[str, tuple[str, ...]] = {
     "rockmate.zoo": ("rockmate.zoo",),
     "rockmate.units": (),
     # Two readings of what is alive when, which check that of `rk_solvers.liveness`, and so know nothing of it.
-    "rk_solvers.checker": ("rk_solvers.problem", "rk_solvers.schedule"),
+    "rk_solvers.checker": ("rk_solvers.problem", "rk_solvers.schedule", "rk_solvers.links"),
     "rk_solvers.exact.oracle": ("rk_solvers.problem", "rk_solvers.groups", "rk_solvers.solver"),
 }
 MAX_FILES = 12  # of one folder, its `__init__.py` left out

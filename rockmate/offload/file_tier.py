@@ -266,8 +266,8 @@ class _FileParcel(Parcel):
             else:
                 why, advice = error.strerror or str(error), "Is the disk still there? Give another path."
             raise OffloadError(
-                f"{format_bytes(self._layout.size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The step "
-                "has no result; run it again then."
+                f"{format_bytes(self._layout.size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The "
+                "step has no result; run it again then."
             ) from error
 
     def _closed(self) -> OffloadError:

@@ -278,7 +278,7 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     if len(curve) == 0:
         return Evaluation(problem.base_bytes, time_ms, "")
     position = int(curve.argmax())
-    return Evaluation(int(curve[position]), time_ms, str(_op_of(problem, steps[position])))
+    return Evaluation(int(curve[position]), time_ms, str(op_of(problem, steps[position])))
 
 
 def peak_and_time(problem: Problem, plan: Plan) -> tuple[int, float]:
@@ -309,7 +309,7 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
             forgotten[instance.last].append(instance.data)
     ops: list[Op] = []
     for step, items in zip(steps, forgotten, strict=True):
-        ops.append(_op_of(problem, step))
+        ops.append(op_of(problem, step))
         ops += [Forget(problem.data[item].name) for item in sorted(items)]
     return Schedule(tuple(ops))
 
@@ -386,7 +386,7 @@ def normalise(problem: Problem, plan: Plan) -> Schedule:
     return schedule_of(problem, groups.normalise(problem, recompute_of(problem, plan)))
 
 
-def _op_of(problem: Problem, step: Step) -> Op:
+def op_of(problem: Problem, step: Step) -> Op:
     """A computation by its name."""
     if step.forward < 0:
         return Backward(problem.backward[step.stage].name)
@@ -415,7 +415,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
             own_bytes = forward.workspace_bytes + made[position]
             time_ms = forward.time_ms if step.stage < 0 else forward.recompute_ms
         peak_bytes = curve[position]
-        moments.append(Moment(step, _op_of(problem, step), now, now + time_ms, peak_bytes - own_bytes, peak_bytes))
+        moments.append(Moment(step, op_of(problem, step), now, now + time_ms, peak_bytes - own_bytes, peak_bytes))
         now += time_ms
     return Simulation(tuple(moments), tuple(instances))
 

@@ -39,7 +39,57 @@ class Forget:
         return f"forget {self.name}"
 
 
-Op = Compute | Backward | Forget
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Begin to copy a data to the second memory."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"offload {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Wait until a data is in the second memory, and drop the alive instance."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"leave {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Take memory for a data that has left, and begin to copy it back."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"recall {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """Wait until a data that was recalled is back: it is alive again."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"arrive {self.name}"
+
+
+Op = Compute | Backward | Forget | Offload | Leave | Recall | Arrive
+Transfer = Offload | Leave | Recall | Arrive
+_BY_WORD: dict[str, type[Op]] = {
+    "compute": Compute,
+    "backward": Backward,
+    "forget": Forget,
+    "offload": Offload,
+    "leave": Leave,
+    "recall": Recall,
+    "arrive": Arrive,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +117,11 @@ class Schedule:
                 continue
             if len(words) != 2:
                 raise ScheduleError(f"line {number}: {line!r} must be two words, such as 'compute linear_3'")
-            match words[0]:
-                case "compute":
-                    ops.append(Compute(words[1]))
-                case "backward":
-                    ops.append(Backward(words[1]))
-                case "forget":
-                    ops.append(Forget(words[1]))
-                case other:
-                    raise ScheduleError(f"line {number}: unknown operation {other!r}; use compute, backward or forget")
+            kind = _BY_WORD.get(words[0])
+            if kind is None:
+                *others, last = _BY_WORD
+                raise ScheduleError(f"line {number}: unknown operation {words[0]!r}; use {', '.join(others)} or {last}")
+            ops.append(kind(words[1]))
         return Schedule(tuple(ops))
 
     @property
@@ -93,6 +139,11 @@ class Schedule:
                 found[op.name] = tuple(group)
                 group = []
         return found
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The data that leave for the second memory, in that order."""
+        return tuple(op.name for op in self.ops if isinstance(op, Offload))
 
     @property
     def recomputations(self) -> int:

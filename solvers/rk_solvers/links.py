@@ -1,0 +1,47 @@
+"""The second memory and the links to it: what a data takes that leaves and comes back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction. Its transfers follow one another in the order in which they were begun.
+
+    Raises `ValueError` for numbers of no link.
+    """
+
+    bytes_per_ms: float  # 1e6 is 1 GB/s
+    latency_ms: float = 0.0  # of each transfer, in which the link does nothing else
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bytes_per_ms) and self.bytes_per_ms > 0):
+            raise ValueError(f"a link moves {self.bytes_per_ms} bytes per ms; that must be positive and finite")
+        if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0):
+            raise ValueError(f"a link has a latency of {self.latency_ms} ms; that must not be negative, and finite")
+
+    def time_ms(self, size_bytes: int) -> float:
+        """Of one transfer, in milliseconds."""
+        return self.latency_ms + size_bytes / self.bytes_per_ms
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMemory:
+    """Where data may be that are not in the first memory.
+
+    Raises `ValueError` for negative sizes.
+    """
+
+    out: Link
+    back: Link
+    limit_bytes: int | None = None  # of what is there at once
+    staging_bytes: int = 0  # of the first memory, throughout a step that moves something
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes < 0 or (self.limit_bytes is not None and self.limit_bytes < 0):
+            raise ValueError(
+                f"a second memory has limit_bytes {self.limit_bytes} and staging_bytes {self.staging_bytes}; neither "
+                "may be negative"
+            )
