@@ -422,7 +422,9 @@ def _run_bound(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], gra
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if _recorder() is None else _disable_current_modes()  # type: ignore[no-any-return]
+    found: contextlib.AbstractContextManager[Any]
+    found = contextlib.nullcontext() if _recorder() is None else _disable_current_modes()
+    return found
 
 
 def _recorder() -> Recorder | None:
