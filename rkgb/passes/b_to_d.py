@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rkgb.ir.bgraph import BGraph, BNode, LeafKind
-from rkgb.ir.call import ref_names
+from rkgb.ir.call import Call, ref_names
 from rkgb.ir.dgraph import DGraph, DNode, leaf_tensors, run_nodes
 from rkgb.ir.sample import Sample
 from rkgb.ir.values import ValueInfo, info_of
@@ -129,13 +131,27 @@ RUNNING_STATISTICS: dict[str, tuple[int, int, int]] = {
 }
 
 
+def statistics_written(call: Call) -> tuple[int, int] | None:
+    """Where `call` takes running statistics that it updates, if it does."""
+    name = call.function._schema.name if isinstance(call.function, torch._ops.OpOverload) else ""
+    if name not in RUNNING_STATISTICS:
+        return None
+    mean, variance, flag = RUNNING_STATISTICS[name]
+    always = name == "aten::instance_norm" and _instance_norm_always_writes()
+    return (mean, variance) if always or call.args[flag] else None
+
+
+@cache
+def _instance_norm_always_writes() -> bool:
+    """Whether it does in eval mode, too, as in PyTorch 2.9: what it writes is rounded, and drifts with every call."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        given, mean, variance = (torch.ones(shape, device="cpu") for shape in ((1, 1, 1), (1,), (1,)))
+        torch.instance_norm(given, None, None, mean, variance, False, 0.0, 1.0, False)
+        return mean._version > 0
+
+
 def _written(node: BNode, values: Mapping[str, ValueInfo]) -> list[str]:
-    written = list(node.call.written)
-    function = node.call.function
-    if isinstance(function, torch._ops.OpOverload) and function._schema.name in RUNNING_STATISTICS:
-        mean, variance, flag = RUNNING_STATISTICS[function._schema.name]
-        if node.call.args[flag]:
-            written += ref_names((node.call.args[mean], node.call.args[variance]))
+    written = [*node.call.written, *ref_names([node.call.args[place] for place in statistics_written(node.call) or ()])]
     return [name for name in written if name in values]
 
 

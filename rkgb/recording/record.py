@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
 )
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -29,7 +30,14 @@ from rkgb.passes.shape_reads import shape_depends_on_data, without_shape_read
 from rkgb.process.autocast import OFF, Autocast
 from rkgb.process.turns import replaced_here
 from rkgb.process.uncompiled import DispatchMode
-from rkgb.recording.custom_functions import applied_by, plain_apply
+from rkgb.recording.custom_functions import (
+    applied_by,
+    bound_run_by,
+    given_to,
+    outputs_apart,
+    plain_apply,
+    version_of,
+)
 from rkgb.recording.guard import Guard, shape_guard, snapshot
 from rkgb.recording.naming import Namer
 from rkgb.source import caller_is_torch, python_location
@@ -190,6 +198,10 @@ class Recorder(DispatchMode):
         """The name of `tensor`; one that was never seen is a constant, or another way to reach a known storage."""
         known = self._names.get(id(tensor))
         name = known[1] if known is not None and known[0]() is tensor else None
+        if name is None and is_traceable_wrapper_subclass(tensor):
+            # One that Python has put around a result, unseen by the dispatcher: functional collectives of PyTorch 2.9.
+            if any(self.is_known(getattr(tensor, inner)) for inner in tensor.__tensor_flatten__()[0]):
+                refuse_wrappers([tensor], self.source)
         if tensor.requires_grad and not tensor.is_leaf and (name is None or name in self._detached):
             # What autograd gives a backward within forward: detached once, but with its part in the graph again.
             saved = self._by_place.get(_place_of(tensor))
@@ -378,7 +390,7 @@ def _whole_functions() -> Iterator[None]:
     """Meanwhile a custom autograd function runs unseen and is noted as one operation."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+        recorder = _recorder()
         plain = plain_apply(cls)
         if cls is CheckpointFunction and (recorder is not None or torch._C._is_tracing()):
             return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
@@ -390,8 +402,33 @@ def _whole_functions() -> Iterator[None]:
         recorder.note_function(_as_called_now(cls), args, kwargs, result)
         return result
 
-    with applied_by(apply):
+    with applied_by(apply), bound_run_by(_run_bound, _unseen):
         yield
+
+
+def _run_bound(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], grad_enabled: bool) -> Any:
+    """Run the forward of a custom function whose `apply` was bound before, and note the function as one operation."""
+    recorder = _recorder()
+    if recorder is None:
+        return forward(*args)
+    given = given_to(args)
+    recorder.generators.meet(given)
+    versions = list(map(version_of, given))
+    with _disable_current_modes(), MeetingGenerators(recorder.generators):
+        result = outputs_apart(forward(*args), given, versions)
+    with torch.set_grad_enabled(grad_enabled):
+        recorder.note_function(_as_called_now(cls), given, {}, result)
+    return result
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    found: contextlib.AbstractContextManager[Any]
+    found = contextlib.nullcontext() if _recorder() is None else _disable_current_modes()
+    return found
+
+
+def _recorder() -> Recorder | None:
+    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
 
 
 def is_recording(recorder: Recorder) -> bool:

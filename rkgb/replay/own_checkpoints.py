@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch.utils.checkpoint as checkpoints
 
 from rkgb.source import python_location
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+# What runs checkpoints that are not reentrant: the first from PyTorch 2.14 on, where the second calls it.
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+_PRESERVE = "preserve_rng_state"  # with or without a place among the positional arguments
 
 
 @contextlib.contextmanager
@@ -18,23 +21,28 @@ def random_numbers_restored() -> Iterator[list[str]]:
     """Meanwhile every `torch.utils.checkpoint` restores random numbers; yields where one did not want to."""
     places: list[str] = []
     plain: Any = vars(checkpoints)
-    before = {name: plain[name] for name in ("CheckpointFunction", _GENERATOR) if name in plain}
+    generator = next(name for name in _GENERATORS if name in plain)
+    before = {name: plain[name] for name in ("CheckpointFunction", generator)}
+    signature = inspect.signature(before[generator])
 
-    def restoring(apply: Callable[..., Any]) -> Callable[..., Any]:
-        def called(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
-            if not preserve:
-                places.append(python_location())
-            return apply(function, True, *args, **kwargs)
-
-        return called
+    def preserving(preserve: bool) -> bool:
+        if not preserve:
+            places.append(python_location())
+        return True
 
     class Reentrant:
-        apply = staticmethod(restoring(lambda *args: before["CheckpointFunction"].apply(*args)))
+        @staticmethod
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            return before["CheckpointFunction"].apply(function, preserving(preserve), *args)
+
+    def not_reentrant(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments[_PRESERVE] = preserving(given.arguments.get(_PRESERVE, True))
+        return before[generator](*given.args, **given.kwargs)
 
     try:
         plain["CheckpointFunction"] = Reentrant
-        if _GENERATOR in before:
-            plain[_GENERATOR] = restoring(before[_GENERATOR])
+        plain[generator] = not_reentrant
         yield places
     finally:
         plain.update(before)

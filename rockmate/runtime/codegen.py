@@ -17,11 +17,12 @@ from rkgb.ir.call import Ref, is_ref
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
 from rkgb.ir.values import ValueInfo
+from rkgb.passes.b_to_d import statistics_written
 from rkgb.process.autocast import OFF
 from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.tree import leaves
 from rockmate.guards.numbers import RunTimeNumbers
-from rockmate.runtime.expressions import Expressions, statistics_of
+from rockmate.runtime.expressions import Expressions
 from rockmate.runtime.lowering import Program, Segment, Slot, dropped_after
 from rockmate.runtime.sized import SizedCode
 from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
@@ -330,9 +331,9 @@ class _Writer:
     def _phantom_index(self, phantom: str, op: DNode) -> int:
         """Place of a phantom among what the repeated operation packs: running statistics are not there."""
         left_out: set[str] = set()
-        statistics = statistics_of(op)
+        statistics = statistics_written(op.call)
         if statistics is not None:
-            left_out = {self.graph.owner(ref.name) for ref in leaves([op.call.args[i] for i in statistics[:2]], is_ref)}
+            left_out = {self.graph.owner(ref.name) for ref in leaves([op.call.args[i] for i in statistics], is_ref)}
         packed = [t.source for t in self.program.graph.op_profiles[op.name].saved if t.source not in left_out]
         return packed.index(phantom)
 

@@ -15,7 +15,7 @@ import torch
 from rkgb import DGraph, DNode, LeafKind
 from rkgb.ir.call import Call, Ref, is_ref, ref_names
 from rkgb.ir.opaque import OpaqueCall
-from rkgb.passes.b_to_d import RUNNING_STATISTICS
+from rkgb.passes.b_to_d import statistics_written
 from rkgb.process.autocast import autocast
 from rkgb.restore.as_saved import as_leaf, as_nonleaf
 from rkgb.state.generators import OwnGenerator, is_own_generator
@@ -60,7 +60,7 @@ class Expressions:
         call = self._sized_calls.get(op.name, op.call)
         call = call if self._numbers is None else self._numbers.call(op.name, call)
         args = list(call.args)
-        statistics = statistics_of(op) if repeated else None
+        statistics = statistics_written(op.call) if repeated else None
         if statistics is not None:
             # The forward has counted this batch already.
             args[statistics[0]] = args[statistics[1]] = None
@@ -186,15 +186,6 @@ class Expressions:
 def _is_written_apart(leaf: object) -> bool:
     """Whether it is no literal, wherever it stands."""
     return isinstance(leaf, (Ref, Size, OwnGenerator))
-
-
-def statistics_of(op: DNode) -> tuple[int, int, int] | None:
-    """Where `op` takes running statistics that it updates, if it does."""
-    function = op.call.function
-    if not isinstance(function, torch._ops.OpOverload):
-        return None
-    places = RUNNING_STATISTICS.get(function._schema.name)
-    return places if places is not None and op.call.args[places[2]] else None
 
 
 def _rebuilt(tree: Any, names: list[str], *tensors: torch.Tensor) -> Any:

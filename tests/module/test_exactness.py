@@ -372,3 +372,65 @@ def test_a_function_that_writes_into_its_argument():
 @pytest.mark.parametrize("function", CUSTOM.values(), ids=CUSTOM)
 def test_operations_with_a_backward_of_their_own(function):
     assert_exact(around(function), rows(), rows(1))
+
+
+class Clipped(torch.autograd.Function):
+    """Returns its argument as it came; its backward is not the derivative."""
+
+    @staticmethod
+    def forward(ctx, value, most):
+        ctx.most = most
+        return value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-ctx.most, ctx.most), None
+
+
+class Tripled(torch.autograd.Function):
+    """Sets its context up apart, and computes with it there, too."""
+
+    @staticmethod
+    def forward(value, mask=None):
+        return value.sin(), value
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0].cos() * 3)
+
+    @staticmethod
+    def backward(ctx, gradient, other):
+        return gradient * ctx.saved_tensors[0] + 2 * other, None
+
+
+class Straight(torch.autograd.Function):
+    """Calls another's forward as a function, and has a view of its argument for an output."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return Clipped.forward(ctx, value.view(-1), 3.0).view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+clipped, tripled, straight, sorted_, in_place = (
+    function.apply for function in (Clipped, Tripled, Straight, Sorted, InPlaceFunction)
+)
+BOUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "argument-returned": lambda x: clipped(x.exp(), 1e-6).sin(),
+    "context-set-up-apart": lambda x: torch.add(*tripled(x.exp())).sin(),
+    "view-returned": lambda x: straight(x.exp()).sin(),
+    "output-without-gradient": lambda x: torch.add(*sorted_(x.sigmoid(), 3)),
+    "argument-written": lambda x: in_place(x * 2).sin(),
+    "without-gradient": lambda x: clipped(x.detach().exp(), 1.0).sin() * x,
+}
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["jit", "record"])
+@pytest.mark.parametrize("function", BOUND.values(), ids=BOUND)
+def test_functions_whose_apply_was_bound_when_a_file_was_imported(function, reads):
+    """As kernels of libraries are. A model that reads its data is recorded, and traced by PyTorch otherwise."""
+    network = around(lambda x: function(x) if not reads or x.isfinite().all() else x)
+    assert_exact(network, rows(), rows(1))

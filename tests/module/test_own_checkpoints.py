@@ -1,6 +1,7 @@
 """Checkpoints of a model's own, and what happens to a step between its forward and its end."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def without_numbers(reentrant):
     return lambda part, x: checkpoint(part, x, use_reentrant=reentrant, preserve_rng_state=False)
 
 
+def decorated(part, x):
+    """As a decorator with its arguments makes it, from PyTorch 2.14 on."""
+    return checkpoint(use_reentrant=False, preserve_rng_state=False)(part)(x)
+
+
 class Again(torch.autograd.Function):
     """A checkpoint as people write it: it does not restore random numbers either."""
 
@@ -51,9 +57,22 @@ class Again(torch.autograd.Function):
         return (None, *found)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_other_random_numbers_in_a_checkpoint_are_told_by_planning_and_by_verify(reentrant):
-    model, sample = Layers(without_numbers(reentrant)), torch.randn(64, 16, requires_grad=True)
+OTHER_NUMBERS = {
+    "False": without_numbers(False),
+    "True": without_numbers(True),
+    "decorated": pytest.param(
+        decorated,
+        marks=pytest.mark.skipif(
+            inspect.signature(checkpoint).parameters["function"].default is inspect.Parameter.empty,
+            reason="checkpoint is no decorator in PyTorch before 2.14: it takes the function first",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("run", OTHER_NUMBERS.values(), ids=OTHER_NUMBERS)
+def test_other_random_numbers_in_a_checkpoint_are_told_by_planning_and_by_verify(run):
+    model, sample = Layers(run), torch.randn(64, 16, requires_grad=True)
     with pytest.warns(TraceWarning, match=r"checkpoint at test_own_checkpoints.py.* does not restore random numbers"):
         result = verify(model, sample, 1 << 24)
     assert not result.exact
