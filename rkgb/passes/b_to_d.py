@@ -16,6 +16,7 @@ from rkgb.ir.values import ValueInfo, info_of
 from rkgb.restore import prepared
 from rkgb.state.generators import OwnGenerator, generators_for
 from rkgb.state.module_state import module_devices, module_state_kept, nothing_packed, random_states
+from rkgb.torch_private.operations import OpOverload
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
@@ -132,7 +133,7 @@ RUNNING_STATISTICS: dict[str, tuple[int, int, int]] = {
 def _written(node: BNode, values: Mapping[str, ValueInfo]) -> list[str]:
     written = list(node.call.written)
     function = node.call.function
-    if isinstance(function, torch._ops.OpOverload) and function._schema.name in RUNNING_STATISTICS:
+    if isinstance(function, OpOverload) and function._schema.name in RUNNING_STATISTICS:
         mean, variance, flag = RUNNING_STATISTICS[function._schema.name]
         if node.call.args[flag]:
             written += ref_names((node.call.args[mean], node.call.args[variance]))

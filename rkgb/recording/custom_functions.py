@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 
-_PLAIN: Any = torch._C._FunctionBase.__dict__["apply"]
+from rkgb.torch_private.autograd import FunctionBase, SingleLevelFunction
+
+_PLAIN: Any = FunctionBase.__dict__["apply"]
 # `Function.apply` was written in Python and called that of its base, where an `apply` that a module bound at import is
-# met too. From torch 2.15 on it is the base's own: what was bound at import goes past every patch, runs operation by
+# met too. From torch 2.14 on it is the base's own: what was bound at import goes past every patch, runs operation by
 # operation when it is traced, and is refused by the replay check where its backward is another one.
-_HOLDER: Any = torch.autograd.Function if torch.autograd.Function.__dict__["apply"] is _PLAIN else _SingleLevelFunction
+_HOLDER: Any = torch.autograd.Function if torch.autograd.Function.__dict__["apply"] is _PLAIN else SingleLevelFunction
 _ORIGINAL: Any = _HOLDER.__dict__.get("apply")
 
 

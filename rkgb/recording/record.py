@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkgb.errors import TraceError
@@ -44,6 +40,9 @@ from rkgb.state.side_effects import (
     refuse_unregistered,
     refuse_wrappers,
 )
+from rkgb.torch_private.identity import storage_key
+from rkgb.torch_private.modes import dispatch_modes, without_dispatch_modes
+from rkgb.torch_private.tracers import IS_TRACING, is_tracing
 from rkgb.tree import is_tensor, leaves, map_leaves
 
 # What the user's code calls to read a number; within other functions it is PyTorch that reads, mostly to check.
@@ -197,7 +196,7 @@ class Recorder(DispatchMode):
                 return Ref(saved[1])
         if name is not None:
             return Ref(name)
-        base = self._by_storage.get(tensor.untyped_storage()._cdata)
+        base = self._by_storage.get(storage_key(tensor))
         if base is not None and not tensor.requires_grad:
             original = base[0]()
             if original is not None and original.dtype == tensor.dtype and _same_storage(original, tensor):
@@ -245,7 +244,7 @@ class Recorder(DispatchMode):
         if is_written or at_place is None or at_place[0].expired():  # else a view without gradient, or none
             self._by_place[place] = (StorageWeakRef(tensor.untyped_storage()), name)
         self._names[id(tensor)] = (reference, name)
-        self._by_storage[tensor.untyped_storage()._cdata] = (reference, name)
+        self._by_storage[storage_key(tensor)] = (reference, name)
         return Ref(name)
 
     def _depends_on_data(self, func: Any, tensors: list[torch.Tensor]) -> bool:
@@ -253,11 +252,11 @@ class Recorder(DispatchMode):
 
     def is_from_data(self, tensor: torch.Tensor) -> bool:
         """Whether the contents of `tensor` may differ from run to run."""
-        return tensor.untyped_storage()._cdata in self._from_data
+        return storage_key(tensor) in self._from_data
 
     def _is_drawn(self, tensors: list[torch.Tensor]) -> bool:
         """Whether what depends on `tensors` depends on random numbers at most."""
-        return all(t.untyped_storage()._cdata in self._drawn for t in tensors if self.is_from_data(t))
+        return all(storage_key(t) in self._drawn for t in tensors if self.is_from_data(t))
 
     def _mark_from_data(self, tensor: torch.Tensor, drawn: bool = False) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -365,7 +364,7 @@ def recording(recorder: Recorder, frugal: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def as_if_by_jit() -> Iterator[None]:
     """Let modules believe that ``torch.jit.trace`` runs them: some take another way then."""
-    with replaced_here(torch._C, "_is_tracing", lambda: True):
+    with replaced_here(*IS_TRACING, lambda: True):
         yield
 
 
@@ -378,14 +377,14 @@ def _whole_functions() -> Iterator[None]:
     """Meanwhile a custom autograd function runs unseen and is noted as one operation."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+        recorder = next((mode for mode in dispatch_modes() if isinstance(mode, Recorder)), None)
         plain = plain_apply(cls)
-        if cls is CheckpointFunction and (recorder is not None or torch._C._is_tracing()):
+        if cls is CheckpointFunction and (recorder is not None or is_tracing()):
             return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
         if recorder is None:
             return plain(*args, **kwargs)
         recorder.generators.meet((args, kwargs))
-        with _disable_current_modes(), MeetingGenerators(recorder.generators):
+        with without_dispatch_modes(), MeetingGenerators(recorder.generators):
             result = plain(*args, **kwargs)
         recorder.note_function(_as_called_now(cls), args, kwargs, result)
         return result
@@ -396,7 +395,7 @@ def _whole_functions() -> Iterator[None]:
 
 def is_recording(recorder: Recorder) -> bool:
     """Whether `recorder` is at work in this thread: the hooks for modules are every thread's."""
-    return any(mode is recorder for mode in _get_current_dispatch_mode_stack())
+    return any(mode is recorder for mode in dispatch_modes())
 
 
 def _refuse_backward(_: object) -> torch.Tensor:
@@ -443,8 +442,8 @@ def _is_named(leaf: object) -> bool:
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of `tensor` lie: equal for those of one storage that are the same part of it."""
     layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return (tensor.untyped_storage()._cdata, tensor.dtype, *layout)
+    return (storage_key(tensor), tensor.dtype, *layout)
 
 
 def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.untyped_storage()._cdata == right.untyped_storage()._cdata
+    return storage_key(left) == storage_key(right)

@@ -9,8 +9,7 @@ from typing import Any
 import torch.utils.checkpoint as checkpoints
 
 from rkgb.source import python_location
-
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+from rkgb.torch_private.modules import CHECKPOINT_GENERATOR
 
 
 @contextlib.contextmanager
@@ -18,7 +17,7 @@ def random_numbers_restored() -> Iterator[list[str]]:
     """Meanwhile every `torch.utils.checkpoint` restores random numbers; yields where one did not want to."""
     places: list[str] = []
     plain: Any = vars(checkpoints)
-    before = {name: plain[name] for name in ("CheckpointFunction", _GENERATOR) if name in plain}
+    before = {name: plain[name] for name in ("CheckpointFunction", CHECKPOINT_GENERATOR) if name in plain}
 
     def restoring(apply: Callable[..., Any]) -> Callable[..., Any]:
         def called(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -33,8 +32,8 @@ def random_numbers_restored() -> Iterator[list[str]]:
 
     try:
         plain["CheckpointFunction"] = Reentrant
-        if _GENERATOR in before:
-            plain[_GENERATOR] = restoring(before[_GENERATOR])
+        if CHECKPOINT_GENERATOR in before:
+            plain[CHECKPOINT_GENERATOR] = restoring(before[CHECKPOINT_GENERATOR])
         yield places
     finally:
         plain.update(before)

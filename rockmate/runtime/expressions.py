@@ -19,6 +19,7 @@ from rkgb.passes.b_to_d import RUNNING_STATISTICS
 from rkgb.process.autocast import autocast
 from rkgb.restore.as_saved import as_leaf, as_nonleaf
 from rkgb.state.generators import OwnGenerator, is_own_generator
+from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import leaves, map_leaves
 from rockmate.guards.numbers import Operand, RunTimeNumbers
 from rockmate.runtime.bindings import BINDINGS, binding
@@ -83,7 +84,7 @@ class Expressions:
 
     def _function(self, op: DNode) -> str:
         function = op.call.function
-        if isinstance(function, torch._ops.OpOverload):
+        if isinstance(function, OpOverload):
             namespace, name = function._schema.name.split("::")
             overload = function._schema.overload_name or "default"
             if name.isidentifier() and not keyword.iskeyword(name) and not keyword.iskeyword(overload):
@@ -191,7 +192,7 @@ def _is_written_apart(leaf: object) -> bool:
 def statistics_of(op: DNode) -> tuple[int, int, int] | None:
     """Where `op` takes running statistics that it updates, if it does."""
     function = op.call.function
-    if not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, OpOverload):
         return None
     places = RUNNING_STATISTICS.get(function._schema.name)
     return places if places is not None and op.call.args[places[2]] else None
