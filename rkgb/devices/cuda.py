@@ -102,7 +102,7 @@ class Cuda(Accelerator):
         if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
             return False
         try:
-            allocators.set_settings(torch.cuda.memory, with_expandable_segments(_allocator_settings()))
+            _set_allocator_settings(with_expandable_segments(_allocator_settings()))
         except (RuntimeError, ValueError) as error:
             error.add_note(
                 f"PyTorch refused {_EXPANDABLE} in a running process: set PYTORCH_ALLOC_CONF={_EXPANDABLE} in the "
@@ -140,6 +140,10 @@ def _allocator_settings() -> str:
     if known is not None:
         return known
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+
+
+def _set_allocator_settings(settings: str) -> None:
+    allocators.set_settings(torch.cuda.memory, settings)
 
 
 class _History(History):
