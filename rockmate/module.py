@@ -20,6 +20,7 @@ from rk_solvers import Limits, Solver
 from rkgb import ModelError, make_sample
 from rkgb.ir.opaque import opaque_paths
 from rkgb.process.uncompiled import called_as_one
+from rkgb.torch_private.tracers import as_constant, is_exporting, is_tracing
 from rockmate.calls.fallbacks import Fallback, FallbackCounts
 from rockmate.calls.specialization import Specialization
 from rockmate.calls.specializations import Specializations
@@ -372,10 +373,9 @@ class Rockmate(ModuleProxy):
 
 def _tracer_at_work(compiling: bool) -> str | None:
     """Who records the calls of this thread, and is to meet the module itself; None where it simply runs."""
-    # The compiler of PyTorch up to 2.11 takes `torch.compiler.is_exporting()` for true, whoever asks: this is its flag.
-    if torch.compiler._is_exporting_flag:
+    if is_exporting():
         return "torch.export"
-    return None if compiling or not torch._C._is_tracing() else "torch.jit.trace"
+    return None if compiling or not is_tracing() else "torch.jit.trace"
 
 
 def _by_plan(family: Specializations, *args: Any, **kwargs: Any) -> Any:
@@ -389,8 +389,7 @@ def _tell_of_tracer(family: Specializations, tracer: str) -> None:
     family.tell_of_tracer(tracer)
 
 
-# What it does is no part of what torch.export records. By hand: the function that marks it imports the compiler.
-_tell_of_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
+as_constant(_tell_of_tracer)  # what it does is no part of what torch.export records
 
 
 def _check_alone(plan: object, request: PlanRequest) -> None:

@@ -27,24 +27,29 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "tree": (),
         "source": (),
         "sizes": (),
-        "process": (),
-        "devices": ("process",),
-        "state": ("errors", "tree", "source", "process", "devices"),
-        "ir": ("errors", "tree", "sizes", "process", "devices", "state"),
-        "restore": ("errors", "tree", "devices", "ir"),
-        "passes": ("errors", "tree", "process", "devices", "state", "ir", "restore"),
-        "recording": ("errors", "tree", "source", "process", "state", "ir", "passes"),
-        "opaque": ("errors", "tree", "process", "devices", "state", "ir", "passes", "recording"),
-        "capture": ("errors", "tree", "source", "sizes", "process", "state", "ir", "recording", "opaque"),
-        "replay": (
-            "errors", "tree", "source", "process", "devices", "state", "ir", "passes", "recording", "capture",
+        "torch_private": (),
+        "process": ("torch_private",),
+        "devices": ("torch_private", "process"),
+        "state": ("errors", "tree", "source", "torch_private", "process", "devices"),
+        "ir": ("errors", "tree", "sizes", "torch_private", "process", "devices", "state"),
+        "restore": ("errors", "tree", "torch_private", "devices", "ir"),
+        "passes": ("errors", "tree", "torch_private", "process", "devices", "state", "ir", "restore"),
+        "recording": ("errors", "tree", "source", "torch_private", "process", "state", "ir", "passes"),
+        "opaque": ("errors", "tree", "torch_private", "process", "devices", "state", "ir", "passes", "recording"),
+        "capture": (
+            "errors", "tree", "source", "sizes", "torch_private", "process", "state", "ir", "recording", "opaque",
         ),
-        "profile": ("errors", "process", "devices", "state", "ir", "restore", "passes"),
+        "replay": (
+            "errors", "tree", "source", "torch_private", "process", "devices", "state", "ir", "passes", "recording",
+            "capture",
+        ),
+        "profile": ("errors", "torch_private", "process", "devices", "state", "ir", "restore", "passes"),
         "pipeline": (
             "errors", "tree", "process", "devices", "state", "ir", "passes", "capture", "replay", "profile",
         ),
         "export": (
-            "errors", "tree", "process", "devices", "state", "ir", "restore", "passes", "recording", "pipeline",
+            "errors", "tree", "torch_private", "process", "devices", "state", "ir", "restore", "passes", "recording",
+            "pipeline",
         ),
         "stages": ("state", "ir", "passes", "capture", "profile", "pipeline"),
         "show": ("errors", "export", "pipeline"),
@@ -124,6 +129,7 @@ ROCKMATE_MAY_USE = (
     "rkgb.errors",
     "rkgb.sizes",
     "rkgb.tree",
+    "rkgb.torch_private",
     "rkgb.process",
     "rkgb.devices",
     "rkgb.state",
@@ -164,6 +170,8 @@ NO_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rk_solvers": ("torch",), "rockmat
 # … or none but these.
 ONLY_THIRD_PARTY: dict[str, tuple[str, ...]] = {"rockmate.zoo": ("torch",)}
 
+MAY_USE_PRIVATE_NAMES = ("rkgb.torch_private",)  # of PyTorch
+OF_PYTHON = ("_fields", "_getframe", "_replace")  # what is called so by Python itself is offered to all
 MAY_EXECUTE_TEXT = ("rockmate/runtime/codegen.py",)
 MAY_PRINT = ("rkgb/show.py", "rkgb/check.py", "examples/", "benchmarks/", "tests/")
 MAX_FILE_LINES = 700  # one concept, one file
@@ -441,6 +449,106 @@ def test_kinds_of_devices_are_told_apart_in_one_room():
             for match in pattern.finditer(line)
         ]
     )
+
+
+# ---- private names of PyTorch -------------------------------------------------------------------------------
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name != "_" and not name.endswith("__")
+
+
+def test_private_names_of_torch_are_used_in_one_package():
+    report(
+        [
+            f"{source.path}:{line}: {name} is private to PyTorch: give it a plain name in rkgb/torch_private/, with "
+            "what it gives and why nothing public does, and a test in tests/graph/test_torch_private.py"
+            for source in library()
+            if not is_under(source.module, MAY_USE_PRIVATE_NAMES)
+            for line, name in sorted(set(names_of_torch(source.tree)))
+            if any(is_private(part) for part in name.split("."))
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo.config",
+        "from torch._ops import OpOverload",
+        "from torch.overrides import _push_mode",
+        "import torch\ndef f(): return torch._C._is_tracing()",
+        "from torch.nn.utils import parametrize\ncached = parametrize._cache",
+        "import torch.nn.modules.module as calls\nhooks = calls._global_forward_hooks",
+        "import torch\nset_to = getattr(torch.backends, '_get_flag', None)",
+        "import sys\ncompiler = sys.modules.get('torch._dynamo')",
+    ],
+)
+def test_private_names_of_torch_are_found(code):
+    *_, last = sorted(set(names_of_torch(ast.parse(code))))
+    assert any(map(is_private, last[1].split(".")))
+
+
+def names_of_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, full name) of all that is imported from torch, taken from what was, or told in a text of its own."""
+    known = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, alias.asname) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        for name, bound in found:
+            if is_under(name, ["torch"]):
+                yield node.lineno, name
+                known |= {bound: name} if bound else {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := full_name(node, known)):
+            yield node.lineno, name
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+", str(node.value)):
+            yield node.lineno, str(node.value)
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            # getattr(torch.…, "name"), and its like
+            if holder := full_name(node.args[0], known):
+                yield node.lineno, f"{holder}.{node.args[1].value}"
+
+
+def full_name(node: ast.expr, known: dict[str, str]) -> str | None:
+    """The dotted name of what is read, if it begins with a name that is known."""
+    if isinstance(node, ast.Attribute):
+        holder = full_name(node.value, known)
+        return holder and f"{holder}.{node.attr}"
+    return known.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def test_private_attributes_are_our_own_or_listed():
+    known = {name for source in library() for name in attributes_of_our_own(source.tree)}
+    listed = next(source for source in sources() if source.path == "rkgb/torch_private/attributes.py")
+    known |= {node.value for node in ast.walk(listed.tree) if isinstance(node, ast.Constant)}
+    report(
+        [
+            f"{source.path}:{node.lineno}: {ast.unparse(node)} is private to somebody else: list it in {listed.path}, "
+            "if PyTorch has it"
+            for source in library()
+            if not is_under(source.module, MAY_USE_PRIVATE_NAMES)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in (*known, *OF_PYTHON)
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        ]
+    )
+
+
+def attributes_of_our_own(tree: ast.Module) -> Iterator[str]:
+    """Names that classes and functions here give to what is theirs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
 
 
 def test_no_bare_except():

@@ -38,6 +38,7 @@ SETS = {
     "tests/graph/test_render.py": Sets(2, 32),
     "tests/graph/test_render_files.py": Sets(2, EVERY),
     "tests/graph/test_show.py": Sets(2, 32),
+    "tests/graph/test_torch_private.py": Sets(EVERY, EVERY),
     "tests/graph/test_undetected.py": Sets(EVERY, EVERY),
     "tests/loops/": Sets(1, 3),
     "tests/module/": Sets(1, 3),

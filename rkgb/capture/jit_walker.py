@@ -25,6 +25,7 @@ from rkgb.recording.naming import Namer
 from rkgb.sizes import Computed, SizeExpression, SizeQuestion, SizeRead, Unknown, cast, computed
 from rkgb.source import OWN_FOLDER
 from rkgb.state.generators import GeneratorsMet, is_generator, is_own_generator
+from rkgb.torch_private.operations import OpOverload, parsed_schema
 from rkgb.tree import leaves, map_leaves
 
 # The order of c10::ScalarType: traced graphs name a dtype by its place in that list.
@@ -470,8 +471,8 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return owner
 
 
-def _overload(node: Any, read: list[Any]) -> torch._ops.OpOverload:
-    schema = torch._C.parse_schema(node.schema())
+def _overload(node: Any, read: list[Any]) -> OpOverload:
+    schema = parsed_schema(node.schema())
     namespace, name = schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name)
     numbers = leaves(read, is_ref) and any(

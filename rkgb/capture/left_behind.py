@@ -32,6 +32,7 @@ from rkgb.state.attributes import (
     watched_list,
 )
 from rkgb.state.side_effects import Unrepeatable
+from rkgb.torch_private.identity import storage_key
 from rkgb.tree import leaves
 
 _Place = tuple[str, tuple[Step, ...]]
@@ -59,7 +60,7 @@ class LeftBehind:
     def __init__(self, module: torch.nn.Module, before: Snapshot) -> None:
         self._module = module
         self._before = before
-        self._own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+        self._own = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._first: list[AttributeWrite] = []
         self._middle = before
         self._first_notes_hooks = False
@@ -160,7 +161,7 @@ class LeftBehind:
     ) -> AttributeWrite | None:
         """What to write of what the second call left as it was; None for what a first call makes for all others."""
         tensors = leaves(write.value)
-        others = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._own]
+        others = [tensor for tensor in tensors if storage_key(tensor) not in self._own]
         if any(is_from_data(tensor) or tensor.requires_grad for tensor in others):
             raise _refused(write, "keeps, at its first call alone, a tensor that depends on its data")
         if tensors:  # such as a table of positions: the graph computes it in every call, and leaves it where that is
@@ -194,7 +195,7 @@ class LeftBehind:
             for other in self._first
             if other.kind is WriteKind.SET
             for tensor in leaves(self._before.before(other))
-            if tensor.untyped_storage()._cdata not in self._own
+            if storage_key(tensor) not in self._own
         }
         if any(id(tensor) in old for tensor in leaves(write.value)):
             raise _refused(write, "keeps a tensor of its previous call")
@@ -205,12 +206,12 @@ class LeftBehind:
         changed = {id(tensor) for write in self._first for tensor in leaves(write.value)}
         for tensor in self._before.tensors():
             if id(tensor) not in changed:
-                held.add(tensor.untyped_storage()._cdata)
+                held.add(storage_key(tensor))
         return {
-            tensor.untyped_storage()._cdata: _place(write)
+            storage_key(tensor): _place(write)
             for write in self._first
             for tensor in leaves(write.value)
-            if tensor.untyped_storage()._cdata not in held
+            if storage_key(tensor) not in held
         }
 
     # ---- numbers -------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ class _StaleReads(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in leaves((args, kwargs)):
-            place = self._storages.get(tensor.untyped_storage()._cdata)
+            place = self._storages.get(storage_key(tensor))
             if place is not None:
                 self.found.append(place)
         return func(*args, **(kwargs or {}))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rkgb.torch_private.autograd import FunctionBase
+
 _FURTHEST = 4  # from a tensor to what has a name: a dictionary in a list in an object in a global
 _OWN_CODE = ("rkgb", "rockmate", "torch")
 
@@ -37,7 +39,7 @@ def outliving(candidates: dict[str, torch.Tensor], known: Iterable[torch.Tensor]
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
         for holder in gc.get_referrers(*things):
-            if id(holder) in seen or isinstance(holder, (types.FrameType, torch.Tensor, torch._C._FunctionBase)):
+            if id(holder) in seen or isinstance(holder, (types.FrameType, torch.Tensor, FunctionBase)):
                 continue
             seen.add(id(holder))
             place = _first_within(holder, level)

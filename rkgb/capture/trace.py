@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.jit._trace import TracerWarning
 
 from rkgb.capture.asked import Asking
 from rkgb.capture.jit_walker import JitWalker
@@ -38,6 +37,7 @@ from rkgb.state.attributes import AttributeWrite, Snapshot, with_refs
 from rkgb.state.generators import MeetingGenerators
 from rkgb.state.module_state import module_state_kept
 from rkgb.state.side_effects import SideEffects
+from rkgb.torch_private.tracers import TracerWarning, modules_told_by_jit
 from rkgb.tree import leaves, map_leaves
 
 FrontEnd = Literal["jit", "record"]
@@ -69,7 +69,7 @@ def _leave_out_scopes(module: torch.nn.Module) -> None:
     It inlines each call into its caller, which takes the cube of their depth. What runs in a module that is left out
     is told as of the module that calls it; tracing is the same otherwise.
     """
-    recorded = torch.jit._trace._trace_module_map or {}
+    recorded = modules_told_by_jit()
     heights: dict[str, int] = {}
     modules = dict(module.named_modules())
     for path in reversed(modules):  # children before their parents

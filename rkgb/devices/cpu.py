@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import ProfilerConfig, ProfilerState, _EventType, _ExperimentalConfig
 from torch.autograd.profiler import profile
 
 from rkgb.devices.base import AllocationRecorder, Device, Result
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.devices.host_memory import free_host_bytes
 from rkgb.process.surroundings import profiler_is_taken, unprofiled
-
-_enable_legacy: Any = getattr(torch._C._autograd, "_enable_profiler_legacy", None)
-_disable_legacy: Any = getattr(torch._C._autograd, "_disable_profiler_legacy", None)
+from rkgb.torch_private.profilers import (
+    ALLOCATION,
+    has_legacy_profiler,
+    is_profiled,
+    start_legacy_profiler,
+    stop_legacy_profiler,
+)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
 _RETURNING = {_M_MMAP_THRESHOLD: 1 << 16, _M_TRIM_THRESHOLD: 1 << 17, _M_MMAP_MAX: 1 << 16}  # the last is glibc's own
@@ -133,7 +135,7 @@ class _Profiled(AllocationRecorder):
             raise
 
     def stop(self, error: BaseException | None) -> list[AllocationEvent]:
-        recorded = _profiler_enabled()
+        recorded = is_profiled()
         try:
             if recorded:
                 self._profile.__exit__(None, None, None)
@@ -155,16 +157,16 @@ class _InThread(AllocationRecorder):
         self._gc_was_on = False
 
     def start(self) -> None:
-        if _profiler_enabled() or _enable_legacy is None:
+        if is_profiled() or not has_legacy_profiler():
             raise RuntimeError("memory cannot be measured while another profiler runs: stop that profiler first.")
         gc.collect()  # its releases could not be told from those of what is made inside
-        _enable_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+        start_legacy_profiler()
         self._gc_was_on = gc.isenabled()
         gc.disable()
 
     def stop(self, error: BaseException | None) -> list[AllocationEvent]:
         try:
-            return _thread_events(_disable_legacy())
+            return _thread_events(stop_legacy_profiler())
         finally:
             if self._gc_was_on:
                 gc.enable()
@@ -178,7 +180,7 @@ def _cpu_events(profiled: profile) -> list[AllocationEvent]:
         event = pending.pop()
         pending.extend(event.children)
         tag, fields = event.typed
-        if tag == _EventType.Allocation and fields.device.type == "cpu":
+        if tag == ALLOCATION and fields.device.type == "cpu":
             found.append(AllocationEvent(fields.ptr, fields.alloc_size, event.start_time_ns))
     return sorted(found, key=lambda event: event.time_ns)
 

@@ -17,6 +17,7 @@ from rkgb.devices.accelerator import Accelerator, History, trace_of
 from rkgb.devices.base import AllocationRecorder
 from rkgb.devices.caching_allocator import AllocatorLevels, CachingAllocator, SegmentRules, held_segments
 from rkgb.devices.flags import getters, precisions
+from rkgb.torch_private import allocators
 
 _MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
 _EXPANDABLE = "expandable_segments:True"
@@ -36,9 +37,9 @@ class Cuda(Accelerator):
     # It takes memory in pieces of these sizes, for small and for large blocks, whatever its settings.
     smallest_segments_bytes = (2 << 20) + (20 << 20)
     flags = (
-        *getters("_get_", ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_sdp_enabled")),
-        *getters("_get_", ("cublas_allow_fp16_reduced_precision_reduction",)),
-        *getters("_get_", ("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation")),
+        *getters(("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_sdp_enabled")),
+        *getters(("cublas_allow_fp16_reduced_precision_reduction",)),
+        *getters(("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation")),
         *precisions("cuda"),
     )
 
@@ -137,7 +138,7 @@ class Cuda(Accelerator):
 
 def segments_are_expandable() -> bool:
     """Whether the allocator makes expandable segments now. PyTorch must have started CUDA."""
-    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    return bool(allocators.snapshot(torch.cuda.memory)["allocator_settings"]["expandable_segments"])
 
 
 def with_expandable_segments(settings: str) -> str:
@@ -150,17 +151,14 @@ def with_expandable_segments(settings: str) -> str:
 
 def _allocator_settings() -> str:
     """The settings in force. Those that are not given again fall back to PyTorch's own when others are set."""
-    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if ask is not None:
-        return str(ask())
+    known = allocators.settings_in_force()
+    if known is not None:
+        return known
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
 
 
 def _set_allocator_settings(settings: str) -> None:
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if setter is None:  # of PyTorch before it had one function for all kinds of devices
-        setter = torch.cuda.memory._set_allocator_settings
-    setter(settings)
+    allocators.set_settings(torch.cuda.memory, settings)
 
 
 class _History(History):
@@ -173,7 +171,7 @@ class _History(History):
                 f"memory cannot be measured on {self.device.device}: PyTorch runs with the allocator {backend!r} "
                 "there, which keeps no history. Use the native one: leave `backend:` out of PYTORCH_ALLOC_CONF."
             )
-        if torch._C._cuda_isHistoryEnabled():
+        if allocators.cuda_history_is_recorded():
             raise RuntimeError(
                 "memory cannot be measured while the history of CUDA's allocator is recorded for somebody else, or by "
                 "another log: end that first, with torch.cuda.memory._record_memory_history(None)."
@@ -181,10 +179,9 @@ class _History(History):
 
     def switch(self, is_on: bool) -> None:
         if is_on:
-            # "python": nothing of C++'s stack is to be looked up, not even once.
-            torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
+            allocators.start_history(torch.cuda.memory, _MOST_EVENTS)
         else:
-            torch.cuda.memory._record_memory_history(None)
+            allocators.stop_history(torch.cuda.memory)
 
     def trace(self) -> list[dict[str, Any]]:
-        return trace_of(torch.cuda.memory._snapshot(self.device.index), self.device, _MOST_EVENTS)
+        return trace_of(allocators.snapshot(torch.cuda.memory, self.device.index), self.device, _MOST_EVENTS)

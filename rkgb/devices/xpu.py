@@ -11,6 +11,7 @@ import torch
 
 from rkgb.devices.accelerator import Accelerator, History, trace_of
 from rkgb.devices.base import AllocationRecorder
+from rkgb.torch_private import allocators
 
 _MOST_EVENTS = 1 << 24  # the allocator keeps so many of each device; then new ones take the places of old ones
 
@@ -40,19 +41,17 @@ class Xpu(Accelerator):
 
 class _History(History):
     def check(self) -> None:
-        if not hasattr(torch.xpu.memory, "_record_memory_history"):
+        if not allocators.keeps_history(torch.xpu.memory):
             raise RuntimeError(
                 f"memory cannot be measured on {self.device.device}: XPU's allocator keeps no history in PyTorch "
                 f"{torch.__version__}. Use a later version."
             )
 
     def switch(self, is_on: bool) -> None:
-        record: Any = torch.xpu.memory._record_memory_history
         if is_on:
-            record("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
+            allocators.start_history(torch.xpu.memory, _MOST_EVENTS)
         else:
-            record(None)
+            allocators.stop_history(torch.xpu.memory)
 
     def trace(self) -> list[dict[str, Any]]:
-        snapshot: Any = torch.xpu.memory._snapshot
-        return trace_of(snapshot(self.device.index), self.device, _MOST_EVENTS)
+        return trace_of(allocators.snapshot(torch.xpu.memory, self.device.index), self.device, _MOST_EVENTS)

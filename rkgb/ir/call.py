@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.sizes import SizeExpression
 from rkgb.state.generators import OwnGenerator
+from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import leaves, map_leaves
 
 
 def function_name(function: Callable[..., Any]) -> str:
     """Short name of a function, without namespace and overload: ``linear``, ``add_``."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return str(function._schema.name.split("::")[-1])
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -94,7 +93,7 @@ class Call:
 
     def schema_pairs(self) -> list[tuple[Any, Any]]:
         """Each argument of the operation's schema with what is given for it; None where nothing is."""
-        if not isinstance(self.function, torch._ops.OpOverload):
+        if not isinstance(self.function, OpOverload):
             return []
         arguments = self.function._schema.arguments
         return [

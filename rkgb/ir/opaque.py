@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import math
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from rkgb.errors import GuardError, TraceError
 from rkgb.process.autocast import Autocast
 from rkgb.state.module_state import nothing_packed
+from rkgb.torch_private.tracers import compiled_wrappers, compiler_is_imported
 from rkgb.tree import attributes_of, is_tensor, leaves, map_leaves
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -167,19 +167,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def is_compiled_wrapper(module: torch.nn.Module) -> bool:
     """Whether `module` is what `torch.compile` puts around a module: it has nothing of its own."""
-    return isinstance(module, _wrapper_classes())
-
-
-def _wrapper_classes() -> tuple[type, ...]:
-    # Looked up, not imported: it takes seconds, and where nobody has, nothing is compiled.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return () if dynamo is None else (dynamo.OptimizedModule,)
+    return isinstance(module, compiled_wrappers())
 
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
     """Run what is compiled as it is written."""
-    if "torch._dynamo" not in sys.modules:
+    if not compiler_is_imported():
         yield
         return
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
@@ -261,7 +255,7 @@ class Interception:
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Meet calls inside."""
-        wrappers = _wrapper_classes()
+        wrappers = compiled_wrappers()
         own = {id(part): path for path, part in self._opaque.by_path.items()}
         installed = [part for part in self._opaque.by_path.values() if not isinstance(part, wrappers)]
         before = [vars(part).get("_compiled_call_impl") for part in installed]

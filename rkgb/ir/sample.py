@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rkgb.errors import ModelError, SampleError
+from rkgb.torch_private.identity import storage_key
 from rkgb.tree import is_tensor, leaves, map_leaves, structure
 
 
@@ -37,7 +38,7 @@ class Sample:
         by_storage: dict[int, list[torch.Tensor]] = {}
         for tensor in given.values():
             if _is_plain(tensor):
-                by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+                by_storage.setdefault(storage_key(tensor), []).append(tensor)
         twins = {key: t.detach().clone() for key, t in given.items() if not _is_plain(t)}
         for sharing in by_storage.values():
             twins.update(zip(map(id, sharing), _copied(sharing), strict=True))

@@ -26,6 +26,7 @@ from rkgb.state.attributes import Snapshot
 from rkgb.state.generators import GeneratorsMet
 from rkgb.state.module_state import module_devices, module_state_kept, random_states
 from rkgb.state.side_effects import has_hooks_of_its_own
+from rkgb.torch_private.identity import storage_key
 from rkgb.tree import leaves, map_leaves
 
 
@@ -207,7 +208,7 @@ def _described(
     known: dict[int, str] = {}
     for kind, given in (("given", tensors), ("output", outputs)):
         for place, tensor in enumerate(given):
-            known.setdefault(tensor.untyped_storage()._cdata, f"{kind} {place}")
+            known.setdefault(storage_key(tensor), f"{kind} {place}")
     described = []
     for tensor, storage in packed:
         source = known.setdefault(storage.cdata, f"inner {len(known)}")

@@ -11,7 +11,8 @@ from rkgb.errors import TraceError
 from rkgb.ir.call import Call, Ref, is_ref
 from rkgb.ir.opaque import OpaqueCall, held_by
 from rkgb.ir.sample import Sample
-from rkgb.recording.untraced import jit_away, untraced
+from rkgb.recording.untraced import untraced
+from rkgb.torch_private.tracers import unseen_by_jit
 from rkgb.tree import is_tensor, leaves, map_leaves
 
 
@@ -36,7 +37,7 @@ class HandOn(torch.autograd.Function):
     def forward(ctx: Any, mark: Mark, *tensors: torch.Tensor) -> Any:
         # The tracer wants tensors whose making it has seen: empty ones, which then take the storages of the outputs.
         given = [torch.empty(0, dtype=output.dtype, device=output.device) for output in mark.outputs]
-        with jit_away():
+        with unseen_by_jit():
             for mine, output in zip(given, mark.outputs, strict=True):
                 mine.set_(output.detach())  # type: ignore[call-overload]
         ctx.mark_non_differentiable(

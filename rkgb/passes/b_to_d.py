@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rkgb.ir.bgraph import BGraph, BNode, LeafKind
 from rkgb.ir.call import Call, ref_names
@@ -18,6 +17,8 @@ from rkgb.ir.values import ValueInfo, info_of
 from rkgb.restore import prepared
 from rkgb.state.generators import OwnGenerator, generators_for
 from rkgb.state.module_state import module_devices, module_state_kept, nothing_packed, random_states
+from rkgb.torch_private.modes import without_dispatch_modes
+from rkgb.torch_private.operations import OpOverload
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
@@ -133,7 +134,7 @@ RUNNING_STATISTICS: dict[str, tuple[int, int, int]] = {
 
 def statistics_written(call: Call) -> tuple[int, int] | None:
     """Where `call` takes running statistics that it updates, if it does."""
-    name = call.function._schema.name if isinstance(call.function, torch._ops.OpOverload) else ""
+    name = call.function._schema.name if isinstance(call.function, OpOverload) else ""
     if name not in RUNNING_STATISTICS:
         return None
     mean, variance, flag = RUNNING_STATISTICS[name]
@@ -144,7 +145,7 @@ def statistics_written(call: Call) -> tuple[int, int] | None:
 @cache
 def _instance_norm_always_writes() -> bool:
     """Whether it does in eval mode, too, as in PyTorch 2.9: what it writes is rounded, and drifts with every call."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+    with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
         given, mean, variance = (torch.ones(shape, device="cpu") for shape in ((1, 1, 1), (1,), (1,)))
         torch.instance_norm(given, None, None, mean, variance, False, 0.0, 1.0, False)
         return mean._version > 0

@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 
 import networkx as nx
-import torch
 
 from rkgb.errors import GraphError
 from rkgb.ir.call import Ref
@@ -18,6 +17,7 @@ from rkgb.ir.dgraph import DGraph, DNode, makers_of
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.sgraph import SGraph, SNode
 from rkgb.passes.nondeterminism import reason_against_repetition
+from rkgb.torch_private.operations import OpOverload
 
 
 def d_to_s(graph: DGraph) -> SGraph:
@@ -138,7 +138,7 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
                 node.keep_reason = op.call.function.traits.keep_reason or _varying(dgraph, op)
                 if not node.keep_reason and rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                     node.keep_reason = f"{op.name} reads module state that the forward rewrites"
-            elif not isinstance(op.call.function, torch._ops.OpOverload):
+            elif not isinstance(op.call.function, OpOverload):
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
             elif reason := _varying(dgraph, op):
                 node.keep_reason = reason
@@ -191,7 +191,7 @@ def repeats_without_statistics(dgraph: DGraph, op: DNode) -> bool:
     """Whether `op` is a normalisation whose only writes are running statistics, left out when repeated."""
     function = op.call.function
     # instance_norm is not one: it saves copies of the statistics, so that leaving them out changes what it saves.
-    if not isinstance(function, torch._ops.OpOverload) or function._schema.name != "aten::batch_norm":
+    if not isinstance(function, OpOverload) or function._schema.name != "aten::batch_norm":
         return False
     x, weight, bias, *statistics = (
         dgraph.values[given.name].dtype if isinstance(given, Ref) else None for given in op.call.args[:5]

@@ -26,6 +26,8 @@ from rkgb.passes.shape_reads import without_shape_read
 from rkgb.process.uncompiled import DispatchMode
 from rkgb.state.generators import is_own_generator
 from rkgb.state.module_state import module_state_kept, never_unpacked
+from rkgb.torch_private.identity import storage_key
+from rkgb.torch_private.operations import OpOverload, is_composite
 from rkgb.tree import leaves, map_leaves
 
 # Taking an operation apart pays when what it hides is not negligible beside its output.
@@ -60,8 +62,7 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
     saved: list[tuple[int, int]] = []
 
     def drop(tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        saved.append((storage._cdata, storage.nbytes()))
+        saved.append((storage_key(tensor), tensor.untyped_storage().nbytes()))
 
     composite = _is_composite(node.call) and not leaves((node.call.args, node.call.kwargs), is_own_generator)
     recorder = _Recorder()
@@ -72,8 +73,8 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
                 result = node.call.evaluate(values)
         else:
             result = node.call.evaluate(values)
-    known = {tensor.untyped_storage()._cdata for tensor in leaves([values[n] for n in node.call.inputs])}
-    known |= {tensor.untyped_storage()._cdata for tensor in leaves(result)}
+    known = {storage_key(tensor) for tensor in leaves([values[n] for n in node.call.inputs])}
+    known |= {storage_key(tensor) for tensor in leaves(result)}
     hidden = sum({cdata: size for cdata, size in saved if cdata not in known}.values())
     size = sum(tensor.untyped_storage().nbytes() for tensor in leaves(result))
     is_one_call = len(recorder.calls) == 1  # in its place there is no operation more
@@ -88,14 +89,12 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
 
 def _is_composite(call: Call) -> bool:
     function = call.function
-    return isinstance(function, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        function.name(), "CompositeImplicitAutograd"
-    )
+    return isinstance(function, OpOverload) and is_composite(function)
 
 
 def _takes_running_statistics(call: Call) -> bool:
     """Whether it is a normalisation that may write into its arguments without a word of it in its schema."""
-    return isinstance(call.function, torch._ops.OpOverload) and call.function._schema.name in RUNNING_STATISTICS
+    return isinstance(call.function, OpOverload) and call.function._schema.name in RUNNING_STATISTICS
 
 
 @dataclass(frozen=True, slots=True)

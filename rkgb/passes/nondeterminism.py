@@ -16,6 +16,7 @@ from rkgb.devices.registry import device_of
 from rkgb.ir.call import is_ref
 from rkgb.ir.dgraph import DNode
 from rkgb.ir.values import ValueInfo
+from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import leaves
 
 Values = Mapping[str, ValueInfo]
@@ -29,7 +30,7 @@ def reason_against_repetition(op: DNode, values: Values) -> str:
     `values` are the facts of the graph's values: what is arbitrary on an accelerator is often fixed on the CPU.
     """
     function = op.call.function
-    if not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, OpOverload):
         return ""
     if function.namespace in COLLECTIVES:
         return f"{op.name} takes part in a collective, which other processes would not repeat"
@@ -76,7 +77,7 @@ def _is_floating(op: DNode, values: Values) -> bool:
 
 def _scatters_several_values(op: DNode, values: Values) -> bool:
     function = op.call.function
-    return isinstance(function, torch._ops.OpOverload) and not function._overloadname.startswith("value")
+    return isinstance(function, OpOverload) and not function._overloadname.startswith("value")
 
 
 def _is_weighted(op: DNode, values: Values) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rkgb.torch_private.flags import extension_kind
+
 Regions = tuple[tuple[str, torch.dtype], ...]
 
 # Kinds of devices that PyTorch has autocast for, and what they cast to where nobody has said otherwise: only what
@@ -28,7 +30,7 @@ _DEFAULTS: Mapping[str, torch.dtype] = {
 
 def autocast_kinds() -> tuple[str, ...]:
     """Those that this PyTorch has, and that of an extension, which may come at any time and under a name of its own."""
-    return _kinds_with(torch._C._get_privateuse1_backend_name())
+    return _kinds_with(extension_kind())
 
 
 @functools.cache
@@ -96,11 +98,6 @@ def autocast(
 ) -> contextlib.AbstractContextManager[None]:
     """Context with autocast on for just these kinds of devices, as generated code writes it."""
     return Autocast(tuple(regions.items()), tuple((off or {}).items()), caches).entered()
-
-
-def autocast_is_on() -> bool:
-    """Whether there is autocast of any device here."""
-    return torch._C._is_any_autocast_enabled()
 
 
 @contextlib.contextmanager

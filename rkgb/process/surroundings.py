@@ -14,27 +14,39 @@ import contextvars
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _profiler_enabled,
-    _push_saved_tensors_default_hooks,
-    _saved_tensors_hooks_disable,
-    _saved_tensors_hooks_enable,
-    _saved_tensors_hooks_get_disabled_error_message,
-    _top_saved_tensors_default_hooks,
-)
 from torch.autograd import profiler
-from torch.nn.utils import parametrize
 from torch.profiler.profiler import PROFILER_STEP_NAME
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
 
 from rkgb.process.autocast import Autocast
 from rkgb.process.turns import acting_for, current_thread
+from rkgb.torch_private.autograd import (
+    allow_saved_hooks,
+    forbid_saved_hooks,
+    pop_saved_hooks,
+    push_saved_hooks,
+    saved_hooks_refusal,
+    top_saved_hooks,
+)
+from rkgb.torch_private.modes import (
+    DefaultDevice,
+    dispatch_mode_count,
+    function_modes,
+    function_modes_are_on,
+    pop_function_mode,
+    push_function_mode,
+    without_dispatch_modes,
+)
+from rkgb.torch_private.modules import (
+    hooks_after_calls,
+    hooks_before_calls,
+    parametrizations_are_cached,
+    parametrizations_uncached,
+)
+from rkgb.torch_private.profilers import a_profiler_runs, counting_steps, is_profiled, record_operations
 
 Result = TypeVar("Result")
 
@@ -49,47 +61,48 @@ def surroundings_aside() -> Iterator[None]:
         stack.enter_context(profiler_looked_for())
         stack.enter_context(without_anomaly_detection())
         stack.enter_context(saved_tensors_hooks_aside())
-        if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+        if dispatch_mode_count() or function_modes_are_on():
             stack.enter_context(_function_modes_aside())
-            stack.enter_context(_disable_current_modes())
+            stack.enter_context(without_dispatch_modes())
         stack.enter_context(_trackers_aside())
-        stack.enter_context(_parametrizations_uncached())
+        if parametrizations_are_cached():
+            stack.enter_context(parametrizations_uncached())
         yield
 
 
 @contextlib.contextmanager
 def saved_tensors_hooks_aside() -> Iterator[None]:
     """No hooks on saved tensors but those that are put there inside, which is allowed."""
-    message = _saved_tensors_hooks_get_disabled_error_message()
+    message = saved_hooks_refusal()
     if message is not None:
-        _saved_tensors_hooks_enable()
+        allow_saved_hooks()
     hooks = []
-    top: Any = _top_saved_tensors_default_hooks(True)
+    top = top_saved_hooks(True)
     while top is not None:
         hooks.append(top)
-        _pop_saved_tensors_default_hooks()
-        top = _top_saved_tensors_default_hooks(True)
+        pop_saved_hooks()
+        top = top_saved_hooks(True)
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            _push_saved_tensors_default_hooks(pack, unpack)
+            push_saved_hooks(pack, unpack)
         if message is not None:
-            _saved_tensors_hooks_disable(message)
+            forbid_saved_hooks(message)
 
 
 @contextlib.contextmanager
 def hooks_allowed() -> Iterator[None]:
     """Where the user has disabled hooks on saved tensors, no others are wanted: ours are part of the step."""
-    message = _saved_tensors_hooks_get_disabled_error_message()
+    message = saved_hooks_refusal()
     if message is None:
         yield
         return
-    _saved_tensors_hooks_enable()
+    allow_saved_hooks()
     try:
         yield
     finally:
-        _saved_tensors_hooks_disable(message)
+        forbid_saved_hooks(message)
 
 
 @contextlib.contextmanager
@@ -109,25 +122,25 @@ def without_anomaly_detection() -> Iterator[None]:
 @contextlib.contextmanager
 def _function_modes_aside() -> Iterator[None]:
     """No `TorchFunctionMode` but PyTorch's own for default devices, which says where tensors are made."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    modes.reverse()
-    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    modes = function_modes()
+    for _ in modes:
+        pop_function_mode()
+    kept = [mode for mode in modes if isinstance(mode, DefaultDevice)]
     for mode in kept:
-        torch._C._push_on_torch_function_stack(mode)
+        push_function_mode(mode)
     try:
         yield
     finally:
         for _ in kept:
-            torch._C._pop_torch_function_stack()
+            pop_function_mode()
         for mode in modes:
-            torch._C._push_on_torch_function_stack(mode)
+            push_function_mode(mode)
 
 
 @contextlib.contextmanager
 def _trackers_aside() -> Iterator[None]:
     """Without the hooks of `ModuleTracker` on calls of all modules, by which `FlopCounterMode` knows where it is."""
-    everywhere = (torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks)
-    held = [(hooks, dict(hooks)) for hooks in everywhere]
+    held = [(hooks, dict(hooks)) for hooks in (hooks_before_calls, hooks_after_calls)]
     for hooks, before in held:
         for key, hook in before.items():
             if isinstance(getattr(hook, "__self__", None), ModuleTracker):
@@ -142,30 +155,16 @@ def _trackers_aside() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _parametrizations_uncached() -> Iterator[None]:
-    """Within `parametrize.cached()`, a tensor that one run has computed would be found by the next."""
-    if not parametrize._cache_enabled:
-        yield
-        return
-    enabled, held = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = enabled, held
-
-
-@contextlib.contextmanager
 def _unrecorded() -> Iterator[None]:
     """No operation is told to a profiler of this thread: its user's are not between ours."""
-    if not _profiler_enabled():
+    if not is_profiled():
         yield
         return
-    torch._C._autograd._enable_record_function(False)
+    record_operations(False)
     try:
         yield
     finally:
-        torch._C._autograd._enable_record_function(True)
+        record_operations(True)
 
 
 # ---- profilers --------------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def profiler_is_taken() -> bool:
 
     One that is only prepared, as in the warm-up of a schedule, is seen within `surroundings_aside`.
     """
-    return bool(_profiler_enabled() or profiler._is_profiler_enabled or _found_prepared.get())
+    return bool(is_profiled() or a_profiler_runs() or _found_prepared.get())
 
 
 def profiler_is_prepared() -> bool:
@@ -185,7 +184,7 @@ def profiler_is_prepared() -> bool:
     They are looked for where there is one with a schedule, which counts its steps where its class does: no other is
     prepared some time before it runs, and looking through a million objects takes a while.
     """
-    if profiler.KinetoStepTracker._step_dict.keys().isdisjoint({PROFILER_STEP_NAME}):
+    if PROFILER_STEP_NAME not in counting_steps():
         return False
     objects = gc.get_objects()
     if profiler.profile not in set(map(type, objects)):  # of a million objects, several times as quick as a loop
@@ -213,9 +212,9 @@ def unprofiled(run: Callable[[], Result]) -> Result:
     A profiler tells it. Where one of the user's watches this thread, `run` is run in a thread of its own,
     so that another may watch it there; autocast, default devices and gradients are there as they are here.
     """
-    if not _profiler_enabled():
+    if not is_profiled():
         return run()
-    devices = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    devices = [mode for mode in function_modes() if isinstance(mode, DefaultDevice)]
     cast, grad, caller, context = Autocast.now(), torch.is_grad_enabled(), current_thread(), contextvars.copy_context()
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -254,7 +253,3 @@ def _waited_for(thread: threading.Thread) -> KeyboardInterrupt | None:
         except KeyboardInterrupt as error:
             interrupt = error
     return interrupt
-
-
-def _function_modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]

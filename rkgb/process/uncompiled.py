@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-from torch._compile import _disable_dynamo
-from torch.utils._python_dispatch import TorchDispatchMode
+from rkgb.torch_private.modes import TorchDispatchMode
+from rkgb.torch_private.tracers import disable_compiler, mark_uncompiled, skip_code
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,22 +18,12 @@ R = TypeVar("R")
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which is not compiled when autograd calls it, nor what it calls. Decorates a Python function."""
-    frames = torch._C._dynamo.eval_frame
-    if not all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
-        return _disable_dynamo(function)
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
+    return function if skip_code(function) else disable_compiler(function)
 
 
 def called_as_one(function: Callable[P, R], reason: str) -> Callable[P, R]:
-    """`function`, never compiled; a compiled function ends its graph where it calls it. `reason` is why it may not.
-
-    As `torch.compiler.disable` does, which loads the compiler.
-    """
-    marks = {"": True, "_msg": reason, "_recursive": True}
-    for end, value in marks.items():
-        setattr(function, f"_torchdynamo_disable{end}", value)
+    """`function`, never compiled; a compiled function ends its graph where it calls it. `reason` is why it may not."""
+    mark_uncompiled(function, reason)
     return never_compiled(function)
 
 

@@ -10,6 +10,7 @@ import torch
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import bind
 from rkgb.ir.dgraph import DGraph, DNode, last_uses
+from rkgb.torch_private.operations import OpOverload
 
 
 class FreshGradients(torch.autograd.Function):
@@ -144,7 +145,7 @@ def stand_ins(graph: DGraph, block: Block, given: dict[str, Any]) -> dict[str, t
 
 
 def _is_custom(op: DNode) -> bool:
-    return not isinstance(op.call.function, torch._ops.OpOverload)
+    return not isinstance(op.call.function, OpOverload)
 
 
 def forget_gradients(block: Block, given: dict[str, Any]) -> None:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction, FunctionMeta, _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 
-_PLAIN: Any = torch._C._FunctionBase.__dict__["apply"]
+from rkgb.torch_private.autograd import FunctionBase, SingleLevelFunction
+
+_PLAIN: Any = FunctionBase.__dict__["apply"]
 # `Function.apply` was written in Python and called that of its base, where an `apply` that a module bound at import is
 # met too. From torch 2.14 on it is the base's own, and what was bound at import goes past every patch of it.
 _IS_PLAIN = torch.autograd.Function.__dict__["apply"] is _PLAIN
-_HOLDER: Any = torch.autograd.Function if _IS_PLAIN else _SingleLevelFunction
+_HOLDER: Any = torch.autograd.Function if _IS_PLAIN else SingleLevelFunction
 _ORIGINAL: Any = _HOLDER.__dict__.get("apply")
 _META: Any = FunctionMeta
 _LOOKS = "__getattribute__"

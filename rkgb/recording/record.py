@@ -14,11 +14,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkgb.errors import TraceError
@@ -52,6 +47,9 @@ from rkgb.state.side_effects import (
     refuse_unregistered,
     refuse_wrappers,
 )
+from rkgb.torch_private.identity import storage_key
+from rkgb.torch_private.modes import dispatch_modes, is_wrapper_subclass, without_dispatch_modes
+from rkgb.torch_private.tracers import IS_TRACING, is_tracing
 from rkgb.tree import is_tensor, leaves, map_leaves
 
 # What the user's code calls to read a number; within other functions it is PyTorch that reads, mostly to check.
@@ -198,7 +196,7 @@ class Recorder(DispatchMode):
         """The name of `tensor`; one that was never seen is a constant, or another way to reach a known storage."""
         known = self._names.get(id(tensor))
         name = known[1] if known is not None and known[0]() is tensor else None
-        if name is None and is_traceable_wrapper_subclass(tensor):
+        if name is None and is_wrapper_subclass(tensor):
             # One that Python has put around a result, unseen by the dispatcher: functional collectives of PyTorch 2.9.
             if any(self.is_known(getattr(tensor, inner)) for inner in tensor.__tensor_flatten__()[0]):
                 refuse_wrappers([tensor], self.source)
@@ -209,7 +207,7 @@ class Recorder(DispatchMode):
                 return Ref(saved[1])
         if name is not None:
             return Ref(name)
-        base = self._by_storage.get(tensor.untyped_storage()._cdata)
+        base = self._by_storage.get(storage_key(tensor))
         if base is not None and not tensor.requires_grad:
             original = base[0]()
             if original is not None and original.dtype == tensor.dtype and _same_storage(original, tensor):
@@ -257,7 +255,7 @@ class Recorder(DispatchMode):
         if is_written or at_place is None or at_place[0].expired():  # else a view without gradient, or none
             self._by_place[place] = (StorageWeakRef(tensor.untyped_storage()), name)
         self._names[id(tensor)] = (reference, name)
-        self._by_storage[tensor.untyped_storage()._cdata] = (reference, name)
+        self._by_storage[storage_key(tensor)] = (reference, name)
         return Ref(name)
 
     def _depends_on_data(self, func: Any, tensors: list[torch.Tensor]) -> bool:
@@ -265,11 +263,11 @@ class Recorder(DispatchMode):
 
     def is_from_data(self, tensor: torch.Tensor) -> bool:
         """Whether the contents of `tensor` may differ from run to run."""
-        return tensor.untyped_storage()._cdata in self._from_data
+        return storage_key(tensor) in self._from_data
 
     def _is_drawn(self, tensors: list[torch.Tensor]) -> bool:
         """Whether what depends on `tensors` depends on random numbers at most."""
-        return all(t.untyped_storage()._cdata in self._drawn for t in tensors if self.is_from_data(t))
+        return all(storage_key(t) in self._drawn for t in tensors if self.is_from_data(t))
 
     def _mark_from_data(self, tensor: torch.Tensor, drawn: bool = False) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -377,7 +375,7 @@ def recording(recorder: Recorder, frugal: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def as_if_by_jit() -> Iterator[None]:
     """Let modules believe that ``torch.jit.trace`` runs them: some take another way then."""
-    with replaced_here(torch._C, "_is_tracing", lambda: True):
+    with replaced_here(*IS_TRACING, lambda: True):
         yield
 
 
@@ -392,12 +390,12 @@ def _whole_functions() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder()
         plain = plain_apply(cls)
-        if cls is CheckpointFunction and (recorder is not None or torch._C._is_tracing()):
+        if cls is CheckpointFunction and (recorder is not None or is_tracing()):
             return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
         if recorder is None:
             return plain(*args, **kwargs)
         recorder.generators.meet((args, kwargs))
-        with _disable_current_modes(), MeetingGenerators(recorder.generators):
+        with without_dispatch_modes(), MeetingGenerators(recorder.generators):
             result = plain(*args, **kwargs)
         recorder.note_function(_as_called_now(cls), args, kwargs, result)
         return result
@@ -414,7 +412,7 @@ def _run_bound(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], gra
     given = given_to(args)
     recorder.generators.meet(given)
     versions = list(map(version_of, given))
-    with _disable_current_modes(), MeetingGenerators(recorder.generators):
+    with without_dispatch_modes(), MeetingGenerators(recorder.generators):
         result = outputs_apart(forward(*args), given, versions)
     with torch.set_grad_enabled(grad_enabled):
         recorder.note_function(_as_called_now(cls), given, {}, result)
@@ -423,17 +421,17 @@ def _run_bound(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], gra
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:
     found: contextlib.AbstractContextManager[Any]
-    found = contextlib.nullcontext() if _recorder() is None else _disable_current_modes()
+    found = contextlib.nullcontext() if _recorder() is None else without_dispatch_modes()
     return found
 
 
 def _recorder() -> Recorder | None:
-    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+    return next((mode for mode in dispatch_modes() if isinstance(mode, Recorder)), None)
 
 
 def is_recording(recorder: Recorder) -> bool:
     """Whether `recorder` is at work in this thread: the hooks for modules are every thread's."""
-    return any(mode is recorder for mode in _get_current_dispatch_mode_stack())
+    return any(mode is recorder for mode in dispatch_modes())
 
 
 def _refuse_backward(_: object) -> torch.Tensor:
@@ -480,8 +478,8 @@ def _is_named(leaf: object) -> bool:
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of `tensor` lie: equal for those of one storage that are the same part of it."""
     layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return (tensor.untyped_storage()._cdata, tensor.dtype, *layout)
+    return (storage_key(tensor), tensor.dtype, *layout)
 
 
 def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.untyped_storage()._cdata == right.untyped_storage()._cdata
+    return storage_key(left) == storage_key(right)

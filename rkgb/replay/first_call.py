@@ -31,6 +31,7 @@ from rkgb.replay.fresh import offers
 from rkgb.state.attributes import Snapshot, attributes_of
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_devices, state_kept
+from rkgb.torch_private.identity import storage_key
 from rkgb.tree import attributes_of as parts_of
 from rkgb.tree import is_tensor, leaves
 
@@ -272,7 +273,7 @@ class _Watch(DispatchMode):
         self.before: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.seen: set[torch.nn.Parameter] = set()
         self._made: list[weakref.ref[torch.Tensor]] = []
-        self._parameters = {parameter.untyped_storage()._cdata: parameter for parameter in module.parameters()}
+        self._parameters = {storage_key(parameter): parameter for parameter in module.parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -291,7 +292,7 @@ class _Watch(DispatchMode):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        parameter = self._parameters.get(tensor.untyped_storage()._cdata) if type(tensor) in _USUAL else None
+        parameter = self._parameters.get(storage_key(tensor)) if type(tensor) in _USUAL else None
         if parameter is not None:
             self.seen.add(parameter)
             if parameter not in self.before:

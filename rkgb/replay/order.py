@@ -15,6 +15,13 @@ import torch
 
 from rkgb.devices.registry import device_of
 from rkgb.replay.step_record import StepRecord, largest_difference
+from rkgb.torch_private.flags import (
+    cudnn_is_deterministic,
+    cudnn_tries_out,
+    set_cudnn_deterministic,
+    set_cudnn_tries_out,
+    set_deterministic,
+)
 
 _REPETITIONS = 3  # of a step, to see how far apart they are
 _FACTOR = 10  # by which the largest difference of a few repetitions may be short of the largest of many
@@ -33,18 +40,17 @@ def fixed_order() -> Iterator[None]:
     """Context in which PyTorch chooses kernels that add in a fixed order, where it has any. It warns of no others."""
     strict = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_fixed, tries_out = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
-    # Not by `torch.use_deterministic_algorithms`, which loads a compiler to tell it, too.
-    torch._C._set_deterministic_algorithms(True, warn_only=not strict or only_warns)
-    torch._C._set_cudnn_deterministic(True)
-    torch._C._set_cudnn_benchmark(False)
+    is_fixed, tries_out = cudnn_is_deterministic(), cudnn_tries_out()
+    set_deterministic(True, warn_only=not strict or only_warns)
+    set_cudnn_deterministic(True)
+    set_cudnn_tries_out(False)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        torch._C._set_cudnn_benchmark(tries_out)
-        torch._C._set_cudnn_deterministic(is_fixed)
-        torch._C._set_deterministic_algorithms(strict, warn_only=only_warns)
+        set_cudnn_tries_out(tries_out)
+        set_cudnn_deterministic(is_fixed)
+        set_deterministic(strict, warn_only=only_warns)
 
 
 def differ_by_order_alone(expected: Callable[[], StepRecord], found: Callable[[], StepRecord]) -> bool:

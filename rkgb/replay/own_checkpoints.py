@@ -10,9 +10,8 @@ from typing import Any
 import torch.utils.checkpoint as checkpoints
 
 from rkgb.source import python_location
+from rkgb.torch_private.modules import CHECKPOINT_GENERATOR
 
-# What runs checkpoints that are not reentrant: the first from PyTorch 2.14 on, where the second calls it.
-_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 _PRESERVE = "preserve_rng_state"  # with or without a place among the positional arguments
 
 
@@ -21,9 +20,8 @@ def random_numbers_restored() -> Iterator[list[str]]:
     """Meanwhile every `torch.utils.checkpoint` restores random numbers; yields where one did not want to."""
     places: list[str] = []
     plain: Any = vars(checkpoints)
-    generator = next(name for name in _GENERATORS if name in plain)
-    before = {name: plain[name] for name in ("CheckpointFunction", generator)}
-    signature = inspect.signature(before[generator])
+    before = {name: plain[name] for name in ("CheckpointFunction", CHECKPOINT_GENERATOR)}
+    signature = inspect.signature(before[CHECKPOINT_GENERATOR])
 
     def preserving(preserve: bool) -> bool:
         if not preserve:
@@ -38,11 +36,11 @@ def random_numbers_restored() -> Iterator[list[str]]:
     def not_reentrant(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.arguments[_PRESERVE] = preserving(given.arguments.get(_PRESERVE, True))
-        return before[generator](*given.args, **given.kwargs)
+        return before[CHECKPOINT_GENERATOR](*given.args, **given.kwargs)
 
     try:
         plain["CheckpointFunction"] = Reentrant
-        plain[generator] = not_reentrant
+        plain[CHECKPOINT_GENERATOR] = not_reentrant
         yield places
     finally:
         plain.update(before)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.errors import GuardError, ReplayMismatch, RockmateError, TraceError
@@ -27,6 +26,8 @@ from rkgb.state.attributes import AttributeWrite, Writing
 from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.state.module_state import module_devices, module_state_kept, random_states, seed_default_streams
 from rkgb.state.private_streams import PrivateStreams
+from rkgb.torch_private.identity import storage_key
+from rkgb.torch_private.modules import BatchNorm
 from rkgb.tree import leaves, map_leaves
 
 _RETRIES = 5  # of a comparison in which another thread drew random numbers
@@ -126,7 +127,7 @@ def _set_aside(module: torch.nn.Module, sample: Sample, record: StepRecord) -> I
     if record.spool is None:
         yield
         return
-    resident = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *sample.tensors)}
+    resident = {storage_key(t) for t in (*module.parameters(), *module.buffers(), *sample.tensors)}
     with (
         saved_on(record.spool, resident),
         gradients_taken(module, lambda name, gradient: record.add(f"gradient of {name}", _dense(name, gradient))),
@@ -330,7 +331,7 @@ def _count_read(module: torch.nn.Module) -> str:
     counting = [
         repr(path or "(root)")
         for path, submodule in module.named_modules()
-        if isinstance(submodule, _BatchNorm) and submodule.momentum is None and submodule.training
+        if isinstance(submodule, BatchNorm) and submodule.momentum is None and submodule.training
         if submodule.track_running_stats
     ]
     if not counting:

@@ -13,6 +13,7 @@ from rkgb.ir.dgraph import DNode
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.recording.guard import Guard
 from rkgb.state.generators import OwnGenerator
+from rkgb.torch_private.operations import OpOverload
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -70,7 +71,7 @@ def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_operation(function: object) -> bool:
-    return isinstance(function, torch._ops.OpOverload)
+    return isinstance(function, OpOverload)
 
 
 def _same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

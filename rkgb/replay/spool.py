@@ -18,6 +18,8 @@ from types import TracebackType
 import torch
 
 from rkgb.process.uncompiled import never_compiled
+from rkgb.torch_private.identity import storage_key
+from rkgb.torch_private.operations import negated_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Spool:
         tensor = data.to(place.device).view(place.dtype).as_strided(place.shape, place.stride)
         # The bytes are those of the storage: a lazy conjugation or negation is still to come.
         tensor = tensor.conj() if place.is_conj else tensor
-        return torch._neg_view(tensor) if place.is_neg else tensor
+        return negated_view(tensor) if place.is_neg else tensor
 
 
 @contextlib.contextmanager
@@ -116,7 +118,7 @@ def saved_on(spool: Spool, kept: set[int]) -> Iterator[None]:
 
     @never_compiled  # it is no part of the compiled submodules that save
     def pack(tensor: torch.Tensor) -> torch.Tensor | Spooled:
-        if tensor.untyped_storage()._cdata in kept or tensor.layout is not torch.strided:
+        if storage_key(tensor) in kept or tensor.layout is not torch.strided:
             return tensor.detach()
         return spool.put(tensor.detach())
 

@@ -20,6 +20,7 @@ from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.profiles import OpProfile
 from rkgb.ir.restoration import CodeWriter, Restoration, Seen, Trial
 from rkgb.ir.sgraph import SNode
+from rkgb.torch_private.identity import storage_key
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -121,8 +122,8 @@ def _statistics(profile: OpProfile) -> Statistics | None:
 
 def _statistics_among(saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of what was saved, that which is none of what the operation was given."""
-    known = {tensor.untyped_storage()._cdata for tensor in given}
-    return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in known]
+    known = {storage_key(tensor) for tensor in given}
+    return [tensor for tensor in saved if storage_key(tensor) not in known]
 
 
 def _gives_all_again(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:

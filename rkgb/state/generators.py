@@ -16,6 +16,7 @@ import torch
 from rkgb.errors import TraceError
 from rkgb.process.uncompiled import DispatchMode
 from rkgb.state.attributes import attributes_of as attributes_of_module
+from rkgb.torch_private.identity import generator_key
 from rkgb.tree import attributes_of, leaves
 
 
@@ -149,7 +150,7 @@ class MeetingGenerators(DispatchMode):
 
 def _address(generator: torch.Generator) -> int:
     """Of the C++ object: PyTorch makes a new Python object whenever it hands a generator out."""
-    return int(generator._cdata)  # type: ignore[attr-defined]
+    return generator_key(generator)
 
 
 def generators_for(module: torch.nn.Module, own: Iterable[OwnGenerator]) -> list[torch.Generator]:

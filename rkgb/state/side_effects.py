@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from rkgb.errors import TraceError
 from rkgb.process.turns import replaced_here
 from rkgb.source import caller_is_torch, opaque_advice, python_location
 from rkgb.state.attributes import Snapshot, accesses_noted
 from rkgb.state.other_random import comparable, other_random_states, set_state, state_of
+from rkgb.torch_private.modes import is_wrapper_subclass, without_dispatch_modes
 
 _SHOWN = 3  # submodules named in a message
 
@@ -207,7 +207,7 @@ def refuse_attribute(getter: Any, args: Any) -> None:
     """Refuse access to what no graph can follow: nodes of the autograd graph, raw storages."""
     owner = getattr(getter, "__self__", None)
     if owner is torch.Tensor.grad_fn and not caller_is_torch(2):
-        with _disable_current_modes():
+        with without_dispatch_modes():
             differentiable = args[0].grad_fn is not None
         if differentiable:
             raise TraceError(
@@ -240,7 +240,7 @@ def refuse_wrappers(tensors: list[Any], source: Callable[[], object]) -> None:
     `source` tells the place; it is asked only for the error.
     """
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper_subclass(tensor):
             raise TraceError(
                 f"at {source()} forward makes a tensor of class {type(tensor).__name__}, which holds no bytes of its "
                 "own: the graph could not tell when they are there. Use plain tensors; call a functional collective, "

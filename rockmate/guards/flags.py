@@ -11,9 +11,9 @@ from rkgb.devices.flags import getters, precisions
 from rkgb.devices.registry import KINDS, device_of
 
 _EVERYWHERE = (
-    *getters("_get_", ("deterministic_algorithms", "deterministic_fill_uninitialized_memory")),
-    *getters("_get_", ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled")),
-    *getters("_get_", ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
+    *getters(("deterministic_algorithms", "deterministic_fill_uninitialized_memory")),
+    *getters(("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled")),
+    *getters(("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
     *precisions("mkldnn"),
 )
 

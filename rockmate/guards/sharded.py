@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rkgb import Sample
 from rkgb.errors import TraceError
@@ -14,6 +13,7 @@ from rkgb.process.ranks import has_other_ranks
 from rkgb.process.uncompiled import DispatchMode
 from rkgb.recording.record import call_saving_nothing
 from rkgb.state.module_state import for_planning, module_state_kept
+from rkgb.torch_private.modes import is_wrapper_subclass
 
 _INSTEAD = (
     "Plan the module that is sharded, and shard what is planned: fully_shard(Rockmate(block)) for each block, as "
@@ -79,7 +79,7 @@ class _NoCollectives(DispatchMode):
 
 def _is_sharded(parameter: torch.Tensor | None) -> bool:
     """Whether only a part of `parameter` is here: it is a `DTensor`, or another wrapper of tensors."""
-    return type(parameter) is not torch.nn.Parameter and is_traceable_wrapper_subclass(parameter)
+    return type(parameter) is not torch.nn.Parameter and is_wrapper_subclass(parameter)
 
 
 def _is_alone(group: Any) -> bool:

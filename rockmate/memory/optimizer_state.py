@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from rkgb.devices.registry import device_of
+from rkgb.torch_private.identity import storage_key
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 
@@ -132,7 +133,7 @@ def _state_bytes(tensors: list[torch.Tensor], options: dict[str, Any], device: t
     on_device = bool(options.get("capturable") or options.get("fused")) or device_of(device).is_host
     # Counts of steps stay in host memory, unless the step runs as one kernel or is captured as a graph.
     counted = [tensor for tensor in tensors if on_device or tensor.is_meta or tensor.dim() > 0]
-    unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in counted}
+    unique = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in counted}
     return sum(device_of(device).allocated_bytes(size_bytes) for size_bytes in unique.values())
 
 
@@ -160,5 +161,5 @@ def _value(option: Any) -> Any:
 
 def _storage_bytes(tree: Any, device: torch.device) -> int:
     """Bytes of the storages of the tensors in `tree` that are on `device`, each once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in leaves(tree) if t.device == device}
+    storages = {storage_key(t): t.untyped_storage() for t in leaves(tree) if t.device == device}
     return sum(device_of(device).allocated_bytes(storage.nbytes()) for storage in storages.values())

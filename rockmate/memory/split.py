@@ -12,6 +12,7 @@ from rk_solvers import Problem
 from rkgb import AllGraphs, DGraph, LeafKind
 from rkgb.devices.registry import device_of
 from rkgb.ir.profiles import backward_stages
+from rkgb.torch_private.identity import storage_key
 from rockmate.errors import BudgetError, OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer
 from rockmate.units import format_bytes
@@ -120,8 +121,8 @@ def _new_storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, se
     found = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if tensor.device == device and storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if tensor.device == device and (key := storage_key(tensor)) not in seen:
+            seen.add(key)
             found += device_of(device).allocated_bytes(storage.nbytes())
     return found
 

@@ -29,6 +29,7 @@ from rkgb.profile.recorded import recorded_profiles
 from rkgb.recording.guard import Guard
 from rkgb.replay.same import argument_pairs, same_operation, same_value
 from rkgb.state.module_state import for_planning
+from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import structure
 from rockmate.guards.numbers import (
     Expression,
@@ -343,7 +344,7 @@ def _differs_deeper(mine: Call, other: Call) -> bool:
 
 def _may_be_operand(call: Call, place: tuple[Any, ...]) -> bool:
     """Whether an operation takes a number there that decides no shape."""
-    if not isinstance(call.function, torch._ops.OpOverload):
+    if not isinstance(call.function, OpOverload):
         return False
     arguments = call.function._schema.arguments
     if place[0] == 0:

@@ -24,6 +24,7 @@ from rk_solvers import Problem, Solver
 from rkgb.devices.registry import device_of
 from rkgb.errors import RockmateError
 from rkgb.process.turns import TURNS
+from rkgb.torch_private.ranks import default_store
 from rockmate import errors
 from rockmate.errors import BudgetTooSmall, PlanExchangeError, PlanExchangeWarning, PlanMismatch
 from rockmate.memory.budget import RESERVE, Budget, is_what_is_free, read_budget, resolve_budget
@@ -130,7 +131,7 @@ def default_exchange(search_s: float) -> RankAgreement | None:
         return None
     if distributed.get_world_size() < 2:
         return None
-    store = distributed.distributed_c10d._get_default_store()
+    store = default_store()
     return RankAgreement(store, distributed.get_rank(), search_s + _MARGIN_S)
 
 

@@ -22,6 +22,7 @@ from rkgb.profile.measure import MeasuredBlocks
 from rkgb.recording.digest import digest
 from rkgb.recording.guard import Guard
 from rkgb.state.generators import OwnGenerator
+from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import map_leaves
 from rockmate.guards.flags import BackEndFlags
 from rockmate.plan_files.content import (
@@ -196,7 +197,7 @@ def _value(name: str, info: ValueInfo) -> ValueRecord:
 
 
 def _function(function: Callable[..., Any]) -> str:
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return operation_name(function)
     if isinstance(function, Guard):
         return f"guard: {function_name(function.read)} is {_text(function.expected)}"

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from rkgb import DGraph, DNode
+from rkgb.torch_private.operations import OpOverload, OpOverloadPacket
 from rockmate.errors import PinError
 from rockmate.planning.costs import LossCost
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from rkgb.ir.call import Call, Ref
+from rkgb.torch_private.operations import OpOverload
+from rkgb.torch_private.operations import nn_functions as _nn
+from rkgb.torch_private.operations import tensor_functions as _functions
+from rkgb.torch_private.operations import tensor_methods as _methods
 
 _aten = torch.ops.aten
-_functions: Any = torch._C._VariableFunctions
-_nn: Any = torch._C._nn
-_methods: Any = torch._C.TensorBase
 
-BINDINGS: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
+BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
     # ---- views
     _aten.expand.default: _methods.expand,
     _aten.flatten.using_ints: _functions.flatten,
@@ -81,7 +82,7 @@ BINDINGS: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
 def binding(call: Call) -> Callable[..., Any] | None:
     """PyTorch's own Python function of the overload that is called, if there is one for such arguments."""
     function = call.function
-    if not isinstance(function, torch._ops.OpOverload) or function not in BINDINGS:
+    if not isinstance(function, OpOverload) or function not in BINDINGS:
         return None
     taken = dict(zip((argument.name for argument in function._schema.arguments), call.args, strict=False)) | call.kwargs
     for argument in function._schema.arguments:

@@ -19,6 +19,7 @@ from rkgb.passes.b_to_d import statistics_written
 from rkgb.process.autocast import autocast
 from rkgb.restore.as_saved import as_leaf, as_nonleaf
 from rkgb.state.generators import OwnGenerator, is_own_generator
+from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import leaves, map_leaves
 from rockmate.guards.numbers import Operand, RunTimeNumbers
 from rockmate.runtime.bindings import BINDINGS, binding
@@ -83,7 +84,7 @@ class Expressions:
 
     def _function(self, op: DNode) -> str:
         function = op.call.function
-        if isinstance(function, torch._ops.OpOverload):
+        if isinstance(function, OpOverload):
             namespace, name = function._schema.name.split("::")
             overload = function._schema.overload_name or "default"
             if name.isidentifier() and not keyword.iskeyword(name) and not keyword.iskeyword(overload):

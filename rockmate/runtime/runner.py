@@ -20,6 +20,7 @@ from rkgb.recording.guard import Guard
 from rkgb.state.attributes import AttributeGone, Snapshot, Writing
 from rkgb.state.generators import generators_for
 from rkgb.state.module_state import random_states
+from rkgb.torch_private.autograd import saved_hooks_are_allowed
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch, SizeMismatch
 from rockmate.guards.attributes import BoundSettings
@@ -32,8 +33,6 @@ from rockmate.runtime.codegen import CompiledProgram
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.step import Step
 from rockmate.runtime.tables import StepTables
-
-_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined,unused-ignore]
 
 
 class Runner:
@@ -115,7 +114,7 @@ class Runner:
             step.numbers = self._numbers.values(known)
         with (
             without_autocast() if self._pattern.autocast.regions else contextlib.nullcontext(),
-            contextlib.nullcontext() if _hooks_are_allowed() else hooks_allowed(),
+            contextlib.nullcontext() if saved_hooks_are_allowed() else hooks_allowed(),
             self._undone_if_refused() if self._is_guarded else contextlib.nullcontext(),
         ):
             results = self._compiled.forward(step, *tensors)

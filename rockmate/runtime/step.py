@@ -4,6 +4,9 @@ A handle stands in the autograd graph for a saved tensor that the plan forgets. 
 that is asked for its tensor runs the segment of recomputation that fills it, and its fellows. All
 state belongs to one call of the module (`Step`) and is owned by that call's handles: it lives
 exactly as long as the autograd graph does.
+
+Between other operations none of what is called here is in a cache, and each call and attribute takes its time, which
+benchmarks/calls.py measures: functions of C++ are imported by name, once.
 """
 
 from __future__ import annotations
@@ -19,23 +22,23 @@ from weakref import ref
 
 import torch
 
-from rkgb.process.autocast import autocast_is_on, without_autocast
+from rkgb.process.autocast import without_autocast
 from rkgb.process.surroundings import hooks_allowed
 from rkgb.process.turns import STREAMS
 from rkgb.process.uncompiled import never_compiled
 from rkgb.state.module_state import never_unpacked
+from rkgb.torch_private.autograd import (
+    graph_is_kept,
+    pop_saved_hooks,
+    push_saved_hooks,
+    running_backward,
+    saved_hooks_are_allowed,
+    top_saved_hooks,
+)
+from rkgb.torch_private.flags import autocast_is_on
 from rockmate.errors import PlanMismatch, SizeMismatch
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
-
-# Between other operations none of what is called here is in a cache, and each call and attribute takes its time, which
-# benchmarks/calls.py measures: these are bound once.
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined,unused-ignore]
-_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-_backward_that_runs = torch._C._current_graph_task_id  # type: ignore[attr-defined,unused-ignore]
 
 
 class Handle:
@@ -92,7 +95,7 @@ class UserHooks:
     @staticmethod
     def around() -> UserHooks | None:
         """Those in force here; None where there are none."""
-        top = _top_hooks(True)
+        top = top_saved_hooks(True)
         return None if top is None else UserHooks(*top)
 
 
@@ -222,12 +225,12 @@ class Step:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
         code = self._tables.segments[segment]
         self._ran.add(segment)
-        if torch.is_grad_enabled() and self.double_backward is not None and _backward_that_runs() != -1:
+        if torch.is_grad_enabled() and self.double_backward is not None and running_backward() != -1:
             self.double_backward.tell()
         replaced = [leaf for name in code.reads if (leaf := self._replaced(name)) is not None] if code.reads else []
         # There may be autocast around the backward, and a graph of it may be wanted. Contexts are entered where they
         # have something to do: between the operations of a backward none of their code is in a cache.
-        if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on() or not _hooks_are_allowed():
+        if replaced or code.is_random or torch.is_grad_enabled() or autocast_is_on() or not saved_hooks_are_allowed():
             streams, leaves = self._streams_kept(code), self._leaves_of_the_forward(replaced)
             with torch.no_grad(), without_autocast(), hooks_allowed(), streams, leaves:
                 code.run(self)
@@ -317,7 +320,7 @@ class Step:
 
     def _is_over(self, segments: frozenset[int]) -> bool:
         """Whether none of `segments` is still to run: single outputs' backwards may come in another order."""
-        return not _graph_is_kept() and self._ran.issuperset(segments)
+        return not graph_is_kept() and self._ran.issuperset(segments)
 
     def _make(self, key: str) -> None:
         """A partial backward may skip the stage whose segment makes `key`: run that segment first."""
@@ -391,14 +394,14 @@ class _Forgetting:
         # The hooks know the list, not this object: a cycle would keep tensors until the collector runs.
         pack = partial(_pack, self._handles, self._step.unread(self._op))
         if self._step.hooks is None:
-            _push_hooks(pack, _unpack)
+            push_saved_hooks(pack, _unpack)
         else:
-            _push_hooks(partial(_pack_noted, pack, self._given), partial(_unpack_through, self._step.hooks))
+            push_saved_hooks(partial(_pack_noted, pack, self._given), partial(_unpack_through, self._step.hooks))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _pop_hooks()
+        pop_saved_hooks()
         try:
             if error is None:
                 self._step.accept(self._op, self._handles)

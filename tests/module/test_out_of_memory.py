@@ -79,7 +79,7 @@ def operations_counted() -> Iterator[list[int]]:
 @pytest.mark.ci
 def test_memory_that_is_short_at_any_place_of_planning_leaves_all_as_it_was(make, batch, places, monkeypatch):
     # Planning takes the user's modes aside, and the one of this test with them.
-    monkeypatch.setattr("rkgb.process.surroundings._disable_current_modes", nullcontext)
+    monkeypatch.setattr("rkgb.process.surroundings.without_dispatch_modes", nullcontext)
     model = built(make)
     squares(model(batch(1))).backward()  # gradients and statistics to be found again
     before = state_of(model)

@@ -15,6 +15,7 @@ from rkgb.ir.opaque import OpaqueCall
 from rkgb.process.autocast import OFF, Autocast, autocast_kinds
 from rkgb.recording.guard import Guard
 from rkgb.recording.record import UnderAutocast
+from rkgb.torch_private.operations import OpOverload
 
 _GUARD = {"read", "expected", "place", "may_vary"}
 _CUSTOM = {"custom", "autocast", "autocast_off", "autocast_caches"}
@@ -22,7 +23,7 @@ _CUSTOM = {"custom", "autocast", "autocast_off", "autocast_caches"}
 
 def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
     """The form of what a call calls."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return names.operation_name(function)
     if isinstance(function, Guard):
         with place.at("expected"):
@@ -62,7 +63,7 @@ def name_of(function: Any) -> str:
 
 
 def _write_read(read: Callable[..., Any], place: Place) -> str:
-    if isinstance(read, torch._ops.OpOverload):
+    if isinstance(read, OpOverload):
         return names.operation_name(read)
     name = names.name_in(names.READS, read)
     if name is None:
@@ -77,7 +78,7 @@ class FunctionReader:
         self._place = place
         self._trees = trees
         self._given = given
-        self._operations: dict[str, torch._ops.OpOverload] = {}
+        self._operations: dict[str, OpOverload] = {}
 
     def read(self, form: Any) -> Callable[..., Any]:
         """What a call calls."""
@@ -89,7 +90,7 @@ class FunctionReader:
             return self._custom(form)
         raise self._place.error(f"neither an operation, nor a guard, nor a custom function, but {shortly(form)}")
 
-    def _operation(self, name: str) -> torch._ops.OpOverload:
+    def _operation(self, name: str) -> OpOverload:
         if name not in self._operations:
             try:
                 self._operations[name] = names.operation(name)

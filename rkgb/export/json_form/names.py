@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rkgb.recording.guard import read_shape
+from rkgb.torch_private.operations import OpOverload, overload_names
 
 
 def _named(kind: type) -> dict[str, Any]:
@@ -44,13 +45,13 @@ def name_in(table: Mapping[str, Any], thing: object) -> str | None:
     return next((name for name, known in table.items() if known is thing), None)
 
 
-def operation_name(function: torch._ops.OpOverload) -> str:
+def operation_name(function: OpOverload) -> str:
     """``aten::add.Tensor``; ``aten::linear.default`` where the overload has no name."""
     schema = function._schema
     return f"{schema.name}.{schema.overload_name or 'default'}"
 
 
-def operation(name: str) -> torch._ops.OpOverload:
+def operation(name: str) -> OpOverload:
     """The operation of that name; `ValueError` says why there is none."""
     parts = _OPERATION.fullmatch(name)
     if parts is None:
@@ -58,14 +59,13 @@ def operation(name: str) -> torch._ops.OpOverload:
     qualified, overload = parts[1], parts[2]
     if qualified in _TOUCH_FILES:
         raise ValueError("this operation reads or writes files: no graph may name it")
-    known = {schema.overload_name or "default" for schema in torch._C._jit_get_schemas_for_operator(qualified)}
-    if overload not in known:
+    if overload not in overload_names(qualified):
         raise ValueError(
             f"PyTorch {torch.__version__} knows no such operation; import the library that registers it first"
         )
     namespace, short = qualified.split("::")
     found = getattr(getattr(getattr(torch.ops, namespace), short), overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise ValueError("this is no operation on tensors")
     return found
 

@@ -18,6 +18,7 @@ from rkgb.devices.registry import device_of
 from rkgb.export.json_form import names
 from rkgb.export.json_form.errors import Place, shortly
 from rkgb.export.json_form.trees import TreeReader
+from rkgb.torch_private.identity import storage_key
 
 _ALIGNMENT = 16  # bytes: no element is larger
 _KEYS = {"storage", "dtype", "shape", "stride", "offset", "device", "requires_grad"}
@@ -48,8 +49,7 @@ class TensorWriter:
             kind = f"{plain.layout}, {plain.dtype} on {plain.device}"
             raise self._place.error(f"a tensor of {kind} has no form in JSON")
         plain = plain.resolve_conj().resolve_neg()
-        storage = plain.untyped_storage()
-        known = self._storages.setdefault(storage._cdata, _Storage(len(self._storages)))
+        known = self._storages.setdefault(storage_key(plain), _Storage(len(self._storages)))
         form: dict[str, Any] = {
             "storage": known.number,
             "dtype": names.name_in(names.DTYPES, plain.dtype),

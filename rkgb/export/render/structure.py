@@ -18,6 +18,7 @@ from rkgb.ir.kgraph import KComp, KData, KGraph, gradient_name
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.sgraph import SGraph, SNode
 from rkgb.ir.values import ValueInfo
+from rkgb.torch_private.operations import OpOverload
 
 Graph = BGraph | DGraph | SGraph | KGraph | Block
 
@@ -245,11 +246,11 @@ def _kind_of(node: BNode | DNode, values: Mapping[str, ValueInfo]) -> str:
 
 
 def _draws(call: Call) -> bool:
-    return isinstance(call.function, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.function.tags
+    return isinstance(call.function, OpOverload) and torch.Tag.nondeterministic_seeded in call.function.tags
 
 
 def _schema_says_view(call: Call) -> bool:
-    if not isinstance(call.function, torch._ops.OpOverload):
+    if not isinstance(call.function, OpOverload):
         return False
     returned: list[Any] = call.function._schema.returns
     return any(value.alias_info is not None for value in returned)

@@ -1,0 +1,48 @@
+"""Operations, as the dispatcher knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_C: Any = torch._C
+
+OpOverload = torch._ops.OpOverload
+"""One operation with one signature, such as `torch.ops.aten.add.Tensor`. `torch.ops` makes them, and names no class."""
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""All operations of one name, such as `torch.ops.aten.add`."""
+
+tensor_functions: Any = _C._VariableFunctions
+"""Operations as functions of C++ with its own parser of arguments. In `torch`, some of these names are Python code."""
+
+nn_functions: Any = _C._nn
+"""Those of `torch.nn.functional`, without the Python code that most names have there."""
+
+tensor_methods: Any = _C.TensorBase
+"""Those of `torch.Tensor`, without the Python code that some names have there."""
+
+negated_view = torch._neg_view
+"""Of a tensor: the same storage, read with the other sign. Public functions make one of the imaginary part alone."""
+
+
+def overload_names(qualified: str) -> set[str]:
+    """Which overloads there are of an operation such as "aten::add"; none where nobody has registered it.
+
+    `torch.ops` makes a namespace of every name that it is asked for.
+    """
+    return {schema.overload_name or "default" for schema in _C._jit_get_schemas_for_operator(qualified)}
+
+
+def parsed_schema(text: str) -> Any:
+    """The schema that PyTorch prints as this text."""
+    return _C.parse_schema(text)
+
+
+def is_composite(operation: OpOverload) -> bool:
+    """Whether the operation is made of others for every device, which autograd differentiates in its place.
+
+    `OpOverload` has a method for that, which asks for a key by a class that is private, too.
+    """
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd"))

@@ -1,0 +1,146 @@
+"""What is relied on of tracers' and compilers' private names, as `test_torch_private.py` asks for all others."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from rkgb.torch_private import tracers
+
+
+class Asks(torch.nn.Module):
+    """Notes what `ask` tells while it is called."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.ask = ask
+        self.told = []
+
+    def forward(self, x):
+        self.told.append(self.ask())
+        return self.inner(x)
+
+
+def by_jit(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(module, torch.ones(1, 2), check_trace=False)
+
+
+def test_jit_is_told_and_so_is_who_stands_in_for_it():
+    assert not tracers.is_tracing()
+    module = Asks(tracers.is_tracing)
+    by_jit(module)
+    assert module.told == [True]
+    holder, name = tracers.IS_TRACING
+    before = getattr(holder, name)
+    setattr(holder, name, lambda: True)
+    try:
+        assert tracers.is_tracing()
+        assert torch.jit.is_tracing()
+        with tracers.plain_is_tracing():
+            assert not tracers.is_tracing()
+        assert tracers.is_tracing()
+    finally:
+        setattr(holder, name, before)
+    assert not tracers.is_tracing()
+
+
+def test_jit_does_not_see_what_is_hidden_from_it():
+    def hidden():
+        with tracers.unseen_by_jit():
+            torch.ones(3).sin()
+            return tracers.is_tracing()
+
+    def seen():
+        torch.ones(3).sin()
+
+    kinds = []
+    for ask in (hidden, seen):
+        module = Asks(ask)
+        kinds.append({node.kind() for node in by_jit(module).graph.nodes()})
+    assert module.told == [None]
+    assert "aten::sin" not in kinds[0]
+    assert kinds[0] < kinds[1] | {"aten::sin"}
+
+
+def test_jit_tells_which_modules_it_notes():
+    assert not tracers.modules_told_by_jit()
+    module = Asks(lambda: dict(tracers.modules_told_by_jit()))
+    by_jit(module)
+    assert module.inner in module.told[0]
+    assert module.told[0][module.inner].endswith("inner")
+
+
+def test_warnings_of_jit_have_a_class():
+    module = Asks(lambda: bool(torch.ones(1) > 0) and None)
+    with pytest.warns(tracers.TracerWarning):
+        by_jit(module)
+
+
+def test_export_is_told_and_records_nothing_of_a_constant():
+    called = []
+
+    def note():
+        called.append(tracers.is_exporting())
+
+    tracers.as_constant(note)
+    assert not tracers.is_exporting()
+    module = Asks(note)
+    module.told = type("Nothing", (), {"append": staticmethod(lambda value: None)})()
+    exported = torch.export.export(module, (torch.ones(1, 2),), strict=True)
+    assert True in called
+    assert torch.equal(exported.module()(torch.ones(1, 2)), module.inner(torch.ones(1, 2)))
+
+
+def compiled(function):
+    """`function` compiled by a backend that counts its graphs."""
+    counter = pytest.importorskip("torch._dynamo.testing").CompileCounter()
+    torch.compiler.reset()
+    return torch.compile(function, backend=counter), counter
+
+
+def test_skipped_code_is_not_compiled_nor_what_it_calls():
+    def inner(x):
+        return x.cos()
+
+    def skipped(x):
+        return inner(x).sin()
+
+    assert tracers.skip_code(skipped)
+    function, counter = compiled(skipped)
+    assert torch.equal(function(torch.ones(2)), torch.ones(2).cos().sin())
+    assert counter.frame_count == 0
+
+
+def test_a_function_is_kept_from_the_compiler_by_code_around_it():
+    function, counter = compiled(tracers.disable_compiler(lambda x: x.sin()))
+    assert torch.equal(function(torch.ones(2)), torch.ones(2).sin())
+    assert counter.frame_count == 0
+
+
+def test_compiled_code_ends_its_graph_where_it_calls_a_marked_function():
+    def marked(x):
+        return x.sin()
+
+    tracers.mark_uncompiled(marked, "for this reason")
+    assert tracers.skip_code(marked)  # or it is a graph of its own
+    function, counter = compiled(lambda x: marked(x.cos()).exp())
+    assert torch.equal(function(torch.ones(2)), torch.ones(2).cos().sin().exp())
+    assert counter.op_count == 2  # the cosine and the exponential
+    whole = torch.compile(lambda x: marked(x), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="for this reason"):
+        whole(torch.ones(2))
+
+
+def test_compiled_modules_have_a_class_once_the_compiler_is_there():
+    wrapper = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    assert tracers.compiler_is_imported()
+    assert isinstance(wrapper, tracers.compiled_wrappers())
+    assert not isinstance(torch.nn.Linear(1, 1), tracers.compiled_wrappers())
+    code = "from rkgb.torch_private import tracers; print(tracers.compiler_is_imported(), tracers.compiled_wrappers())"
+    alone = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert alone.stdout.split() == ["False", "()"]
