@@ -162,11 +162,11 @@ def test_gradients_that_are_there_get_all_of_a_failed_step_s_part_or_nothing(ext
 def test_planning_that_finds_no_memory_anywhere_leaves_all_as_it_was(extension, make, batch, scope, places):
     model = built(make)
     squares_of(model, batch(1))  # gradients and statistics to be found again
-    before = state_of(model)
+    before, sample = state_of(model), batch()
     budget: Any = "64 MiB" if scope == "reserved" else 0.9
 
     def plan() -> Rockmate:
-        return Rockmate(model, batch(), budget, loss=squares, solver="greedy", limits=FEW_ROUNDS, scope=scope)
+        return Rockmate(model, sample, budget, loss=squares, solver="greedy", limits=FEW_ROUNDS, scope=scope)
 
     plan()  # what is made once, at the first use
     count = allocations(plan)
@@ -242,9 +242,10 @@ def test_verify_that_finds_no_memory_leaves_all_as_it_was(extension):
     model = built(Normalised)
     squares_of(model, images(1))
     before, gradients = state_of(model), [parameter.grad for parameter in model.parameters()]
+    sample = images()
 
     def check() -> object:
-        return verify(model, images(), 0.9, loss=squares, solver="greedy", limits=FEW_ROUNDS)
+        return verify(model, sample, 0.9, loss=squares, solver="greedy", limits=FEW_ROUNDS)
 
     check()
     count, held = allocations(check), held_bytes()

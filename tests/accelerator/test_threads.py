@@ -84,23 +84,27 @@ def trains(module, batch):
 
 @pytest.mark.parametrize("other", ["eager", "planned"])
 def test_a_module_is_planned_while_another_one_trains(device, other):
-    """The history of the device's allocator is of all threads: what others allocate is no part of a step's memory."""
-    alone = Rockmate(built(Smooth), rows(), 0.7, loss=squares, limits=FEW_ROUNDS).plan
+    """The allocator's history does not tell threads apart: what others allocate is measured, too, and the budget holds.
+
+    Nor could it: the backward of all threads runs on autograd's one thread for the device.
+    """
     busy = built(Smooth, 2, seed=1)
     if other == "planned":
         busy = Rockmate(busy, rows(1), 0.9, loss=squares, limits=FEW_ROUNDS)
     expected = train(copy.deepcopy(getattr(busy, "original", busy)), [rows(1)] * 2)
+    with PeakMemory(device) as beside:
+        trains(busy, rows(1))()
+    alone = Rockmate(built(Smooth), rows(), 0.7, loss=squares, limits=FEW_ROUNDS).plan
     with Meanwhile(trains(busy, rows(1))) as meanwhile:
-        planned = Rockmate(built(Smooth), rows(), 0.7, loss=squares, limits=FEW_ROUNDS)
+        planned = Rockmate(
+            built(Smooth), rows(), alone.baseline_peak_bytes + beside.peak_bytes, loss=squares, limits=FEW_ROUNDS
+        )
     assert meanwhile.times > 1
-    assert planned.plan.baseline_peak_bytes == alone.baseline_peak_bytes
-    assert planned.plan.budget_bytes == alone.budget_bytes
-    assert planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
     assert_trains_exactly(planned, [rows(1), rows(2)])
     planned.zero_grad()
     with PeakMemory(device) as memory:
         squares(planned(rows(1))).backward()
-    assert memory.peak_bytes <= planned.plan.budget_bytes
+    assert memory.peak_bytes <= planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
     busy.zero_grad()
     assert_same_training(train(busy, [rows(1)] * 2), expected)
 
