@@ -31,7 +31,7 @@ def model(network) -> Rockmate:
 
 
 @pytest.mark.parametrize(
-    ("make", "sample"),
+    ("make", "batch"),
     [(Layers, rows), (Normalised, images), (Tied, tokens)],
     ids=["layers", "normalised", "tied"],
 )
