@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.replay.step_record import bitwise_equal
-from rockmate import Rockmate, verify
+from rockmate import PlanOptions, Rockmate, verify
 from tests.module.models import Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.module_state import state_of
 from tests.module.steps import FEW_ROUNDS, assert_same, assert_same_step, recomputing, squares
@@ -242,10 +242,10 @@ def test_verify_that_finds_no_memory_leaves_all_as_it_was(extension):
     model = built(Normalised)
     squares_of(model, images(1))
     before, gradients = state_of(model), [parameter.grad for parameter in model.parameters()]
-    sample = images()
+    sample, options = images(), PlanOptions(loss=squares, solver="greedy", limits=FEW_ROUNDS)
 
     def check() -> object:
-        return verify(model, sample, 0.9, loss=squares, solver="greedy", limits=FEW_ROUNDS)
+        return verify(model, sample, 0.9, options=options)
 
     check()
     count, held = allocations(check), held_bytes()
