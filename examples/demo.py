@@ -129,10 +129,10 @@ def measured_step(training: Training, entry: zoo.ZooEntry, batch: Batch) -> None
 def timed_step(training: Training, entry: zoo.ZooEntry, batch: Batch) -> None:
     """Keeps its time."""
     start = time.perf_counter()
-    forward_and_backward(training, entry, batch)  # ends with the loss as a number, so CUDA has caught up …
+    forward_and_backward(training, entry, batch)  # ends with the loss as a number, so a GPU has caught up …
     update(training)
-    if entry.target.is_cuda:
-        torch.cuda.synchronize()  # … but for the backward and the update
+    if entry.target.device.type != "cpu":
+        torch.accelerator.synchronize(entry.target.device)  # … but for the backward and the update
     training.step_ms.append(1000 * (time.perf_counter() - start))
 
 

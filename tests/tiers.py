@@ -24,9 +24,17 @@ class Sets(NamedTuple):
 
 # By file or folder; the longest that matches counts, and all sets are quick where none does.
 SETS = {
+    "tests/accelerator/test_families.py": Sets(1, 3),
+    "tests/accelerator/test_faults.py": Sets(1, 1),
+    "tests/accelerator/test_front_doors.py": Sets(1, 1),
     "tests/accelerator/test_modules.py": Sets(1, 12),
+    "tests/accelerator/test_out_of_memory.py": Sets(1, 3),
     "tests/accelerator/test_planned.py": Sets(2, 6),
+    "tests/accelerator/test_promises.py": Sets(1, 1),
     "tests/accelerator/test_reserved.py": Sets(1, 1),
+    "tests/accelerator/test_threads.py": Sets(1, 2),
+    "tests/accelerator/test_trainers.py": Sets(1, 2),
+    "tests/accelerator/test_verify.py": Sets(1, 1),
     "tests/cli/": Sets(2, 10),
     "tests/distributed/": Sets(2, 4),
     "tests/families/test_kept.py": Sets(1, 2),

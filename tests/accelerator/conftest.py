@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import where
 from tests.accelerator.build import NoCompiler
 from tests.accelerator.device import device as accelerator_device
 from tests.conftest import required_features
@@ -19,6 +20,14 @@ def device() -> torch.device:
         if "accelerator" in required_features():
             raise
         pytest.skip(f"{error} (ROCKMATE_REQUIRE=accelerator makes this a failure)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there(device: torch.device) -> Iterator[None]:
+    """Tests that are shared with the CPU make what they use on the device."""
+    where._here = device
+    yield
+    where._here = where.CPU
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from rockmate.families.control import gives_the_same
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 from rockmate.runtime.step import Step
-from tests.module.steps import CPU, FEW_ROUNDS, assert_same_step, squares
+from tests.module.steps import FEW_ROUNDS, assert_same_step, squares
+from tests.where import here, placed
 
 WIDTH = 16
 
@@ -40,8 +41,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         batch, length, _ = x.shape
-        x = x + self.positions(torch.arange(length))
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        x = x + self.positions(torch.arange(length, device=x.device))
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         for layer in self.layers:
             query, key, value = (
                 part.view(batch, length, 2, -1).transpose(1, 2) for part in layer["qkv"](layer["norm"](x)).chunk(3, -1)
@@ -96,11 +97,11 @@ class WithoutTracer(nn.Module):
 
 
 def lengths_of(width=WIDTH):
-    return lambda length, batch=4: torch.randn(batch, length, width)
+    return lambda length, batch=4: placed(torch.randn(batch, length, width))
 
 
 def images(size, batch=4):
-    return torch.randn(batch, 3, size, size)
+    return placed(torch.randn(batch, 3, size, size))
 
 
 def assert_trains_as_eager(model, batches, budget=0.7, peaks=True):
@@ -110,7 +111,7 @@ def assert_trains_as_eager(model, batches, budget=0.7, peaks=True):
         assert_same_step(module, eager, batch, number)
     for batch in batches if peaks else ():
         module.zero_grad()
-        with AllocationLog(CPU) as log:  # of the step alone: its plan is there
+        with AllocationLog(here()) as log:  # of the step alone: its plan is there
             squares(module(batch)).backward()
         assert log.peak_bytes <= module.plan.budget_bytes
     return module
@@ -134,7 +135,7 @@ def quietly():
 )
 def test_three_sizes_are_planned_and_hold_for_others(model, made, planned, others):
     torch.manual_seed(0)
-    module = assert_trains_as_eager(model(), [made(size) for size in (*planned, *others)])
+    module = assert_trains_as_eager(placed(model()), [made(size) for size in (*planned, *others)])
     assert len(module._family.members) == len(planned)
 
 
@@ -200,7 +201,7 @@ def test_what_is_found_in_the_background_is_taken_between_steps(monkeypatch):
         while searched.is_busy and not searched._process.answered():
             time.sleep(0.05)
         assert_same_step(module, eager, batch, number)
-        with AllocationLog(CPU) as log:  # a second step like it: by the plan alone
+        with AllocationLog(here()) as log:  # a second step like it: by the plan alone
             squares(module(batch)).backward()
         assert not searched.is_busy or log.peak_bytes <= module.plan.budget_bytes
     plans = [plans for plans, _ in module._family._by_size._families.values() if plans is not None][-1]

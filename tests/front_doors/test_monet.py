@@ -9,11 +9,12 @@ from torch import nn
 from rockmate import PlanFileError, PlanFileMismatch, Rockmate, zoo
 from rockmate.compat import MONeTWrapper
 from tests.module.steps import assert_same_training, train
+from tests.where import here
 
 
 @cache
 def planned(name: str) -> Rockmate:
-    entry = zoo.get(name)
+    entry = zoo.get(name, device=here())
     return Rockmate(entry.model, entry.sample, 0.8, loss=entry.loss, solver="greedy")
 
 
@@ -27,7 +28,7 @@ def planned(name: str) -> Rockmate:
 def test_a_plan_of_a_file_trains_exactly(name, shape, tmp_path):
     module = planned(name)
     module.save_plan(tmp_path / "solution.json")
-    entry, eager = zoo.get(name), zoo.get(name)
+    entry, eager = zoo.get(name, device=here()), zoo.get(name, device=here())
     model = MONeTWrapper(entry.model, tmp_path / "solution.json", shape)
     assert model.plan.schedule == module.plan.schedule
     assert model.state_dict().keys() == eager.model.state_dict().keys()  # MONeT's have a prefix

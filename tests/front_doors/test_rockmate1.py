@@ -13,6 +13,7 @@ from rockmate import BudgetTooSmall, NotPlanned, PlanFileMismatch, PlanFileWarni
 from rockmate.compat import Rockmate
 from rockmate.plan_files import load
 from tests.module.steps import assert_same_training, peak_of_step, squares, train
+from tests.where import placed
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 STAGES = {"solve": False, "get_sequence": False, "get_compiled_fct": False, "time_limit": 1, "loss": squares}
@@ -22,11 +23,11 @@ def network() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layers = (nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
-        return nn.Sequential(*layers)
+        return placed(nn.Sequential(*layers))
 
 
 def rows() -> torch.Tensor:
-    return torch.randn(128, 8, generator=torch.Generator().manual_seed(7))
+    return placed(torch.randn(128, 8, generator=torch.Generator().manual_seed(7)))
 
 
 @pytest.fixture(scope="module")

@@ -25,18 +25,18 @@ from rockmate.compat import (
 )
 from rockmate.compat.configured import options_of
 from tests.module.steps import assert_same_training, peak_of_step, squares, train
+from tests.where import placed
 
 
 def network() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return nn.Sequential(
-            nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)
-        )
+        layers = (nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        return placed(nn.Sequential(*layers))
 
 
 def rows() -> torch.Tensor:
-    return torch.randn(128, 8, generator=torch.Generator().manual_seed(7))
+    return placed(torch.randn(128, 8, generator=torch.Generator().manual_seed(7)))
 
 
 @pytest.mark.parametrize(

@@ -14,26 +14,28 @@ from rockmate.compat.rotor.layers import layers_of
 from rockmate.units import format_bytes
 from tests.module.steps import assert_same_training, peak_of_step, squares, train
 from tests.scripts import run_script
+from tests.where import placed
 
 MIB = 1 << 20
 
 
 def images() -> Tensor:
-    return torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+    return placed(torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(7)))
 
 
 def network() -> nn.Sequential:
     """Nested, in place, with normalisation and dropout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return nn.Sequential(
+        network = nn.Sequential(
             nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)),
             *(
                 rotor.models.utils.ReLUAtEnd(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Dropout(0.1)))
                 for _ in range(3)
             ),
             nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)),
-        ).train()
+        )
+        return placed(network.train())
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.where import placed
+
 WIDTH = 32
 ROWS = 512  # an activation [ROWS, WIDTH] of float32 has 64 KiB
 
@@ -13,14 +15,14 @@ ROWS = 512  # an activation [ROWS, WIDTH] of float32 has 64 KiB
 def rows(seed: int = 0, *, requires_grad: bool = False) -> Tensor:
     """A batch [ROWS, WIDTH] that depends on the seed alone."""
     values = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return values.requires_grad_(requires_grad)
+    return placed(values).requires_grad_(requires_grad)
 
 
 def built(make: type[nn.Module], *args, seed: int = 0) -> nn.Module:
     """`make(*args)` with weights that depend on the seed alone, in training mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make(*args).train()
+        return placed(make(*args).train())
 
 
 class Layers(nn.Module):
@@ -69,7 +71,7 @@ class Normalised(nn.Module):
 
 def images(seed: int = 0) -> Tensor:
     """A batch of images for `Normalised`."""
-    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    return placed(torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed)))
 
 
 class Tied(nn.Module):
@@ -89,7 +91,7 @@ class Tied(nn.Module):
 
 def tokens(seed: int = 0) -> Tensor:
     """Integer inputs for `Tied` and other modules with an embedding."""
-    return torch.randint(WIDTH, (ROWS,), generator=torch.Generator().manual_seed(seed))
+    return placed(torch.randint(WIDTH, (ROWS,), generator=torch.Generator().manual_seed(seed)))
 
 
 class TwoHeads(nn.Module):

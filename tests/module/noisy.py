@@ -22,6 +22,7 @@ from tests.module.steps import (
     measured_for,
     train,
 )
+from tests.where import here
 
 SHAPE = (ROWS, WIDTH)
 
@@ -83,7 +84,7 @@ def masking_from(source: Callable[[], Generator]) -> type[torch.autograd.Functio
 
 
 def seeded(seed: int = 3) -> Generator:
-    return Generator().manual_seed(seed)
+    return Generator(here()).manual_seed(seed)
 
 
 def noisy(draw: Callable[[Any, Tensor], Tensor], held: Any = None, depth: int = 2) -> Noisy:

@@ -23,6 +23,7 @@ from rockmate.planning.request import PlanRequest
 from rockmate.runtime.codegen import compile_program
 from rockmate.runtime.lowering import Program, make_program
 from rockmate.runtime.runner import Runner
+from tests.where import here, random_stream
 
 Loss = Callable[[Any], Tensor]
 CPU = torch.device("cpu")
@@ -160,7 +161,7 @@ def seen(model: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str,
             record[f"gradient of input {index}"], tensor.grad = tensor.grad, None
     for name, buffer in model.named_buffers():
         record[f"buffer {name}"] = buffer.clone()
-    record["random stream"] = torch.get_rng_state()
+    record["random stream"] = random_stream()
     return record
 
 
@@ -231,7 +232,7 @@ def assert_fits_and_trains_exactly(module: Rockmate, batch: Tensor) -> None:
 
 def peak_of_step(forward: Callable[..., Any], arguments: tuple[Any, ...], loss: Loss = squares) -> int:
     """Most bytes alive at once in a step that holds its output to the end."""
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         output = forward(*arguments)
         loss(output).backward()
     return log.peak_bytes

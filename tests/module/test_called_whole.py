@@ -26,7 +26,9 @@ from tests.module.steps import (
     train,
 )
 
-BATCHES = [rows(seed) for seed in range(3)]
+
+def three_batches() -> list[Tensor]:
+    return [rows(seed) for seed in range(3)]
 
 
 class Layer(nn.Module):
@@ -59,7 +61,7 @@ class Stack(nn.Module):
 def whole(model: Stack, recompute=keep_nothing) -> Rockmate:
     """Planned with every layer called whole, following a plan that recomputes what may be recomputed."""
     paths = tuple(f"layers.{index}" for index in range(len(model.layers)))
-    measured = measure(model, BATCHES[0], PlanRequest(None, squares, opaque=paths))
+    measured = measure(model, three_batches()[0], PlanRequest(None, squares, opaque=paths))
     return following(measured, model, recompute(measured))
 
 
@@ -146,7 +148,7 @@ class Quiet(Stack):
     ids=["plain", "structured", "checkpointed", "custom", "several", "normalised", "quiet"],
 )
 def test_training_is_exact(make, recompute):
-    assert_trains_exactly(whole(built(make), recompute), BATCHES)
+    assert_trains_exactly(whole(built(make), recompute), three_batches())
 
 
 def test_a_layer_is_recomputed_as_a_whole():
@@ -158,10 +160,10 @@ def test_a_layer_is_recomputed_as_a_whole():
 def test_names_that_are_none_in_python():
     original = nn.Sequential(nn.Linear(WIDTH, WIDTH), built(Layer), nn.Sequential(built(Layer)))
     original.add_module("a part-of it", built(Layer))
-    measured = measure(original, BATCHES[0], PlanRequest(None, squares, opaque=("1", "2.0", "a part-of it")))
+    measured = measure(original, three_batches()[0], PlanRequest(None, squares, opaque=("1", "2.0", "a part-of it")))
     model = following(measured, original, keep_nothing(measured))
     assert "submodule_1(" in model.code
-    assert_trains_exactly(model, BATCHES)
+    assert_trains_exactly(model, three_batches())
 
 
 def test_frozen_and_tied_parameters():
@@ -171,34 +173,34 @@ def test_frozen_and_tied_parameters():
         model.layers[2].up.weight = model.layers[1].up.weight
         return model
 
-    assert_same_training(train(whole(made()), BATCHES), train(made(), BATCHES))
+    assert_same_training(train(whole(made()), three_batches()), train(made(), three_batches()))
 
 
 def test_a_budget_is_met_with_layers_called_whole():
     original = built(Stack)
-    model = Rockmate(original, BATCHES[0], 0.7, loss=squares, opaque=original.layers)
-    assert_trains_exactly(model, BATCHES)
+    model = Rockmate(original, three_batches()[0], 0.7, loss=squares, opaque=original.layers)
+    assert_trains_exactly(model, three_batches())
     for parameter in model.parameters():
         parameter.grad = None
-    assert peak_of_step(model, (BATCHES[0],)) <= model.plan.budget_bytes
+    assert peak_of_step(model, (three_batches()[0],)) <= model.plan.budget_bytes
 
 
 def test_copies_call_their_own_layers():
     original = built(Stack)
-    model = Rockmate(original, BATCHES[0], 0.7, loss=squares, opaque=original.layers)
+    model = Rockmate(original, three_batches()[0], 0.7, loss=squares, opaque=original.layers)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.zero_()
-    assert_same_training(train(twin, BATCHES), train(built(Stack), BATCHES))
+    assert_same_training(train(twin, three_batches()), train(built(Stack), three_batches()))
     assert len(twin.plans) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Stack was planned once more")
 def test_other_shapes_are_planned_with_the_same_layers_whole():
     original = built(Stack)
-    model = Rockmate(original, BATCHES[0], 0.7, loss=squares, opaque=original.layers)
-    batches = [BATCHES[0], BATCHES[1][: ROWS // 2], BATCHES[2]]
+    model = Rockmate(original, three_batches()[0], 0.7, loss=squares, opaque=original.layers)
+    batches = [three_batches()[0], three_batches()[1][: ROWS // 2], three_batches()[2]]
     assert_trains_exactly(model, batches)
     assert len(model.plans) == 2
     assert "layers_0(" in model.code
@@ -234,9 +236,9 @@ class Mixture(Stack):
 def test_routed_experts_train_exactly_on_data_that_take_other_ways():
     original = built(Mixture)
     with pytest.warns(rkgb.TraceWarning, match="'routed' is one operation.*never recomputed"):
-        model = Rockmate(original, BATCHES[0], 0.9, loss=squares, opaque=original.routed)
+        model = Rockmate(original, three_batches()[0], 0.9, loss=squares, opaque=original.routed)
     batches = [rows(seed) * scale for seed in range(4) for scale in (1.0, -3.0)]
-    batches[3] = BATCHES[0][:1].expand(ROWS, WIDTH).contiguous()  # all to one expert
+    batches[3] = three_batches()[0][:1].expand(ROWS, WIDTH).contiguous()  # all to one expert
     assert_trains_exactly(model, batches)
     assert len(model.plans) == 1
     assert model.plan.recomputations > 0
@@ -246,7 +248,7 @@ def test_routed_experts_train_exactly_on_data_that_take_other_ways():
 def test_what_routed_experts_save_is_never_forgotten():
     original = built(Mixture)
     with pytest.warns(rkgb.TraceWarning):
-        measured = measure(original, BATCHES[0], PlanRequest(None, squares, opaque=("routed",)))
+        measured = measure(original, three_batches()[0], PlanRequest(None, squares, opaque=("routed",)))
     model = following(measured, original, keep_nothing(measured))
     assert "step.forgets('routed" not in model.code
     assert_trains_exactly(model, [rows(seed) * scale for seed in range(3) for scale in (1.0, -3.0)])
@@ -264,13 +266,13 @@ def test_a_layer_that_comes_to_run_other_code_is_refused():
             return super().forward(x)
 
     model = whole(built(lambda: Stack(PlanLock)))
-    assert_trains_exactly(model, BATCHES)
+    assert_trains_exactly(model, three_batches())
     for other in ("more", "other"):
         way[0] = other
         with pytest.raises(PlanMismatch, match=r"saved .* for its backward"):
-            model(BATCHES[0])
+            model(three_batches()[0])
     way[0] = "as planned"
-    output = model(BATCHES[0])
+    output = model(three_batches()[0])
     way[0] = "more"
     with pytest.raises(PlanMismatch, match="when it was recomputed"):
         output.sum().backward()
@@ -279,7 +281,7 @@ def test_a_layer_that_comes_to_run_other_code_is_refused():
 @pytest.mark.ci
 def test_an_opaque_layer_can_be_pinned_and_nothing_inside_it():
     original = built(Stack)
-    model = Rockmate(original, BATCHES[0], 1.0, opaque=original.layers, pin=[original.layers[1]])
+    model = Rockmate(original, three_batches()[0], 1.0, opaque=original.layers, pin=[original.layers[1]])
     assert "never repeated: layers_1_0 is pinned with submodule 'layers.1'" in model.code
     with pytest.raises(PinError, match="no operation ran"):
-        Rockmate(original, BATCHES[0], 1.0, opaque=original.layers, pin=[original.layers[1].up])
+        Rockmate(original, three_batches()[0], 1.0, opaque=original.layers, pin=[original.layers[1].up])

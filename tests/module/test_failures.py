@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate.runtime.step import Step
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
-from tests.module.steps import CPU, assert_trains_exactly, recomputing, squares
+from tests.module.steps import assert_trains_exactly, recomputing, squares
+from tests.where import here, placed, random_stream
 
 
 class Interruption(Exception):
@@ -42,7 +43,7 @@ def test_the_random_stream_after_a_failed_recomputation_is_that_of_before(monkey
     few = rows(1)[:64]  # their masks are drawn again, not read
     layers = recomputing(built(Layers), few)
     loss = squares(layers(few))
-    stream = torch.get_rng_state()
+    stream = random_stream()
     right = Step.rewind
 
     def rewind(step, *args, **kwargs):
@@ -53,7 +54,7 @@ def test_the_random_stream_after_a_failed_recomputation_is_that_of_before(monkey
         patch.setattr(Step, "rewind", rewind)
         with pytest.raises(Interruption):
             loss.backward()
-    assert torch.equal(torch.get_rng_state(), stream)
+    assert torch.equal(random_stream(), stream)
 
 
 @pytest.mark.parametrize("nth", [0, 1, 4])
@@ -122,7 +123,7 @@ def test_failures_leak_nothing(layers, monkeypatch):
 
     failed_step()
     gc.collect()
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         for _ in range(3):
             failed_step()
         gc.collect()  # the exceptions' tracebacks are cycles of their own
@@ -163,7 +164,8 @@ def test_an_unused_forward_does_no_harm(layers):
 
 
 def test_a_module_of_modules_may_fail_in_the_loss():
-    model = recomputing(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), rows())
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    model = recomputing(placed(network), rows())
     output = model(rows(1))
     with pytest.raises(RuntimeError):
         (output @ torch.zeros(3, 3)).sum().backward()

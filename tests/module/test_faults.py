@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import Rockmate
 from tests.module.models import WIDTH, Layers, Normalised, Smooth, Tied, built, images, rows, tokens
-from tests.module.steps import CPU, assert_same_training, assert_trains_exactly, recomputing, squares, train
+from tests.module.steps import assert_same_training, assert_trains_exactly, recomputing, squares, train
+from tests.where import here, placed
 
 FAULTS = (RuntimeError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError)
 MODELS: dict[str, tuple[type[nn.Module], Callable[[int], Tensor]]] = {
@@ -179,7 +180,7 @@ def test_two_hundred_steps_leave_what_two_leave(make, batch):
     data = [batch(seed) for seed in range(4)]
 
     def steps(count: int) -> int:
-        with AllocationLog(CPU) as log:
+        with AllocationLog(here()) as log:
             for number in range(count):
                 squares(model(data[number % 4])).backward()
                 optimizer.step()
@@ -202,7 +203,7 @@ def test_two_hundred_steps_of_which_every_other_fails_leave_nothing():
     count = operations_of(model, data)
     fail_at(model, data, fault, count // 2)
     gc.collect()
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         for number in range(100):
             assert fail_at(model, data, fault, number * 7 % count)
             squares(model(data)).backward()
@@ -259,7 +260,7 @@ class Masks(nn.Module):
 @pytest.mark.ci
 def test_threads_that_share_a_random_stream_repeat_each_its_own_numbers():
     """No step of theirs can be eager's to the bit; but each one's gradients must be those of its own outputs."""
-    data = torch.rand(8, WIDTH).add_(0.1).requires_grad_()
+    data = placed(torch.rand(8, WIDTH).add_(0.1)).requires_grad_()
     models = [recomputing(built(Masks), data) for _ in range(3)]
     assert models[0].plan.recomputations > 0
     interval = sys.getswitchinterval()

@@ -266,7 +266,7 @@ def test_threads_that_share_a_generator_each_repeat_their_own_numbers():
             self.layer, self.generator = nn.Linear(WIDTH, WIDTH), generator
 
         def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            noise = torch.rand(SHAPE, generator=self.generator)
+            noise = torch.rand(SHAPE, generator=self.generator, device=hidden.device)
             return shown(self.layer, hidden, noise), noise * 1
 
     generator = seeded()
@@ -291,7 +291,7 @@ def test_threads_that_share_a_generator_each_repeat_their_own_numbers():
     assert not wrong
     alone = seeded()
     for _ in range(25 * len(models)):
-        torch.rand(SHAPE, generator=alone)
+        torch.rand(SHAPE, generator=alone, device=alone.device)
     assert torch.equal(generator.get_state(), alone.get_state())
 
 

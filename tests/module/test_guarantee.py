@@ -18,7 +18,8 @@ from rockmate import BudgetTooSmall, Rockmate, zoo
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
 from tests.module.models import WIDTH, Layers, Normalised, Tied, TwoHeads, built, images, rows, tokens
-from tests.module.steps import CPU, measured_for, rockmate_from, squares
+from tests.module.steps import measured_for, rockmate_from, squares
+from tests.where import here
 
 STEPS = 50
 QUICK = Greedy(tries=2, rounds=3)  # a guarantee does not depend on who made the plan
@@ -60,7 +61,7 @@ def planned(name: str) -> Rockmate:
 class Watched:
     """The levels of memory over a stretch of training, of which some parts are steps."""
 
-    log: AllocationLog = field(default_factory=lambda: AllocationLog(CPU))
+    log: AllocationLog = field(default_factory=lambda: AllocationLog(here()))
     levels: list[int] = field(default_factory=list)
 
     def __enter__(self) -> Watched:
@@ -270,11 +271,11 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_the_step_measured_under_autocast_takes_its_backward_outside_as_training_does(budget):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(here().type, torch.bfloat16):
         model = Rockmate(built(Attending), rows(), budget, loss=squares, solver=QUICK)
     plan, data = model.plan, rows(1)
-    with AllocationLog(CPU) as log:
-        with torch.autocast("cpu", torch.bfloat16):
+    with AllocationLog(here()) as log:
+        with torch.autocast(here().type, torch.bfloat16):
             output = model(data)
             loss = squares(output)
         loss.backward()

@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.registry import device_of
 from rockmate import Rockmate, zoo
 from rockmate.runtime.step import Handle, Step
 from tests.module.models import Layers, Normalised, Smooth, Tied, TwoHeads, built, images, rows, tokens
-from tests.module.steps import CPU, assert_same_training, keep_every_other, keep_nothing, recomputing, squares, train
+from tests.module.steps import assert_same_training, keep_every_other, keep_nothing, recomputing, squares, train
+from tests.where import here
 
 MODELS = {
-    "layers": (Layers, rows()),
-    "normalised": (Normalised, images()),
-    "tied": (Tied, tokens()),
-    "two-heads": (TwoHeads, rows()),
+    "layers": (Layers, rows),
+    "normalised": (Normalised, images),
+    "tied": (Tied, tokens),
+    "two-heads": (TwoHeads, rows),
 }
-every_model = pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)
+every_model = pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS)
 every_plan = pytest.mark.parametrize("recompute", [keep_nothing, keep_every_other])
 
 
@@ -40,11 +42,12 @@ def net_bytes(log: AllocationLog) -> int:
 
 @every_plan
 @every_model
-def test_twenty_steps_leave_nothing(make, sample, recompute):
+def test_twenty_steps_leave_nothing(make, batch, recompute):
+    sample = batch()
     model = recomputing(built(make), sample, recompute)
     squares(model(sample)).backward()
     model.zero_grad()
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         for _ in range(20):
             squares(model(sample)).backward()
             model.zero_grad()
@@ -53,9 +56,10 @@ def test_twenty_steps_leave_nothing(make, sample, recompute):
 
 @every_plan
 @every_model
-def test_a_forward_without_a_backward_leaves_nothing(make, sample, recompute):
+def test_a_forward_without_a_backward_leaves_nothing(make, batch, recompute):
+    sample = batch()
     model = recomputing(built(make), sample, recompute)
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         for _ in range(3):
             model(sample)
     assert net_bytes(log) == 0
@@ -63,7 +67,7 @@ def test_a_forward_without_a_backward_leaves_nothing(make, sample, recompute):
 
 def test_a_forward_with_only_a_part_of_its_backward_leaves_nothing():
     model = recomputing(built(TwoHeads), rows())
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         output = model(rows(1))
         squares(output["left"]).backward(inputs=[model.left.weight], retain_graph=True)
         del output
@@ -74,7 +78,7 @@ def test_a_forward_with_only_a_part_of_its_backward_leaves_nothing():
 @pytest.mark.filterwarnings("ignore::rockmate.errors.DoubleBackwardWarning")
 def test_a_second_order_step_leaves_nothing():
     model = recomputing(built(Smooth), rows())
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         for _ in range(3):
             gradients = torch.autograd.grad(squares(model(rows(1))), list(model.parameters()), create_graph=True)
             sum(gradient.square().sum() for gradient in gradients).backward()
@@ -118,10 +122,10 @@ def test_outputs_die_when_the_user_drops_them():
 def test_a_backward_frees_as_it_goes():
     """With the output dropped, a second step does not find the first one's memory taken."""
     model = recomputing(built(Layers), rows())
-    with AllocationLog(CPU) as first:
+    with AllocationLog(here()) as first:
         squares(model(rows(1))).backward()
     model.zero_grad()
-    with AllocationLog(CPU) as second:
+    with AllocationLog(here()) as second:
         for _ in range(5):
             squares(model(rows(1))).backward()
             model.zero_grad()
@@ -131,9 +135,9 @@ def test_a_backward_frees_as_it_goes():
 def test_planning_leaves_nothing_but_the_plan():
     network = built(Layers)
     recomputing(network, rows())  # what is imported or cached at the first time
-    with AllocationLog(CPU) as log:
+    with AllocationLog(here()) as log:
         model = copy.deepcopy(network)
-        kept = sum(parameter.nbytes for parameter in model.parameters())
+        kept = sum(device_of(here()).allocated_bytes(parameter.nbytes) for parameter in model.parameters())
     assert net_bytes(log) == kept
 
 
@@ -168,7 +172,7 @@ def test_planning_collects_its_own_garbage_and_leaves_frozen_what_was(frozen):
 @pytest.mark.ci
 def test_two_modules_train_in_two_threads():
     """Without random operations: all threads of a process draw from one random stream."""
-    entry = zoo.get("mixer-tiny")
+    entry = zoo.get("mixer-tiny", device=here())
     models = [
         recomputing(built(Smooth), rows()),
         recomputing(built(Normalised), images()),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rockmate import ExportWarning, Rockmate
 from tests.module.steps import assert_same, seen, squares
+from tests.where import placed
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 AMPLE_BYTES = 10**7
@@ -313,8 +314,9 @@ def test_a_module_goes_with_the_last_reference_to_it(trained):
 @pytest.mark.ci
 def test_threads_that_share_a_module_plan_it_one_after_the_other() -> None:
     torch.manual_seed(0)
-    model = Rockmate(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), budget=AMPLE_BYTES)
-    batches = [torch.randn(rows, WIDTH, requires_grad=True) for rows in (4, 5, 6, 4, 5, 6)]
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    model = Rockmate(placed(network), budget=AMPLE_BYTES)
+    batches = [placed(torch.randn(rows, WIDTH, requires_grad=True)) for rows in (4, 5, 6, 4, 5, 6)]
     parameters = list(map(id, model.parameters()))
     outputs: list[Tensor | None] = [None] * len(batches)
 

@@ -14,8 +14,7 @@ from rockmate import BudgetError, BudgetTooSmall, Plan, Rockmate, SolverError, z
 from rockmate.memory.budget import resolve_budget
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_trains_exactly, recomputing, squares
-
-CPU = torch.device("cpu")
+from tests.where import CPU, here
 
 
 @pytest.fixture
@@ -32,13 +31,13 @@ def model(network) -> Rockmate:
 
 
 @pytest.mark.parametrize(
-    ("make", "sample"),
-    [(Layers, rows()), (Normalised, images()), (Tied, tokens())],
+    ("make", "batch"),
+    [(Layers, rows), (Normalised, images), (Tied, tokens)],
     ids=["layers", "normalised", "tied"],
 )
-def test_names_and_objects_are_the_model_s_own(make, sample):
+def test_names_and_objects_are_the_model_s_own(make, batch):
     network = built(make)
-    model = recomputing(network, sample)
+    model = recomputing(network, batch())
     for view in ("named_parameters", "named_buffers"):
         ours, theirs = dict(getattr(model, view)()), dict(getattr(network, view)())
         assert list(ours) == list(theirs)
@@ -331,7 +330,7 @@ def test_a_plan_tells_how_far_from_the_best_it_may_be():
 
 def test_a_search_that_is_interrupted_leaves_its_best_plan(monkeypatch):
     """Ctrl-C ends the search, not the planning."""
-    entry = zoo.get("gpt2-tiny")
+    entry = zoo.get("gpt2-tiny", device=here())
     told: list[str] = []
 
     def interrupted(search: Search) -> None:

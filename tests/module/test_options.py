@@ -9,11 +9,12 @@ from torch import nn
 import rockmate
 from rockmate import ArgumentError, Limits, PlanOptions, Rockmate, ShapesError, SolverError
 from rockmate.queries.sweep import sweep
+from tests.where import placed
 
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    return placed(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)))
 
 
 def squares(output):
@@ -25,8 +26,8 @@ OPTIONS = PlanOptions(loss=squares, solver="greedy", limits=Limits(search_s=1.0,
 
 
 def test_options_say_what_keywords_say():
-    keywords = Rockmate(network(), SAMPLE, 0.9, loss=squares, solver="greedy", time_limit=1, cache=False)
-    record = Rockmate(network(), SAMPLE, 0.9, options=OPTIONS)
+    keywords = Rockmate(network(), placed(SAMPLE), 0.9, loss=squares, solver="greedy", time_limit=1, cache=False)
+    record = Rockmate(network(), placed(SAMPLE), 0.9, options=OPTIONS)
     assert record.plan.schedule == keywords.plan.schedule
     assert record.plan.measured_peak_bytes == keywords.plan.measured_peak_bytes
     requests = [dataclasses.replace(one._family.request, budget=None) for one in (record, keywords)]

@@ -15,6 +15,7 @@ from rockmate import BudgetTooSmall, PinError, Rockmate, TraceError
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.request import PlanRequest
 from tests.module.steps import assert_trains_exactly, following, keep_nothing, squares
+from tests.where import placed
 
 aten = torch.ops.aten
 WIDTH = 64
@@ -82,7 +83,7 @@ def calls(module: nn.Module, x: Tensor) -> Counter[str]:
 
 
 def rows() -> Tensor:
-    return torch.randn(128, WIDTH)
+    return placed(torch.randn(128, WIDTH))
 
 
 def measured_with(model: nn.Module, x: Any, *pin: Any) -> Measured:
@@ -143,7 +144,7 @@ def test_a_pinned_module_is_no_part_of_the_plan_and_its_twin_still_is():
 
 
 def test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned():
-    model, x = Model(), rows()
+    model, x = placed(Model()), rows()
     planned = Rockmate(model, x, 0.6, loss=squares, solver="greedy", pin=(model.first.router, model.norm, aten.topk))
     names = [op.name for op in planned.plan.schedule.ops if type(op).__name__ == "Compute"]
     assert planned.plan.recomputations == sum(names.count(name) - 1 for name in set(names)) > 0

@@ -21,6 +21,7 @@ from rockmate.reports.comparison import split_table
 from tests.free_memory import free_is
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import CPU, FEW_ROUNDS, assert_trains_exactly, squares
+from tests.where import placed
 
 ADAMW = torch.optim.AdamW
 OPTIMIZERS = {
@@ -54,7 +55,7 @@ MODELS = {
     "activations": (Layers, rows),
     "convolutions": (Normalised, images),
     "tied": (Tied, tokens),
-    "parameters": (Wide, lambda seed=0: torch.randn(64, 96, generator=torch.Generator().manual_seed(seed))),
+    "parameters": (Wide, lambda seed=0: placed(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)))),
 }
 
 

@@ -20,6 +20,7 @@ from rockmate import (
 )
 from tests.module.models import WIDTH, Layers, Normalised, built, images, rows
 from tests.module.steps import FEW_ROUNDS, assert_same, assert_trains_exactly, peak_of_step, seen, squares
+from tests.where import here
 
 
 def planned(model: nn.Module, sample: object = None, budget: object = 0.6, **options: object) -> Rockmate:
@@ -50,12 +51,12 @@ def test_a_batch_of_another_shape_is_planned_when_it_first_comes_and_the_plan_is
     assert len(told) == 1
     assert re.match(
         r"Layers was planned once more, in [\d.]+ s, and has 2 plans now under .*: tensor 0 of this call is "
-        r"float32\[200, 32\] on cpu, but the sample's was float32\[512, 32\] on cpu\. Each is kept",
+        rf"float32\[200, 32\] on {here()}, but the sample's was float32\[512, 32\] on {here()}\. Each is kept",
         str(told[0].message),
     )
     for batch in (rows(2), rows(3)[:200], rows(4)):
         trains_like(model, eager, batch)  # warnings are errors
-    assert [plan.calls for plan in model.plans] == ["float32[512, 32] on cpu", "float32[200, 32] on cpu"]
+    assert [plan.calls for plan in model.plans] == [f"float32[{rows}, 32] on {here()}" for rows in (512, 200)]
     assert all(plan.budget_bytes == budget_bytes >= plan.measured_peak_bytes for plan in model.plans)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import rkgb
 from rkgb.process.turns import TURNS, warnings_collected
 from rockmate import Rockmate, verify
+from tests.where import here, placed
 
 WIDTH = 16
 AMPLE_BYTES = 10**6
@@ -28,11 +29,11 @@ def squares(output):
 def network(drop=0.0):
     torch.manual_seed(0)
     layers = (nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(drop), nn.Linear(4 * WIDTH, WIDTH))
-    return nn.Sequential(*layers) if drop else nn.Sequential(*layers[:2], layers[3])
+    return placed(nn.Sequential(*layers) if drop else nn.Sequential(*layers[:2], layers[3]))
 
 
 def rows(seed=0, count=64):
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return placed(torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)))
 
 
 def at_once(*jobs):
@@ -85,6 +86,10 @@ def test_one_model_is_planned_in_several_threads():
         assert_trains_as_itself(one, rows(1))
 
 
+def draw_here(number):
+    torch.rand(number, device=here())
+
+
 class Disturbed(nn.Module):
     """While it runs, another thread draws random numbers: more in every run."""
 
@@ -101,7 +106,7 @@ class Disturbed(nn.Module):
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1], ids=["plain", "dropout"])
-@pytest.mark.parametrize("draw", [torch.rand, torch.manual_seed])
+@pytest.mark.parametrize("draw", [draw_here, torch.manual_seed], ids=["rand", "manual_seed"])
 def test_a_thread_that_draws_random_numbers_is_told_from_the_module(draw, drop):
     model = Disturbed(draw, drop)
     with pytest.warns(rkgb.TraceWarning, match="another thread draws PyTorch's random numbers"):
@@ -118,7 +123,7 @@ def test_a_thread_that_draws_all_the_time_does_no_harm():
 
     def draw():
         while not over.wait(0.002):
-            torch.rand(3)
+            torch.rand(3, device=here())
 
     with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
         warnings.simplefilter("ignore", rkgb.TraceWarning)  # that there is such a thread
@@ -183,7 +188,7 @@ def test_hooks_that_another_thread_puts_around_its_saved_tensors_are_not_refused
             done.append(torch.jit.is_tracing())
 
     done = []
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Meeting())
+    model = placed(nn.Sequential(nn.Linear(WIDTH, WIDTH), Meeting()))
     thread = threading.Thread(target=with_hooks)
     other = [thread]
     model[1].register_forward_pre_hook(lambda *_: thread.start() if other else None)

@@ -17,13 +17,14 @@ from rockmate.queries.verification import OPTIMIZERS
 from rockmate.runtime.step import Step
 from tests.module.models import WIDTH, Layers, Normalised, TwoHeads, built, images, rows
 from tests.module.steps import keep_nothing, recomputing, squares
+from tests.where import CPU, here, placed, random_stream
 
 
 @pytest.mark.parametrize(
-    ("make", "sample"), [(Layers, rows()), (Normalised, images()), (TwoHeads, rows())], ids=lambda value: None
+    ("make", "batch"), [(Layers, rows), (Normalised, images), (TwoHeads, rows)], ids=lambda value: None
 )
-def test_a_planned_module_is_exact(make, sample):
-    found = verify(built(make), sample, budget=0.8, loss=squares)
+def test_a_planned_module_is_exact(make, batch):
+    found = verify(built(make), batch(), budget=0.8, loss=squares)
     assert found.exact
     assert found.first_difference is None
     assert found.largest_gradient_difference == 0.0
@@ -41,14 +42,14 @@ class Placed(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
-        self.positions = torch.linspace(0, 1, WIDTH)
+        self.positions = torch.linspace(0, 1, WIDTH, device=here())
 
     def forward(self, x):
         return self.layers(x + self.positions)
 
 
 def test_a_planned_module_that_holds_plain_tensors_is_verified():
-    model = Rockmate(Placed(), rows(), 0.9, loss=squares)
+    model = Rockmate(built(Placed), rows(), 0.9, loss=squares)
     assert verify(model, rows(), loss=squares).exact
 
 
@@ -101,12 +102,14 @@ def test_an_error_in_a_later_step_is_found(monkeypatch):
 
     def forward(module, *args):
         output = right(module, *args)
-        torch.rand(1)
+        torch.rand(1, device=here())
         return output
 
     monkeypatch.setattr(Rockmate, "forward", forward)
     found = verify(built(Layers), rows(), budget=0.8, loss=squares)
-    assert found.first_difference == "step 1: random stream 0 differs by up to " + found.first_difference.split()[-1]
+    stream = 0 if here() == CPU else 1
+    size = found.first_difference.split()[-1]
+    assert found.first_difference == f"step 1: random stream {stream} differs by up to {size}"
 
 
 class Fickle(nn.Module):
@@ -144,7 +147,7 @@ def test_nothing_of_the_user_changes():
     model, sample = built(Normalised), images().requires_grad_()
     squares(model(sample)).backward()
     state, gradients = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()]
-    input_gradient, values, stream = sample.grad.clone(), sample.detach().clone(), torch.get_rng_state()
+    input_gradient, values, stream = sample.grad.clone(), sample.detach().clone(), random_stream()
     owners = [p.grad for p in model.parameters()]
     verify(model, sample, budget=0.8)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -152,14 +155,14 @@ def test_nothing_of_the_user_changes():
     assert all(map(torch.equal, owners, gradients))
     assert torch.equal(sample.grad, input_gradient)
     assert torch.equal(sample, values)
-    assert torch.equal(torch.get_rng_state(), stream)
+    assert torch.equal(random_stream(), stream)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_a_model_whose_attributes_are_results_of_its_last_forward_is_verified(wrap):
     """`copy.deepcopy` refuses it."""
-    model = nn.Sequential(wrap(nn.Linear(WIDTH, WIDTH)), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model = placed(nn.Sequential(wrap(nn.Linear(WIDTH, WIDTH)), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     model(rows())
     weight, state = model[0].weight, copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="graph leaves"):
@@ -305,12 +308,12 @@ def test_an_optimizer_that_nobody_knows_is_refused():
 
 @pytest.mark.ci
 def test_the_streams_are_put_back_after_a_failure():
-    stream = torch.get_rng_state()
+    stream = random_stream()
     with pytest.raises(BudgetTooSmall):
         verify(built(Layers), rows(), budget=1)
     with pytest.raises(SampleError):
         verify(built(Layers), {"unknown": rows()})
-    assert torch.equal(torch.get_rng_state(), stream)
+    assert torch.equal(random_stream(), stream)
 
 
 def test_a_model_in_eval_mode_is_verified_in_training_mode():

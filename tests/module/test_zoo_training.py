@@ -12,6 +12,7 @@ from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.request import PlanRequest
 from rockmate.zoo import ZooEntry
 from tests.module.steps import Trained, assert_same_training, measured_for, peak_of_step, rockmate_from, train, wrapped
+from tests.where import here
 
 LONG = ("resnet101-tiny", "densenet-tiny", "googlenet-tiny")  # as resnet50-tiny and unet-tiny, or for longer
 NAMES = [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in zoo.names() if "tiny" in n]
@@ -78,7 +79,7 @@ def test_three_counts_of_a_plan_agree(name, budget):
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "mixer-tiny", "unet-tiny"])
 def test_the_default_solver_trains_exactly_on_batches_it_has_not_seen(name):
-    entry = zoo.get(name)
+    entry = zoo.get(name, device=here())
     eager = copy.deepcopy(entry.model)
     model = Rockmate(entry.model, entry.sample, 0.7, loss=entry.loss)
     batches = [entry.make_batch(seed)[0] for seed in (5, 6, 7)]

@@ -21,6 +21,7 @@ from rockmate import Rockmate, plan_files
 from rockmate.plan_files import cache, reuse
 from tests.free_memory import free_is
 from tests.module.steps import assert_trains_exactly, squares
+from tests.where import placed
 
 WIDTH = 16
 
@@ -35,11 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def network(rate: float = 0.1, depth: int = 3) -> nn.Module:
     parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(rate)) for _ in range(depth)]
-    return nn.Sequential(*parts)
+    return placed(nn.Sequential(*parts))
 
 
 def sample(batch: int = 64) -> torch.Tensor:
-    return torch.randn(batch, WIDTH)
+    return placed(torch.randn(batch, WIDTH))
 
 
 def planned(model: nn.Module | None = None, x: torch.Tensor | None = None, budget: Any = 0.7, **other: Any) -> Rockmate:

@@ -27,6 +27,7 @@ from rockmate import (
     zoo,
 )
 from tests.module.steps import assert_trains_exactly, squares
+from tests.where import here, placed
 
 BATCH, WIDTH = 32, 16
 
@@ -47,7 +48,7 @@ class Network(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(rate) for _ in range(depth))
         self.head = nn.Linear(WIDTH, 3)
-        self.table = torch.full((WIDTH,), offset)
+        self.table = torch.full((WIDTH,), offset, device=here())
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
         for block in self.blocks:
@@ -56,7 +57,7 @@ class Network(nn.Module):
 
 
 def sample(batch: int = BATCH) -> torch.Tensor:
-    return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(batch))
+    return placed(torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(batch)))
 
 
 def only_logits(output: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -65,7 +66,7 @@ def only_logits(output: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def plan_file() -> PlanFile:
-    return Rockmate(Network(), sample(), 0.6, loss=only_logits, solver=Greedy()).plan_file()
+    return Rockmate(placed(Network()), sample(), 0.6, loss=only_logits, solver=Greedy()).plan_file()
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_the_same_plan_runs_and_trains_exactly(plan_file: PlanFile, tmp_path: Pa
     path = tmp_path / "plan.json"
     plan_files.save(plan_file, path)
     for plan in (plan_file, path, str(path)):
-        planned = Rockmate(Network(), sample(), plan=plan)
+        planned = Rockmate(placed(Network()), sample(), plan=plan)
         assert but_for_seconds(planned.plan) == but_for_seconds(plan_file.plan)
     assert planned.plan.recomputations > 0
     assert_trains_exactly(planned, [sample()] * 3, only_logits)

@@ -13,9 +13,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from rockmate import Rockmate
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.steps import assert_same, assert_trains_exactly, keep_every_other, recomputing, squares
+from tests.where import here, random_stream
 
 Batches = list[Tensor]
-BATCHES = [rows(1), rows(2), rows(3)]
+
+
+def three_batches() -> Batches:
+    return [rows(1), rows(2), rows(3)]
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -25,7 +29,7 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         state[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
         for key, value in (optimizer.state[parameter] if optimizer is not None else {}).items():
             state[f"{key} of {name}"] = torch.as_tensor(value).clone()
-    state["random stream"] = torch.get_rng_state()
+    state["random stream"] = random_stream()
     return state
 
 
@@ -51,7 +55,7 @@ def assert_equal_to_eager(planned: Rockmate, train: Callable[[nn.Module], dict[s
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_every_implementation_of_an_optimizer_steps_as_beside_the_module(layers, make, implementation):
     settings = {"lr": 0.05, **implementation, **({"momentum": 0.9} if make is torch.optim.SGD else {})}
-    assert_equal_to_eager(layers, lambda module: steps(module, make(module.parameters(), **settings), BATCHES))
+    assert_equal_to_eager(layers, lambda module: steps(module, make(module.parameters(), **settings), three_batches()))
 
 
 def test_an_optimizer_made_before_planning_holds_the_same_parameters():
@@ -59,7 +63,7 @@ def test_an_optimizer_made_before_planning_holds_the_same_parameters():
     eager = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05, fused=True) for module in (model, eager)]
     planned = recomputing(model, rows())
-    assert_same(steps(planned, optimizers[0], BATCHES), steps(eager, optimizers[1], BATCHES))
+    assert_same(steps(planned, optimizers[0], three_batches()), steps(eager, optimizers[1], three_batches()))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -68,7 +72,7 @@ def test_gradients_are_clipped_as_those_of_the_module(layers, foreach):
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         torch.manual_seed(0)
         norms = []
-        for batch in BATCHES:
+        for batch in three_batches():
             optimizer.zero_grad()
             squares(module(batch)).backward()
             norms.append(clip_grad_norm_(module.parameters(), 0.01, foreach=foreach))
@@ -133,18 +137,18 @@ def test_a_step_within_the_backward_that_comes_too_soon_is_refused_as_by_eager(l
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_with_a_gradient_scaler_is_exact_where_steps_are_skipped_too(dtype):
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(here().type, dtype):
         planned = recomputing(built(Layers), rows())
 
     def train(module):
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)
         # Scaled so far, the gradients overflow in float16: the first steps are skipped, later ones are not.
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2)
+        scaler = torch.amp.GradScaler(here().type, init_scale=2.0**26, growth_interval=2)
         scales = []
         for seed in range(8):
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(here().type, dtype):
                 loss = squares(module(rows(seed)))
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -198,7 +202,7 @@ def test_parametrized_weights_are_exact():
     parametrizations.spectral_norm(model.layers[2])
     parametrizations.weight_norm(model.layers[3])
     planned = recomputing(model, rows())
-    assert_trains_exactly(planned, BATCHES)
+    assert_trains_exactly(planned, three_batches())
     assert torch.equal(planned.layers[1].weight, planned.layers[1].weight.T)
 
 
@@ -221,10 +225,10 @@ def test_weights_parametrized_pruned_or_replaced_after_planning_are_exact(change
     planned = Rockmate(built(Layers), rows(), 0.75, loss=squares)
 
     def train(module):
-        steps(module, torch.optim.SGD(module.parameters(), 0.1), BATCHES[:1])
+        steps(module, torch.optim.SGD(module.parameters(), 0.1), three_batches()[:1])
         torch.manual_seed(1)
         change(module)
-        return steps(module, torch.optim.SGD(module.parameters(), 0.1), BATCHES)
+        return steps(module, torch.optim.SGD(module.parameters(), 0.1), three_batches())
 
     assert_equal_to_eager(planned, train)
     assert len(planned.plans) == 2

@@ -10,6 +10,7 @@ from torch import nn
 from rockmate import Rockmate
 from tests.module.steps import FEW_ROUNDS, assert_same
 from tests.trainers.hugging_face import FAMILIES, train, trainer_of
+from tests.where import placed, random_stream
 
 peft = pytest.importorskip("peft")
 
@@ -31,7 +32,7 @@ def adapted(name: str, **settings: Any) -> nn.Module:
         task_type=TASKS[name], r=4, lora_alpha=8, lora_dropout=0.1, target_modules=TARGETS[name], **gpt2, **settings
     )
     torch.manual_seed(1)
-    return peft.get_peft_model(model, config)
+    return placed(peft.get_peft_model(model, config))
 
 
 def planned_for(model: nn.Module) -> Rockmate:
@@ -41,7 +42,7 @@ def planned_for(model: nn.Module) -> Rockmate:
 
 def batch(name: str, rows: int = 4) -> dict[str, torch.Tensor]:
     found = [FAMILIES[name].row(number) for number in range(rows)]
-    return {key: torch.stack([row[key] for row in found]) for key in found[0]}
+    return {key: placed(torch.stack([row[key] for row in found])) for key in found[0]}
 
 
 def trained(model: nn.Module, inputs: dict[str, torch.Tensor], steps: int = 3) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def trained(model: nn.Module, inputs: dict[str, torch.Tensor], steps: int = 3) -
         losses.append(loss.detach())
     state = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
-    return {**state, **gradients, "losses": torch.stack(losses), "random stream": torch.get_rng_state()}
+    return {**state, **gradients, "losses": torch.stack(losses), "random stream": random_stream()}
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "bert"])
@@ -128,7 +129,7 @@ def test_what_is_done_to_adapters_after_planning_is_seen(use: Callable[..., Any]
         trained(model, inputs, steps=2)
         torch.manual_seed(3)
         logits = use(model, inputs)
-        results.append({"logits": logits.detach(), "random stream": torch.get_rng_state()})
+        results.append({"logits": logits.detach(), "random stream": random_stream()})
     assert_same(results[1], results[0])
 
 
@@ -139,7 +140,7 @@ def test_adapters_are_saved_loaded_and_merged_as_those_of_the_model_itself(tmp_p
     trained(planned, inputs)
     planned.save_pretrained(tmp_path)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
-    loaded = peft.PeftModel.from_pretrained(FAMILIES["llama"].build(), tmp_path)
+    loaded = placed(peft.PeftModel.from_pretrained(FAMILIES["llama"].build(), tmp_path))
     assert_same(dict(loaded.state_dict()), dict(eager.state_dict()))
     whole = planned.merge_and_unload()
     expected = eager.merge_and_unload()

@@ -1,0 +1,97 @@
+"""What README promises, on the device: the tests of tests/test_promises.py, all but those that are about no device.
+
+This file and those beside it (`test_families`, `test_front_doors`, `test_trainers`) run them; `ELSEWHERE` has the rest.
+"""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from rockmate import Rockmate
+from rockmate.memory.budget import RESERVE
+from tests.accelerator.shared import shared_from
+from tests.module import (
+    conftest,
+    test_called_whole,
+    test_goes_on,
+    test_guarantee,
+    test_module,
+    test_options,
+    test_pin,
+    test_scope,
+    test_shapes,
+    test_zoo_training,
+)
+from tests.module.models import Layers, built, rows
+from tests.module.steps import squares
+from tests.test_promises import PROMISES
+
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning"),
+    pytest.mark.filterwarnings("ignore::rockmate.TraceWarning"),  # as test_goes_on has it
+]
+
+# Promises that have other tests on the device, or none: why.
+ELSEWHERE = {
+    "Hugging Face Trainer": "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU",
+    "Accelerate": "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU",
+    "Lightning": "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU",
+    "DDP, FSDP2": "tests/accelerator/test_distributed.py",
+    '`"2GiB"`, `"500 MB"`, `"2G"`, `"1e9"`': "reading a text runs nothing on a device",
+    '`None`, `"auto"`': "test_without_a_budget_it_is_what_the_device_has_free, below",
+    "`plan_in_background`": "whether it is wanted is no matter of a device; test_families has that it works there",
+}
+
+globals().update(shared_from(conftest))
+for source, names in {
+    test_zoo_training: ("test_the_default_solver_trains_exactly_on_batches_it_has_not_seen",),
+    test_guarantee: (),
+    test_module: (
+        "test_names_and_objects_are_the_model_s_own",
+        "test_budgets_come_in_several_forms",
+        "test_a_solver_may_be_named",
+        "test_a_search_that_is_interrupted_leaves_its_best_plan",
+        "test_a_plan_tells_how_far_from_the_best_it_may_be",
+        "test_progress_is_told_the_stages_in_order",
+    ),
+    test_goes_on: ("test_what_no_plan_fits_runs_by_the_least_plan_and_is_told_with_both_numbers",),
+    test_shapes: (
+        "test_a_batch_of_another_shape_is_planned_when_it_first_comes_and_the_plan_is_kept",
+        "test_the_plan_next_in_size_is_followed",
+        "test_other_shapes_run_eagerly_if_so_wanted_and_say_so_once",
+        "test_other_shapes_are_refused_if_so_wanted",
+    ),
+    test_scope: ("test_the_parts_add_up_and_the_step_is_what_is_left",),
+    test_called_whole: ("test_training_is_exact",),
+    test_pin: ("test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned",),
+    test_options: ("test_options_say_what_keywords_say",),
+}.items():
+    globals().update(shared_from(source, *names))
+
+
+def test_without_a_budget_it_is_what_the_device_has_free(extension):
+    memory = torch.accelerator.memory
+    memory.empty_cache()
+    extension.limit(0, memory.memory_reserved() + (64 << 20))
+    for budget in (None, "auto"):
+        model = Rockmate(built(Layers), rows(), budget, loss=squares)
+        assert model.plan.budget_bytes == pytest.approx((1 - RESERVE) * (64 << 20), rel=0.05)  # segments are of 2 MiB
+        extension.limit(0, 1 << 30)
+        squares(model(rows(1))).backward()  # what is free later does not matter
+        assert model.plan.budget_bytes < 64 << 20
+        extension.limit(0, memory.memory_reserved() + (64 << 20))
+
+
+def test_every_promise_is_shown_on_the_device_or_says_why_not():
+    here = [
+        importlib.import_module(f"tests.accelerator.{path.stem}") for path in Path(__file__).parent.glob("test_*.py")
+    ]
+    shared = {id(value) for module in here for value in vars(module).values()}
+    assert set(ELSEWHERE) <= set(PROMISES)
+    for promise, names in PROMISES.items():
+        for file, _, name in (one.partition("::") for one in names.split()):
+            test = getattr(importlib.import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}"), name)
+            assert (id(test) in shared) != (promise in ELSEWHERE), promise
