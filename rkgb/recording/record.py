@@ -198,7 +198,8 @@ class Recorder(DispatchMode):
         name = known[1] if known is not None and known[0]() is tensor else None
         if name is None and is_wrapper_subclass(tensor):
             # One that Python has put around a result, unseen by the dispatcher: functional collectives of PyTorch 2.9.
-            if any(self.is_known(getattr(tensor, inner)) for inner in tensor.__tensor_flatten__()[0]):
+            wrapper: Any = tensor
+            if any(self.is_known(getattr(wrapper, inner)) for inner in wrapper.__tensor_flatten__()[0]):
                 refuse_wrappers([tensor], self.source)
         if tensor.requires_grad and not tensor.is_leaf and (name is None or name in self._detached):
             # What autograd gives a backward within forward: detached once, but with its part in the graph again.

@@ -47,7 +47,7 @@ dispatch_mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 """Context in which none of them is there."""
 
-is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+is_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 """Whether it is a tensor made of other tensors, which its class tells, such as a `DTensor`."""
 
 SavedTensorsMayChange = torch.autograd.graph._CloneArgBeforeMutateMode
