@@ -40,6 +40,6 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "_replicate_for_data_parallel": "makes the copies of `DataParallel`: a planned module refuses here",
     },
     "dispatch mode": {
-        "_should_skip_dynamo": "whether the compiler is kept off by code around each call",
+        "_should_skip_dynamo": "whether the compiler is kept off by code around each call; PyTorch 2.9 does not ask",
     },
 }

@@ -62,9 +62,13 @@ HOLDERS = {
 }
 
 
+NOT_IN_ALL_RELEASES = {"_should_skip_dynamo"}
+
+
 @pytest.mark.parametrize("kind", attributes.ATTRIBUTES)
 def test_attributes_are_there(kind):
-    assert not [name for name in attributes.ATTRIBUTES[kind] if not hasattr(HOLDERS[kind], name)]
+    missing = {name for name in attributes.ATTRIBUTES[kind] if not hasattr(HOLDERS[kind], name)}
+    assert missing <= NOT_IN_ALL_RELEASES
 
 
 def test_attributes_of_tensors_tell_of_writes_and_views():
