@@ -102,8 +102,9 @@ def test_a_module_is_planned_while_another_one_trains(device, other):
     assert meanwhile.times > 1
     assert_trains_exactly(planned, [rows(1), rows(2)])
     planned.zero_grad()
+    batch = rows(1)
     with PeakMemory(device) as memory:
-        squares(planned(rows(1))).backward()
+        squares(planned(batch)).backward()
     assert memory.peak_bytes <= planned.plan.measured_peak_bytes <= planned.plan.budget_bytes
     busy.zero_grad()
     assert_same_training(train(busy, [rows(1)] * 2), expected)
