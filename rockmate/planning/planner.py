@@ -355,7 +355,7 @@ def _planned(
     plan = Plan(
         budget_bytes=budget_bytes,
         peak_bytes=simulation.peak_bytes,
-        time_ms=simulation.time_ms,
+        time_ms=solution.time_ms,
         baseline_peak_bytes=measured.eager_peak_bytes,
         baseline_time_ms=problem.keep_all_time_ms,
         solver=solution.solver,

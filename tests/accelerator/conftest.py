@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import where
 from tests.accelerator.build import NoCompiler
 from tests.accelerator.device import device as accelerator_device
 from tests.conftest import required_features
+from tests.where import CPU, Place
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +25,9 @@ def device() -> torch.device:
 @pytest.fixture(scope="module", autouse=True)
 def there(device: torch.device) -> Iterator[None]:
     """Tests that are shared with the CPU make what they use on the device."""
-    where._here = device
+    Place.now = device
     yield
-    where._here = where.CPU
+    Place.now = CPU
 
 
 @pytest.fixture

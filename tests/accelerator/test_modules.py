@@ -30,6 +30,7 @@ from tests.module.steps import (
 )
 from tests.module.test_exactness import NORMS, RANDOM, around, normalising
 from tests.module.test_hard_modules import MODULES
+from tests.where import on_the_cpu
 
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning")]
 
@@ -116,7 +117,8 @@ def test_demanding_modules(device, name, recompute):
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 @pytest.mark.parametrize("seed", range(120))
 def test_random_networks_are_exact_and_within_their_budgets(device, seed):
-    case, rng = random_case(seed), random.Random(seed)
+    with on_the_cpu():
+        case, rng = random_case(seed), random.Random(seed)
     network, loss = case.network.to(device), squares if case.loss is of_classes else case.loss
     batches = [on(device, case.batch(number)) for number in range(2)]
     eager = copy.deepcopy(network)

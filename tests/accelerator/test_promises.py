@@ -3,19 +3,19 @@
 This file and those beside it (`test_families`, `test_front_doors`, `test_trainers`) run them; `ELSEWHERE` has the rest.
 """
 
+import gc
 import importlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from rockmate import Rockmate
+from rockmate import FallbackWarning, Rockmate
 from rockmate.memory.budget import RESERVE
 from tests.accelerator.shared import shared_from
 from tests.module import (
     conftest,
     test_called_whole,
-    test_goes_on,
     test_guarantee,
     test_module,
     test_options,
@@ -25,7 +25,7 @@ from tests.module import (
     test_zoo_training,
 )
 from tests.module.models import Layers, built, rows
-from tests.module.steps import squares
+from tests.module.steps import FEW_ROUNDS, assert_same_training, peak_of_step, squares, train
 from tests.test_promises import PROMISES
 
 pytestmark = [
@@ -42,6 +42,7 @@ ELSEWHERE = {
     "DDP, FSDP2": "tests/accelerator/test_distributed.py",
     '`"2GiB"`, `"500 MB"`, `"2G"`, `"1e9"`': "reading a text runs nothing on a device",
     '`None`, `"auto"`': "test_without_a_budget_it_is_what_the_device_has_free, below",
+    "Training goes on.": "test_what_no_plan_fits_runs_by_the_least_plan_and_is_told, below: the CPU's has its numbers",
     "`plan_in_background`": "whether it is wanted is no matter of a device; test_families has that it works there",
 }
 
@@ -57,7 +58,6 @@ for source, names in {
         "test_a_plan_tells_how_far_from_the_best_it_may_be",
         "test_progress_is_told_the_stages_in_order",
     ),
-    test_goes_on: ("test_what_no_plan_fits_runs_by_the_least_plan_and_is_told_with_both_numbers",),
     test_shapes: (
         "test_a_batch_of_another_shape_is_planned_when_it_first_comes_and_the_plan_is_kept",
         "test_the_plan_next_in_size_is_followed",
@@ -74,6 +74,7 @@ for source, names in {
 
 def test_without_a_budget_it_is_what_the_device_has_free(extension):
     memory = torch.accelerator.memory
+    gc.collect()  # what is garbage now would be free later
     memory.empty_cache()
     extension.limit(0, memory.memory_reserved() + (64 << 20))
     for budget in (None, "auto"):
@@ -83,6 +84,18 @@ def test_without_a_budget_it_is_what_the_device_has_free(extension):
         squares(model(rows(1))).backward()  # what is free later does not matter
         assert model.plan.budget_bytes < 64 << 20
         extension.limit(0, memory.memory_reserved() + (64 << 20))
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+def test_what_no_plan_fits_runs_by_the_least_plan_and_is_told():
+    """As tests/module/test_goes_on.py has it with the CPU's numbers."""
+    model = Rockmate(built(Layers), rows()[:100].contiguous(), 1.0, loss=squares, limits=FEW_ROUNDS)
+    batches = [rows(1), rows(2)]
+    with pytest.warns(FallbackWarning, match="no plan was found within the budget of .*, and the least that was found"):
+        ours = train(model.original, batches, forward=model)
+    assert_same_training(ours, train(built(Layers), batches))
+    assert model.plan.budget_bytes < model.plan.measured_peak_bytes < model.plan.baseline_peak_bytes
+    assert peak_of_step(model, (rows(3),)) <= model.plan.measured_peak_bytes
 
 
 def test_every_promise_is_shown_on_the_device_or_says_why_not():

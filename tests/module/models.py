@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.where import placed
+from tests.where import placed, streams_kept
 
 WIDTH = 32
 ROWS = 512  # an activation [ROWS, WIDTH] of float32 has 64 KiB
@@ -20,7 +20,7 @@ def rows(seed: int = 0, *, requires_grad: bool = False) -> Tensor:
 
 def built(make: type[nn.Module], *args, seed: int = 0) -> nn.Module:
     """`make(*args)` with weights that depend on the seed alone, in training mode."""
-    with torch.random.fork_rng(devices=[]):
+    with streams_kept():
         torch.manual_seed(seed)
         return placed(make(*args).train())
 
