@@ -182,6 +182,7 @@ def test_a_module_may_be_planned_within_peak_memory(device):
     assert torch.accelerator.memory.memory_allocated() - before == memory.net_bytes
 
 
+@pytest.mark.slow
 def test_plan_files_queries_and_the_check_of_a_plan(device, tmp_path):
     entry = zoo.get("gpt2-tiny", device=device)
     model = Rockmate(entry.model, entry.sample, 0.7, loss=entry.loss)

@@ -75,6 +75,7 @@ def test_steps_reserve_no_more_than_the_budget(model, batch, budget):
     assert_same_training(train(model, batches, forward=planned), train(eager, batches))
 
 
+@pytest.mark.slow
 def test_what_gaps_take_is_left_out_of_tensors(model, batch, extension):
     with pytest.warns(FragmentationWarning, match='scope="reserved"'):
         by_step = Rockmate(copy.deepcopy(model), batch, 0.7, loss=squares, limits=FEW_ROUNDS).plan
@@ -115,6 +116,7 @@ def test_other_sizes_are_planned_and_measured_one_by_one(model, batch):
     assert all(plan.measured_reserved_bytes <= plan.budget_bytes for plan in planned.plans)
 
 
+@pytest.mark.slow
 def test_a_plan_file_keeps_what_the_budget_is_of(model, batch, tmp_path):
     planned = Rockmate(copy.deepcopy(model), batch, 0.75, loss=squares, limits=FEW_ROUNDS, scope="reserved")
     planned.save_plan(tmp_path / "plan.json")

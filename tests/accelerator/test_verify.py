@@ -85,6 +85,7 @@ def test_explain_and_report_tell_of_the_plan(plan_path, capsys, tmp_path):
     assert "testacc" in page.read_text()
 
 
+@pytest.mark.slow
 def test_sweep_and_max_batch_search_there(capsys, tmp_path):
     options = ("--solver", "greedy", "--time-limit", "1", *QUIETLY)
     status, found = run_json(capsys, "max-batch", "gpt2-tiny", "--budget", "4MiB", *options)
