@@ -11,6 +11,7 @@ from rockmate import zoo
 from rockmate.errors import OffloadError
 from rockmate.offload import host_tier
 from rockmate.offload.host_tier import HostTier
+from rockmate.offload.speed import measured_links
 
 pytestmark = pytest.mark.ci
 
@@ -97,6 +98,14 @@ def test_nothing_waits_on_the_host(tier, device, extension):
     taken = tensor_in(parcel.take())
     assert not parcel._returned.query()
     assert is_all(taken, 7)
+
+
+def test_links_are_measured_as_slow_as_they_are(tier, device, extension):
+    extension.set_copy_rate(1e9)
+    memory = measured_links(tier, device)
+    for link in (memory.out, memory.back):
+        assert link.bytes_per_ms <= 1.05e6  # the copies of the device take their time: never faster, but for a clock
+    assert tier.held_bytes == 0
 
 
 # ---- every wait ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from rockmate.errors import OffloadError
 from rockmate.offload import scratch_file
 from rockmate.offload.file_tier import FileTier
 from rockmate.offload.scratch_file import ScratchFile
+from rockmate.offload.speed import measured_links
 from rockmate.offload.tier import Shape
 
 MIB = 1 << 20
@@ -161,6 +162,17 @@ def test_a_step_that_moves_everything_is_eager_s(tier):
     del loss
     gc.collect()
     assert tier.held_bytes == 0
+
+
+def test_links_are_measured_and_nothing_is_left_of_it(tmp_path):
+    tier = FileTier(tmp_path, limit_bytes=200 * MIB)
+    memory = measured_links(tier, torch.device("cpu"))
+    assert (memory.limit_bytes, memory.staging_bytes) == (200 * MIB, tier.staging_bytes)
+    assert all(1 < link.bytes_per_ms < 1e9 and 0 <= link.latency_ms < 1e4 for link in (memory.out, memory.back))
+    assert tier.held_bytes == 0
+    with pytest.raises(OffloadError, match="beyond its limit of"):
+        measured_links(FileTier(tmp_path, limit_bytes=MIB), torch.device("cpu"))
+    tier.close()
 
 
 # ---- limits and faults -----------------------------------------------------------------------------------------
