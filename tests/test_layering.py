@@ -143,6 +143,7 @@ ROCKMATE_MAY_USE = (
     "rkgb.export",
     "rk_solvers.problem",
     "rk_solvers.liveness",
+    "rk_solvers.links",
     "rk_solvers.solver",
     "rk_solvers.limits",
     "rk_solvers.side_process",
