@@ -97,7 +97,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "memory": ("errors", "units"),
         "guards": ("errors",),
         "offload": ("errors", "units"),
-        "runtime": ("errors", "guards"),
+        "runtime": ("errors", "guards", "offload"),
         "planning": ("errors", "units", "progress", "memory", "guards", "runtime"),
         "options": ("errors", "progress", "memory", "planning"),
         "plan_files": ("errors", "units", "memory", "guards", "planning"),

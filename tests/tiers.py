@@ -24,6 +24,7 @@ class Sets(NamedTuple):
 
 # By file or folder; the longest that matches counts, and all sets are quick where none does.
 SETS = {
+    "tests/accelerator/test_host_tier.py": Sets(1, 2),
     "tests/accelerator/test_families.py": Sets(1, 3),
     "tests/accelerator/test_faults.py": Sets(1, 1),
     "tests/accelerator/test_front_doors.py": Sets(1, 1),
@@ -51,6 +52,7 @@ SETS = {
     "tests/loops/": Sets(1, 3),
     "tests/module/": Sets(1, 3),
     "tests/module/test_exactness.py": Sets(4, 6),
+    "tests/module/test_moves.py": Sets(2, 8),
     "tests/plan_files/": Sets(1, 4),
     "tests/solver/": Sets(3, EVERY),
     "tests/test_docs.py": Sets(2, 10),

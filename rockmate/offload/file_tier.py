@@ -268,7 +268,7 @@ class _FileParcel(Parcel):
             raise OffloadError(
                 f"{format_bytes(self._layout.size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The "
                 "step has no result; run it again then."
-            ) from error
+            ) from error.with_traceback(None)  # which would hold this, and so the place in the file
 
     def _closed(self) -> OffloadError:
         return OffloadError(f"what was sent to {self._tier.name} is gone: that was closed before the step ended.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,9 @@ def compile_program(
     profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
     whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
     tables = StepTables(
-        saving={op: _saving(program, op, op in whole) for op in sorted({*program.slots, *whole})},
+        saving={
+            op: _saving(program, op, op in whole) for op in sorted({*program.slots, *whole, *_with_moves(program)})
+        },
         segments=[
             SegmentCode(
                 functions[_function_name(segment)],
@@ -93,6 +95,11 @@ def compile_program(
         unpacks={one.key: (one.way.unpack, one.kept) for one in program.restored.values()},
     )
     return CompiledProgram(code, functions["forward"], tables)
+
+
+def _with_moves(program: Program) -> Iterable[str]:
+    """Operations that save what moves."""
+    return () if program.moves is None else program.moves.places
 
 
 def _saving(program: Program, op: str, is_whole: bool) -> SavingOp:
@@ -200,7 +207,7 @@ class _Writer:
                 stream = f", {self._stream(op)}" if op.name in self.program.random_marks else ""
                 self._line(indent, f"with step.draws({op.name!r}{stream}):")
                 indent += 1
-            if op.name in self.program.slots:
+            if op.name in self.program.slots or op.name in _with_moves(self.program):
                 self._line(indent, f"with step.forgets({op.name!r}):")
                 indent += 1
             if not op.grad_enabled:
@@ -220,8 +227,26 @@ class _Writer:
             if restored := self.program.restored.get(op.name):
                 line = restored.way.forward_line(restored.key, op.output_names[0])
                 self._lines += [f"    {line}"] if line is not None else []
+            self._watch(op)
             self._delete(names)
+            if self.program.moves is not None:
+                self._move(self.program.moves.after_op.get(op.name, []))
+        if self.program.moves is not None:
+            self._move(self.program.moves.at_end)
         self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
+
+    def _watch(self, op: DNode) -> None:
+        """Have the step told before the backward of `op`, where something is to be done then."""
+        if self.program.moves is None or op.name not in self.program.moves.before_stage:
+            return
+        for name in op.output_names:
+            if self.graph.values[name].requires_grad:
+                self._line(1, f"step.watch({op.name!r}, {name})")
+                return
+
+    def _move(self, lines: Iterable[tuple[str, str]]) -> None:
+        for verb, name in lines:
+            self._line(1, f"step.{verb}({name!r})")
 
     def _is_returned(self, name: str) -> bool:
         """Whether the user is given the storage of `name`, into which the forward itself writes nothing more."""

@@ -20,6 +20,7 @@ from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
 from rkgb.ir.restoration import Restoration
+from rockmate.runtime.moves import Moves, moves_of
 from rockmate.runtime.tables import saved_key
 
 _aten = torch.ops.aten
@@ -109,6 +110,7 @@ class Program:
     forward_keeps: set[str]  # values of the forward that segments read
     random_marks: dict[str, int]  # random operations that are repeated: the last segment to do so
     restored: dict[str, Restored] = field(default_factory=dict)  # by the last operation that it stands for
+    moves: Moves | None = None  # to a second memory and back
 
 
 def make_program(graph: KGraph, schedule: Schedule) -> Program:
@@ -116,7 +118,10 @@ def make_program(graph: KGraph, schedule: Schedule) -> Program:
     node_of = {comp.name: comp.node for comp in graph.forward}
     stage_of = {comp.name: stage for stage, comp in enumerate(graph.backward)}
     groups = {stage_of[stage]: [node_of[name] for name in names] for stage, names in schedule.recomputed.items()}
-    return _Assigner(graph, groups).program()
+    program = _Assigner(graph, groups).program()
+    forgotten = {op: {slot.index for slot in slots} for op, slots in program.slots.items()}
+    program.moves = moves_of(graph, schedule, forgotten, {name: name for name in program.forward_keeps})
+    return program
 
 
 class _Assigner:

@@ -1,5 +1,6 @@
 """Tensors of an accelerator in memory of its host and back, beside what is computed: every wait has its reason."""
 
+import copy
 import gc
 import inspect
 
@@ -12,6 +13,8 @@ from rockmate.errors import OffloadError
 from rockmate.offload import host_tier
 from rockmate.offload.host_tier import HostTier
 from rockmate.offload.speed import measured_links
+from tests.module.moving import moving
+from tests.module.steps import assert_same_training, train
 
 pytestmark = pytest.mark.ci
 
@@ -314,3 +317,17 @@ def test_tensors_elsewhere_are_refused(tier):
         OffloadError, match="tensors on cpu are not moved to pinned memory of the host: only those on test"
     ):
         tier.send(torch.empty(4).untyped_storage())
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e8], ids=["at_once", "slow"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny", "mixer-tiny"])
+def test_planned_steps_that_move_data_are_eager_s_in_the_bytes_predicted(tier, device, extension, name, rate):
+    entry = zoo.get(name, device=device)
+    step = moving(entry.model, entry.sample, tier, share=0.7, seed=1, loss=entry.loss)
+    extension.set_copy_rate(rate)
+    eager, batches = copy.deepcopy(entry.model), [entry.sample] * 2
+    assert_same_training(train(entry.model, batches, entry.loss, step.runner), train(eager, batches, entry.loss))
+    extension.set_copy_rate(0.0)
+    assert step.peak_bytes() <= 1.01 * step.costs.peak_bytes
+    gc.collect()
+    assert tier.held_bytes == 0
