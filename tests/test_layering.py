@@ -144,6 +144,7 @@ ROCKMATE_MAY_USE = (
     "rk_solvers.problem",
     "rk_solvers.liveness",
     "rk_solvers.links",
+    "rk_solvers.schedule",
     "rk_solvers.solver",
     "rk_solvers.limits",
     "rk_solvers.side_process",
