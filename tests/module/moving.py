@@ -61,9 +61,8 @@ def moving(
     measured, chance = measured_for(model, sample, loss), random.Random(seed)
     problem = measured.problem
     plan = problem.no_recompute if recompute is None else normalise(problem, recompute(measured))
-    base = Base(problem, plan, MEMORY)
-    turn = len(problem.forward)
-    gaps = [gap for gap in base.gaps if gap.before < turn <= gap.after and chance.random() < share]
+    base = Base(problem, plan, MEMORY, over_the_turn=True)
+    gaps = [gap for gap in base.gaps if chance.random() < share]
     least_bytes = int(least_held(base, gaps).max())
     budget_bytes = chance.randint(least_bytes, int(base.curve.max())) if seed else least_bytes
     moves = placed(base, gaps, budget_bytes)

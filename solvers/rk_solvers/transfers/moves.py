@@ -47,16 +47,24 @@ class Costs:
 
 
 class Base:
-    """A problem and what is recomputed of it: the steps, and what they hold where nothing moves."""
+    """A problem and what is recomputed of it: the steps, and what they hold where nothing moves.
 
-    def __init__(self, problem: Problem, recompute: Recompute, memory: SecondMemory) -> None:
+    Its gaps are all between two uses of one instance, or those `over_the_turn` alone: from the last use in the forward
+    to the first after it.
+    """
+
+    def __init__(
+        self, problem: Problem, recompute: Recompute, memory: SecondMemory, *, over_the_turn: bool = False
+    ) -> None:
         self.problem, self.recompute, self.memory = problem, recompute, memory
         self.steps = steps_of(problem, recompute)
         self.curve: Bytes = memory_curve(problem, recompute)
         self.times_ms = [_time_ms(problem, step) for step in self.steps]
         ends = itertools.accumulate(self.times_ms)
         self.ends_ms = [0.0, *ends]  # by step: when it begins where nothing waits; and the end of the last
-        self.gaps = sorted(self._gaps(instances_of(problem, recompute)))
+        turn = len(problem.forward)
+        gaps = self._gaps(instances_of(problem, recompute))
+        self.gaps = sorted(gap for gap in gaps if not over_the_turn or gap.before < turn <= gap.after)
 
     def size_bytes(self, gap: Gap) -> int:
         """Of its data."""

@@ -58,6 +58,7 @@ class MoveSearch:
     chain: Chain | None = None
     time_limit_s: float = 30.0
     seed: int = 0
+    over_the_turn: bool = False  # as `Base` has it: what generated code can do
     _deadline: float = field(init=False)
 
     def solve(self, budget_bytes: int) -> Moved | None:
@@ -84,7 +85,9 @@ class MoveSearch:
                 level_bytes = budget_bytes + (keep_all_bytes - budget_bytes) * level // _LEVELS
                 solution = self.solver_for(each_s).solve(self.problem, level_bytes)
                 plans.append(recompute_of(self.problem, solution.schedule))
-        return [Base(self.problem, plan, self.memory) for plan in dict.fromkeys(plans)]
+        return [
+            Base(self.problem, plan, self.memory, over_the_turn=self.over_the_turn) for plan in dict.fromkeys(plans)
+        ]
 
     def _met(self, base: Base, budget_bytes: int) -> _Found | None:
         """The base with gaps that bring it within the budget; None where no gaps do."""
