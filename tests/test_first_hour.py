@@ -71,6 +71,7 @@ def test_scripts_take_the_options_that_they_are_given(kind, tmp_path):
         assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_what_has_passed_is_not_run_again(run, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     failing = Step("fails", ("-c", "print('so it is'); raise SystemExit(3)"))
@@ -88,6 +89,7 @@ def test_what_has_passed_is_not_run_again(run, tmp_path):
         assert {first_hour.STATE, first_hour.TABLES, "logs", "logs/one.txt"} <= set(archive.getnames())
 
 
+@pytest.mark.slow
 def test_another_version_of_the_code_runs_all_again(run, tmp_path, monkeypatch):
     run([adding("one", tmp_path / "one")])
     monkeypatch.setattr(first_hour, "code_version", lambda: "def")

@@ -34,6 +34,7 @@ def test_a_module_planned_in_its_first_step_trains_as_eager_ones(two: Ranks, nam
     assert first[1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", "tied"])
 @pytest.mark.ci
 def test_training_on_four_ranks_is_equal_to_eager(four: Ranks, name):

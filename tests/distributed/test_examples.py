@@ -7,6 +7,7 @@ import pytest
 from tests.scripts import run_script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options"),
     [

@@ -19,6 +19,7 @@ def test_gradients_of_planned_blocks_accumulate(two: Ranks):
     two.run(sharded.assert_blocks_equal_to_eager, {}, 2, False, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_planned_blocks_train_as_eager_ones_on_four_ranks(four: Ranks):
     four.run(sharded.assert_blocks_equal_to_eager, {})

@@ -189,6 +189,7 @@ def test_a_length_beyond_the_positions_raises_what_the_module_raises():
     assert_same_step(module, copy.deepcopy(module.original), lengths_of()(31), 5)
 
 
+@pytest.mark.slow
 def test_what_is_found_in_the_background_is_taken_between_steps(monkeypatch):
     torch.manual_seed(0)
     model = Attention(layers=4)

@@ -50,6 +50,7 @@ class WithLengths(nn.Module):
         return F.pad(x, (0, 0, 0, 2)).cumsum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_steps_under_autocast_are_exact_and_within_the_budget(seed):
     with torch.autocast("cpu", torch.bfloat16):

@@ -17,6 +17,7 @@ from tests.module.steps import assert_same_step, squares
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.errors.ReplanWarning")
 
 
+@pytest.mark.slow
 def test_lengths_vary_under_autocast():
     model = Attention(positions=128).train()
     with torch.autocast("cpu", torch.bfloat16):

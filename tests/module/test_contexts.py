@@ -275,6 +275,7 @@ def test_a_profiler_whose_schedule_warms_up_survives_planning_and_so_does_the_pr
     assert costs(module) == costs(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_autocast_is_in_force_where_a_step_is_measured_apart() -> None:
     def cast(module: nn.Module, data: Tensor) -> Tensor:

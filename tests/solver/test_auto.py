@@ -67,6 +67,7 @@ def test_the_smallest_budget_is_feasible_and_names_its_operation():
     assert Auto(chain, tries=1, rounds=0).solve(problem, smallest.budget_bytes).status.fits
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_the_same_seed_gives_the_same_plan():
     problem, chain = gpt2(layers=2, vocabulary=3000)

@@ -195,6 +195,7 @@ def test_the_oracle_takes_small_problems_alone():
         least_time_with_moves(layers(0, 8), FAST, 100)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_the_faster_the_link_the_more_moves_and_never_slower_than_recomputation_or_moves_alone():
     problem, chain = resnet50(layers=(1, 1, 1, 1))

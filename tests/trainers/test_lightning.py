@@ -276,6 +276,7 @@ def test_a_planned_module_within_a_lightning_module_needs_no_callback(tmp_path):
         trained(planned, integration.RockmateCallback(0.9), folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_fabric_sets_planned_modules_up_as_the_modules_themselves():
     results = []

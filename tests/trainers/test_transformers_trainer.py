@@ -52,6 +52,7 @@ def test_training_is_that_of_the_model_itself_resumed_or_not(tmp_path, name):
     assert_same(train(resumed, resume_from_checkpoint=str(checkpoints[0])), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_mixed_precision_and_a_model_made_by_the_trainer(tmp_path):
     family = FAMILIES["gpt2"]
