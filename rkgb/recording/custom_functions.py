@@ -87,7 +87,8 @@ def bound_run_by(run: RunForward, inside: Inside) -> Iterator[None]:
 
     def computed(cls: Any, forward: Any, args: tuple[Any, ...], grad_enabled: bool) -> Any:
         result = run(cls, forward, args, grad_enabled)
-        state.computed = cls
+        # Of others it is not looked up after the forward, but before the next one.
+        state.computed = cls if _sets_up_apart(cls) else None
         return result
 
     before = _META.__dict__.get(_LOOKS)
@@ -99,6 +100,12 @@ def bound_run_by(run: RunForward, inside: Inside) -> Iterator[None]:
             del _META.__getattribute__
         else:
             _META.__getattribute__ = before
+
+
+def _sets_up_apart(cls: Any) -> bool:
+    """Whether its context is set up by a function of its own, after the forward."""
+    own, base = (type.__getattribute__(one, "setup_context") for one in (cls, torch.autograd.Function))
+    return own is not base
 
 
 def _within(inside: Inside, function: Any, args: Any, kwargs: Any) -> Any:

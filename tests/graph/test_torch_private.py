@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -519,10 +520,11 @@ def test_all_batch_normalisations_are_of_one_class():
 def test_checkpoints_that_are_not_reentrant_go_through_one_function(monkeypatch):
     called = []
     plain = getattr(torch.utils.checkpoint, modules.CHECKPOINT_GENERATOR)
+    signature = inspect.signature(plain)  # the place of the flag differs between releases
 
-    def noting(function, preserve, *args, **kwargs):
-        called.append(preserve)
-        return plain(function, preserve, *args, **kwargs)
+    def noting(*args, **kwargs):
+        called.append(signature.bind(*args, **kwargs).arguments["preserve_rng_state"])
+        return plain(*args, **kwargs)
 
     monkeypatch.setattr(torch.utils.checkpoint, modules.CHECKPOINT_GENERATOR, noting)
     x = torch.ones(1, requires_grad=True)
