@@ -19,7 +19,7 @@ from tests.module.steps import FEW_ROUNDS, assert_same, assert_same_step, recomp
 from tests.where import random_stream
 
 pytestmark = [
-    pytest.mark.ci,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning"),
     pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning"),
 ]

@@ -65,6 +65,7 @@ def test_many_steps_stay_within_the_budget(device, name):
             assert peak.allocated_bytes <= model.plan.budget_bytes, step
 
 
+@pytest.mark.slow
 def test_training_that_does_not_fit_eagerly_does_when_planned(device, extension):
     # Blocks of 16 MiB have segments of their own: small ones would share some, whose gaps nothing else can use.
     batches = [torch.cat([large("chain", seed)] * 2).to(device) for seed in range(2)]

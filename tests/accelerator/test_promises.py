@@ -76,14 +76,18 @@ def test_without_a_budget_it_is_what_the_device_has_free(extension):
     memory = torch.accelerator.memory
     gc.collect()  # what is garbage now would be free later
     memory.empty_cache()
-    extension.limit(0, memory.memory_reserved() + (64 << 20))
+    limit_bytes = memory.memory_reserved() + (64 << 20)
+    extension.limit(0, limit_bytes)
     for budget in (None, "auto"):
         model = Rockmate(built(Layers), rows(), budget, loss=squares)
-        assert model.plan.budget_bytes == pytest.approx((1 - RESERVE) * (64 << 20), rel=0.05)  # segments are of 2 MiB
+        # Segments of tests before may be given back meanwhile: more is free then, and never more than there is.
+        least_bytes, most_bytes = (int((1 - RESERVE) * free) for free in (62 << 20, limit_bytes))
+        assert least_bytes <= model.plan.budget_bytes <= most_bytes
         extension.limit(0, 1 << 30)
         squares(model(rows(1))).backward()  # what is free later does not matter
-        assert model.plan.budget_bytes < 64 << 20
-        extension.limit(0, memory.memory_reserved() + (64 << 20))
+        assert model.plan.budget_bytes <= most_bytes
+        limit_bytes = memory.memory_reserved() + (64 << 20)
+        extension.limit(0, limit_bytes)
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
