@@ -120,7 +120,7 @@ def make_program(graph: KGraph, schedule: Schedule) -> Program:
     groups = {stage_of[stage]: [node_of[name] for name in names] for stage, names in schedule.recomputed.items()}
     program = _Assigner(graph, groups).program()
     forgotten = {op: {slot.index for slot in slots} for op, slots in program.slots.items()}
-    program.moves = moves_of(graph, schedule, forgotten, {name: name for name in program.forward_keeps})
+    program.moves = moves_of(graph, schedule, forgotten, sorted(program.forward_keeps))
     return program
 
 

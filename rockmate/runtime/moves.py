@@ -6,7 +6,7 @@ waits for what comes back: who reads it finds that it is away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -22,7 +22,6 @@ from rockmate.offload.tier import Parcel, Shape, Tier
 from rockmate.runtime.step import Handle, Step
 from rockmate.runtime.tables import StepTables
 
-_VERBS = {Offload: "offload", Leave: "leave", Recall: "recall"}
 Line = tuple[str, str]  # what the step is told, and of which data
 
 
@@ -38,13 +37,11 @@ class Moves:
     keys: dict[str, list[str]] = field(default_factory=dict)  # of what is kept for segments, by data
 
 
-def moves_of(
-    graph: KGraph, schedule: Schedule, forgotten: Mapping[str, set[int]], kept: Mapping[str, str]
-) -> Moves | None:
+def moves_of(graph: KGraph, schedule: Schedule, forgotten: Mapping[str, set[int]], kept: Iterable[str]) -> Moves | None:
     """The moves of `schedule`; None where it has none.
 
     `forgotten` has the places of those saved tensors, by operation, that recomputation makes anew: they are no holders.
-    `kept` has the key of each value that the forward keeps for a segment.
+    `kept` are the values that the forward keeps for a segment, each under its own name.
     """
     if not schedule.offloaded:
         return None
@@ -54,10 +51,10 @@ def moves_of(
         for place, tensor in enumerate(profile.saved):
             if tensor.source in moved and tensor.kind is not SavedKind.LEAF and place not in forgotten.get(op, set()):
                 moves.places.setdefault(op, {})[place] = tensor.source
-    for value, key in kept.items():
+    for value in kept:
         owner = graph.sgraph.dgraph.owner(value)
         if owner in moved:
-            moves.keys.setdefault(owner, []).append(key)
+            moves.keys.setdefault(owner, []).append(value)
     _place_lines(moves, graph, schedule)
     return moves
 
@@ -78,8 +75,8 @@ def _place_lines(moves: Moves, graph: KGraph, schedule: Schedule) -> None:
             lines = moves.at_end if place is None else moves.before_stage.setdefault(place, [])
             lines += waiting
             waiting = []
-        elif type(op) in _VERBS:
-            line = _VERBS[type(op)], op.name
+        elif isinstance(op, Offload | Leave | Recall):
+            line = op.word, op.name
             if remaining:
                 # Nodes overlap: views of what one makes may come later than operations of the nodes after it.
                 place = max(last_op[computed], latest.get(op.name, last_op[computed]), key=position.__getitem__)
@@ -206,8 +203,7 @@ class MovingStep(Step):
             for verb, name in lines:
                 getattr(self, verb)(name)
 
-        hook: Callable[[Any], None] = before
-        output.grad_fn.register_prehook(hook)
+        output.grad_fn.register_prehook(before)
 
     # ---- who reads what is away --------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class ScheduleError(ValueError):
@@ -10,85 +11,69 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class _Operation:
+    """A word, and the name of what it is about."""
+
+    word: ClassVar[str]
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(_Operation):
     """Compute a forward operation, the first time or again."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"compute {self.name}"
+    word = "compute"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(_Operation):
     """Run a backward operation."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"backward {self.name}"
+    word = "backward"
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(_Operation):
     """Drop the alive instance of a data."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"forget {self.name}"
+    word = "forget"
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(_Operation):
     """Begin to copy a data to the second memory."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"offload {self.name}"
+    word = "offload"
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(_Operation):
     """Wait until a data is in the second memory, and drop the alive instance."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"leave {self.name}"
+    word = "leave"
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class Recall(_Operation):
     """Take memory for a data that has left, and begin to copy it back."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"recall {self.name}"
+    word = "recall"
 
 
 @dataclass(frozen=True, slots=True)
-class Arrive:
+class Arrive(_Operation):
     """Wait until a data that was recalled is back: it is alive again."""
 
-    name: str
-
-    def __str__(self) -> str:
-        return f"arrive {self.name}"
+    word = "arrive"
 
 
 Op = Compute | Backward | Forget | Offload | Leave | Recall | Arrive
 Transfer = Offload | Leave | Recall | Arrive
 _BY_WORD: dict[str, type[Op]] = {
-    "compute": Compute,
-    "backward": Backward,
-    "forget": Forget,
-    "offload": Offload,
-    "leave": Leave,
-    "recall": Recall,
-    "arrive": Arrive,
+    kind.word: kind for kind in (Compute, Backward, Forget, Offload, Leave, Recall, Arrive)
 }
 
 
