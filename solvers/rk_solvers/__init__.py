@@ -16,18 +16,16 @@ from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.exact.oracle import Oracle
 from rk_solvers.intervals.solver import Bounded, Intervals
 from rk_solvers.limits import Limits
+from rk_solvers.links import Link, SecondMemory
 from rk_solvers.liveness import (
     Evaluation,
-    Moment,
     Recomputed,
-    Simulation,
     binding,
     evaluate,
     memory_curve,
     normalise,
     peak_and_time,
     schedule_of,
-    simulate,
 )
 from rk_solvers.local.greedy import Greedy, improve_plan
 from rk_solvers.milp import BackendUnavailable
@@ -43,6 +41,7 @@ from rk_solvers.problem import (
 )
 from rk_solvers.registry import SOLVERS, solver_named
 from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
+from rk_solvers.simulation import LinkUse, Moment, Simulation, simulate
 from rk_solvers.solver import Solution, Solver, Status
 
 __all__ = [
@@ -68,6 +67,8 @@ __all__ = [
     "KeepNone",
     "Knapsack",
     "Limits",
+    "Link",
+    "LinkUse",
     "Moment",
     "Op",
     "Option",
@@ -79,6 +80,7 @@ __all__ = [
     "RotorTable",
     "Schedule",
     "ScheduleError",
+    "SecondMemory",
     "Simulation",
     "SmallestBudget",
     "Solution",

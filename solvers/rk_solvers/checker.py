@@ -229,6 +229,7 @@ def _transfer(replay: _Replay, line: int, op: Transfer) -> None:
         start_ms = max(replay.time_ms, replay.out_free_ms)
         replay.out_free_ms = start_ms + memory.out.latency_ms + data.size_bytes / memory.out.bytes_per_ms
         replay.leaving[name] = replay.out_free_ms
+        replay.time_ms += memory.out.slowing_ms(data.size_bytes)
         replay.stored.add(name)
         stored_bytes = sum(item.size_bytes for item in replay.problem.data if item.name in replay.stored)
         replay.stored_bytes = max(replay.stored_bytes, stored_bytes)
@@ -249,6 +250,7 @@ def _transfer(replay: _Replay, line: int, op: Transfer) -> None:
         start_ms = max(replay.time_ms, replay.back_free_ms)
         replay.back_free_ms = start_ms + memory.back.latency_ms + data.size_bytes / memory.back.bytes_per_ms
         replay.coming[name] = replay.back_free_ms
+        replay.time_ms += memory.back.slowing_ms(data.size_bytes)
         _count(replay, line, op, _resident_bytes(replay))
     else:
         if name not in replay.coming:

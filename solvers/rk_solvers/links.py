@@ -15,16 +15,23 @@ class Link:
 
     bytes_per_ms: float  # 1e6 is 1 GB/s
     latency_ms: float = 0.0  # of each transfer, in which the link does nothing else
+    burden: float = 0.0  # of a transfer's time: by so much longer takes what is computed beside it
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bytes_per_ms) and self.bytes_per_ms > 0):
             raise ValueError(f"a link moves {self.bytes_per_ms} bytes per ms; that must be positive and finite")
         if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0):
             raise ValueError(f"a link has a latency of {self.latency_ms} ms; that must not be negative, and finite")
+        if not 0 <= self.burden <= 1:
+            raise ValueError(f"a link has a burden of {self.burden}; give the share of a transfer's time, from 0 to 1")
 
     def time_ms(self, size_bytes: int) -> float:
         """Of one transfer, in milliseconds."""
         return self.latency_ms + size_bytes / self.bytes_per_ms
+
+    def slowing_ms(self, size_bytes: int) -> float:
+        """What one transfer adds to the time of the computation beside it: counted where it begins."""
+        return self.burden * self.time_ms(size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rk_solvers import groups
 from rk_solvers.problem import Problem, Recompute
-from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
+from rk_solvers.schedule import Backward, Compute, Forget, Leave, Op, Recall, Schedule, ScheduleError
 
 Bytes = NDArray[np.int64]
 Recomputed = Mapping[str, Iterable[str]]
@@ -46,6 +46,7 @@ class Instance:
     data: int
     first: int
     last: int
+    is_back: bool = False  # from a second memory: nothing computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,45 +56,6 @@ class Evaluation:
     peak_bytes: int
     time_ms: float
     peak_at: str  # operation of the (first) peak, such as "compute linear_3"; "" for an empty problem
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One computation of a step, as its schedule predicts it."""
-
-    step: Step
-    op: Op  # the same by name; as text such as "compute linear_3"
-    start_ms: float
-    end_ms: float
-    alive_bytes: int  # before it
-    peak_bytes: int  # while it runs
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """A step, as its schedule predicts it."""
-
-    moments: tuple[Moment, ...]
-    instances: tuple[Instance, ...]  # of data, by when they are made
-
-    @property
-    def peak(self) -> Moment:
-        """The first computation during which the most bytes are alive."""
-        return max(self.moments, key=lambda moment: moment.peak_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes alive at once."""
-        return self.peak.peak_bytes
-
-    @property
-    def time_ms(self) -> float:
-        """Time of the step."""
-        return self.moments[-1].end_ms
-
-    def alive_at(self, place: int) -> list[int]:
-        """The data alive during a computation, by its place among the moments; in the order of their indices."""
-        return sorted(item.data for item in self.instances if item.first <= place <= item.last)
 
 
 # ---- whatever the plan --------------------------------------------------------------------------------
@@ -233,10 +195,10 @@ def memory_curve(problem: Problem, plan: Plan) -> Bytes:
     Raises `ValueError` if it is no plan for `problem`.
     """
     recompute = recompute_of(problem, plan)
-    return _curve(problem, steps_of(problem, recompute), instances_of(problem, recompute))
+    return curve_of(problem, steps_of(problem, recompute), instances_of(problem, recompute))
 
 
-def _curve(problem: Problem, steps: list[Step], instances: list[Instance]) -> Bytes:
+def curve_of(problem: Problem, steps: list[Step], instances: list[Instance]) -> Bytes:
     """Highest bytes during each step, where these instances are alive."""
     change = np.zeros(len(steps) + 1, np.int64)
     if instances:
@@ -273,7 +235,7 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     """Peak in bytes, time in milliseconds and place of the peak of a plan; raises as `memory_curve`."""
     recompute = recompute_of(problem, plan)
     steps = steps_of(problem, recompute)
-    curve = _curve(problem, steps, instances_of(problem, recompute))
+    curve = curve_of(problem, steps, instances_of(problem, recompute))
     time_ms = problem.keep_all_time_ms + recompute_time_ms(problem, recompute)
     if len(curve) == 0:
         return Evaluation(problem.base_bytes, time_ms, "")
@@ -345,7 +307,7 @@ def _groups_by_name(problem: Problem, recomputed: Recomputed) -> Recompute:
 def _groups_in(problem: Problem, schedule: Schedule) -> Recompute:
     found: list[tuple[int, ...]] = []
     group: list[int] = []
-    for step, _ in _steps_in(problem, schedule):
+    for step, *_ in steps_in(problem, schedule):
         if step.forward < 0:
             found.append(tuple(sorted(group)))
             group = []
@@ -357,24 +319,34 @@ def _groups_in(problem: Problem, schedule: Schedule) -> Recompute:
     return tuple(found)
 
 
-def _steps_in(problem: Problem, schedule: Schedule) -> list[tuple[Step, list[str]]]:
-    """The computations of a schedule, each with the names of the data that it forgets after it."""
+def steps_in(problem: Problem, schedule: Schedule) -> list[tuple[Step, list[str], list[str]]]:
+    """The computations of a schedule, each with the data for which memory is taken right before it, as they come back,
+    and those that it gives up after it, by name.
+    """
     index_of = {op.name: index for index, op in enumerate(problem.forward)}
-    found: list[tuple[Step, list[str]]] = []
+    names = {data.name for data in problem.data}
+    found: list[tuple[Step, list[str], list[str]]] = []
     seen: set[int] = set()
+    recalled: list[str] = []
     stage = 0
     for number, op in enumerate(schedule.ops, start=1):
         if isinstance(op, Compute):
             if op.name not in index_of:
                 raise ScheduleError(f"line {number}: {op}: the problem has no such forward operation")
             index = index_of[op.name]
-            found.append((Step(stage if index in seen else -1, index), []))
+            found.append((Step(stage if index in seen else -1, index), recalled, []))
             seen.add(index)
+            recalled = []
         elif isinstance(op, Backward):
-            found.append((Step(stage, -1), []))
+            found.append((Step(stage, -1), recalled, []))
             stage += 1
-        elif found:
-            found[-1][1].append(op.name)
+            recalled = []
+        elif op.name not in names:
+            raise ScheduleError(f"line {number}: {op}: the problem has no such data")
+        elif isinstance(op, Recall):
+            recalled.append(op.name)
+        elif isinstance(op, Forget | Leave) and found:
+            found[-1][2].append(op.name)
     return found
 
 
@@ -391,61 +363,6 @@ def op_of(problem: Problem, step: Step) -> Op:
     if step.forward < 0:
         return Backward(problem.backward[step.stage].name)
     return Compute(problem.forward[step.forward].name)
-
-
-def simulate(problem: Problem, schedule: Schedule) -> Simulation:
-    """Each computation of a schedule, with the memory that it finds and takes.
-
-    Data are alive until the schedule forgets them. Raises `ScheduleError` where a name is not the problem's; `check`
-    verifies that the schedule is valid.
-    """
-    pairs = _steps_in(problem, schedule)
-    steps = [step for step, _ in pairs]
-    instances = _instances_in(problem, pairs)
-    curve = _curve(problem, steps, instances).tolist()
-    moments: list[Moment] = []
-    now = 0.0
-    made = _made_at(problem, instances, steps)
-    for position, step in enumerate(steps):
-        if step.forward < 0:
-            backward = problem.backward[step.stage]
-            own_bytes, time_ms = backward.peak_bytes - backward.resident_bytes, backward.time_ms
-        else:
-            forward = problem.forward[step.forward]
-            own_bytes = forward.workspace_bytes + made[position]
-            time_ms = forward.time_ms if step.stage < 0 else forward.recompute_ms
-        peak_bytes = curve[position]
-        moments.append(Moment(step, op_of(problem, step), now, now + time_ms, peak_bytes - own_bytes, peak_bytes))
-        now += time_ms
-    return Simulation(tuple(moments), tuple(instances))
-
-
-def _instances_in(problem: Problem, steps: list[tuple[Step, list[str]]]) -> list[Instance]:
-    """The instances of data that a schedule makes; what it never forgets stays to the end."""
-    index_of = {data.name: item for item, data in enumerate(problem.data)}
-    since: dict[int, int] = {}
-    found: list[Instance] = []
-    for position, (step, forgotten) in enumerate(steps):
-        for item in problem.forward[step.forward].outputs if step.forward >= 0 else ():
-            since.setdefault(item, position)
-        for name in forgotten:
-            if index_of.get(name) not in since:
-                raise ScheduleError(f"forget {name}: the problem has no such data, or it is not alive")
-            item = index_of[name]
-            found.append(Instance(item, since.pop(item), position))
-    found += [Instance(item, first, len(steps) - 1) for item, first in since.items()]
-    return sorted(found, key=lambda instance: (instance.first, instance.data))
-
-
-def _made_at(problem: Problem, instances: list[Instance], steps: list[Step]) -> list[int]:
-    """Bytes that each computation adds: of new instances, and of what is resident until it is computed again."""
-    made = [0] * len(steps)
-    for instance in instances:
-        made[instance.first] += problem.data[instance.data].size_bytes
-    first = {step.forward: position for position, step in reversed(list(enumerate(steps))) if step.forward >= 0}
-    for index in {step.forward for step in steps if step.stage >= 0 and step.forward >= 0}:
-        made[first[index]] += problem.forward[index].replay_bytes
-    return made
 
 
 # ---- under a plan that is being edited ----------------------------------------------------------------

@@ -49,6 +49,7 @@ class Solution:
     lower_bound_ms: float | None = None  # no schedule that fits takes less; infinite if none fits, None if unknown
     interrupted: bool = False  # the user ended the search: a longer one may find a better schedule
     out_of_time: bool = False  # its time limit ended the search, likewise
+    stored_bytes: int = 0  # in a second memory at most
 
     @property
     def gap(self) -> float | None:
@@ -62,8 +63,12 @@ class Solution:
         word = "fits" if self.status.fits else "does not fit"
         return (
             f"Solution({self.solver}: {word}, peak {self.peak_bytes / 2**20:.1f} MiB, "
-            f"{self.time_ms:.2f} ms, {count} recomputations)"
+            f"{self.time_ms:.2f} ms, {count} recomputations{self._moves_text()})"
         )
+
+    def _moves_text(self) -> str:
+        moves = len(self.schedule.offloaded)
+        return f", {moves} data moved" if moves else ""
 
 
 class Solver(abc.ABC):

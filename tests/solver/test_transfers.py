@@ -1,18 +1,32 @@
 """Plans that move data to a second memory: two readings of each, small problems solved by trying all, and search."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 
-from rk_solvers import Auto, BackwardOp, Data, ForwardOp, Problem, Schedule, ScheduleError, check, peak_and_time
+from rk_solvers import (
+    Auto,
+    BackwardOp,
+    Data,
+    ForwardOp,
+    Problem,
+    Schedule,
+    ScheduleError,
+    check,
+    peak_and_time,
+    simulate,
+)
 from rk_solvers.exact.oracle import Oracle
 from rk_solvers.groups import normalise
 from rk_solvers.links import Link, SecondMemory
 from rk_solvers.transfers.moves import Base, Move
 from rk_solvers.transfers.oracle import least_time_with_moves
 from rk_solvers.transfers.placing import least_held, placed
+from rk_solvers.transfers.reading import costs_of, moves_in
 from rk_solvers.transfers.search import MoveSearch
+from rk_solvers.transfers.with_moves import WithMoves
 from tests.solver.instances import random_plan, random_step, resnet50
 
 FAST = SecondMemory(Link(1e12), Link(1e12))
@@ -237,3 +251,69 @@ def test_the_same_seed_gives_the_same_moves_where_no_clock_decides():
     budget_bytes = int(least_held(base, gaps).max()) + 3
     assert placed(base, gaps, budget_bytes) == placed(base, list(reversed(gaps)), budget_bytes)
     assert all(isinstance(move, Move) for move in placed(base, gaps, budget_bytes))
+
+
+# ---- what is read back, and solvers with moves ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_schedule_with_moves_is_read_back_and_simulated_as_it_was_counted(seed):
+    chance = random.Random(seed)
+    problem, _ = random_step(seed)
+    memory = replace(random_memory(chance, 200), out=Link(chance.uniform(1, 200), 0.1, burden=0.3))
+    base = Base(problem, normalise(problem, random_plan(problem, seed)), memory)
+    gaps = [gap for gap in base.gaps if chance.random() < 0.6]
+    moves = placed(base, gaps, int(base.curve.max(initial=0)) + memory.staging_bytes)
+    schedule, costs = base.schedule(moves), base.costs(moves)
+    again, found = moves_in(problem, schedule, memory)
+    assert again.recompute == base.recompute
+    assert sorted(found) == sorted(moves)
+    read = costs_of(problem, schedule, memory)
+    assert replace(read, time_ms=costs.time_ms) == costs
+    assert read.time_ms == pytest.approx(costs.time_ms, rel=1e-12)  # sums of floats in another order
+    simulation = simulate(problem, schedule, memory)
+    checked = check(problem, schedule, None, memory)
+    assert max(simulation.peak_bytes, problem.base_bytes) == costs.peak_bytes == checked.peak_bytes
+    assert simulation.time_ms == pytest.approx(costs.time_ms, rel=1e-12)  # sums of floats in another order
+    assert checked.time_ms == pytest.approx(costs.time_ms, rel=1e-12)
+    assert len(simulation.link_uses) == len(moves) + len(schedule.offloaded)
+    for way in (True, False):
+        spans = [(use.start_ms, use.end_ms) for use in simulation.link_uses if use.is_out == way]
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    if moves:
+        with pytest.raises(ScheduleError, match="no second memory was given"):
+            simulate(problem, schedule)
+        with pytest.raises(ScheduleError, match="no second memory was given"):
+            costs_of(problem, schedule, None)
+
+
+def test_what_a_link_does_slows_what_is_computed_beside_it():
+    memory = SecondMemory(Link(100.0, burden=0.5), Link(100.0, burden=0.25))
+    found = check(simple(), Schedule.parse(SCHEDULE), None, memory)
+    # Each transfer takes 1 ms: it is over when what runs beside has run, and adds a half and a quarter of it.
+    assert (found.time_ms, found.waiting_ms) == (6.75, 0.0)
+    with pytest.raises(ValueError, match="a burden of 2"):
+        Link(1.0, burden=2)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_solver_with_moves_is_never_slower_than_without_and_hands_on_no_proof_of_less(seed):
+    chance = random.Random(seed)
+    problem = layers(seed, 5)
+    memory = random_memory(chance, 60)
+    most, least = peak_and_time(problem, problem.no_recompute)[0], 0
+    solver = WithMoves(Oracle(), lambda _: Oracle(), memory, time_limit_s=0.2)
+    for share in (1.0, 0.8, 0.6, 0.4, 0.0):
+        budget_bytes = int(least + share * (most - least))
+        alone, found = Oracle().solve(problem, budget_bytes), solver.solve(problem, budget_bytes)
+        assert found.status.fits or not alone.status.fits
+        if found.status.fits:
+            checked = check(problem, found.schedule, budget_bytes, memory)
+            assert checked.time_ms == pytest.approx(found.time_ms)
+            assert checked.stored_bytes == found.stored_bytes
+            assert found.lower_bound_ms <= problem.keep_all_time_ms * (1 + 1e-12)
+            assert not alone.status.fits or found.time_ms <= alone.time_ms
+        else:
+            assert found.proven_bytes is None
+            assert found.peak_bytes <= alone.peak_bytes
+            assert check(problem, found.schedule, None, memory).peak_bytes == found.smallest_budget_bytes > budget_bytes

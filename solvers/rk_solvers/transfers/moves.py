@@ -27,7 +27,7 @@ class Gap:
     data: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Move:
     """A data that is away in a part of a gap."""
 
@@ -150,12 +150,14 @@ class Base:
         for position in range(count):
             for index in recalled[position]:
                 back_free = here_ms[index] = max(now, back_free) + back_ms[index]
+                now += self.memory.back.burden * back_ms[index]
             for index in taken[position]:
                 waiting += max(0.0, here_ms[index] - now)
                 now = max(now, here_ms[index])
             now += self.times_ms[position]
             for index in sent[position]:
                 out_free = there_ms[index] = max(now, out_free) + out_ms[index]
+                now += self.memory.out.burden * out_ms[index]
             for index in left[position]:
                 waiting += max(0.0, there_ms[index] - now)
                 now = max(now, there_ms[index])

@@ -1,0 +1,105 @@
+"""Any solver of recomputations, with a second memory beside: what it finds alone, or a faster plan that moves data.
+
+A proof of the solver's is of plans that move nothing. None is handed on: the lower bound is what every plan takes, and
+no budget is called too small for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rk_solvers.links import SecondMemory
+from rk_solvers.liveness import binding, op_of, recompute_of
+from rk_solvers.problem import Chain, Problem
+from rk_solvers.solver import Solution, Solver, Status
+from rk_solvers.transfers.moves import Base, Move
+from rk_solvers.transfers.search import MoveSearch
+
+NAME = "moves"  # what found the transfers, after the name of what found the recomputations
+
+
+@dataclass(frozen=True, slots=True)
+class WithMoves(Solver):
+    """`alone` solves first, with all the time that it takes; then plans that move data are looked for.
+
+    `quick` gives a solver of recomputations that takes at most so many seconds: it is asked several times.
+    """
+
+    alone: Solver
+    quick: Callable[[float], Solver]
+    memory: SecondMemory
+    chain: Chain | None = None
+    time_limit_s: float = 15.0  # of the search for moves
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Short name shown in solutions."""
+        return f"{self.alone.name}+{NAME}"
+
+    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
+        """Never slower, by prediction, than what `alone` finds; see the module for what is proven."""
+        started = time.monotonic()
+        alone = self._without_proof(problem, self.alone.solve(problem, budget_bytes))
+        if alone.status.fits and not alone.schedule.recomputations:
+            return alone
+        found = None
+        if budget_bytes >= binding(problem)[1]:
+            found = MoveSearch(
+                problem,
+                self.memory,
+                self.quick,
+                self.chain,
+                time_limit_s=self.time_limit_s,
+                seed=self.seed,
+                over_the_turn=True,
+            ).solve(budget_bytes)
+        if found is None:
+            return alone if alone.status.fits else self._smallest(problem, alone)
+        if alone.status.fits and alone.time_ms <= found.costs.time_ms:
+            return alone
+        return Solution(
+            Status.FEASIBLE,
+            found.schedule,
+            found.costs.time_ms,
+            found.costs.peak_bytes,
+            self.name,
+            lower_bound_ms=min(problem.keep_all_time_ms, found.costs.time_ms),
+            interrupted=alone.interrupted,
+            out_of_time=time.monotonic() - started >= self.time_limit_s,
+            stored_bytes=found.costs.stored_bytes,
+        )
+
+    def _without_proof(self, problem: Problem, solution: Solution) -> Solution:
+        """What is proven of plans that move nothing says little of others."""
+        if not solution.status.fits:
+            return replace(solution, proven_bytes=None, lower_bound_ms=None)
+        if not solution.schedule.recomputations:
+            return solution
+        bound_ms = min(problem.keep_all_time_ms, solution.time_ms)
+        return replace(solution, status=Status.FEASIBLE, lower_bound_ms=bound_ms)
+
+    def _smallest(self, problem: Problem, alone: Solution) -> Solution:
+        """Where nothing fits: the least that is known to be enough, with all away that can be."""
+        best = alone
+        for plan in dict.fromkeys([recompute_of(problem, alone.schedule), problem.no_recompute]):
+            base = Base(problem, plan, self.memory, over_the_turn=True)
+            moves = [Move(gap, gap.before, gap.after) for gap in base.gaps]
+            costs = base.costs(moves)
+            if self.memory.limit_bytes is not None and costs.stored_bytes > self.memory.limit_bytes:
+                continue
+            if moves and costs.peak_bytes < best.peak_bytes:
+                at = base.steps[int(base.held(moves).argmax())]
+                best = replace(
+                    alone,
+                    schedule=base.schedule(moves),
+                    time_ms=costs.time_ms,
+                    peak_bytes=costs.peak_bytes,
+                    solver=self.name,
+                    smallest_budget_bytes=costs.peak_bytes,
+                    binding_op=str(op_of(problem, at)),
+                    stored_bytes=costs.stored_bytes,
+                )
+        return best
