@@ -31,6 +31,10 @@ class OffloadError(RockmateError):
     """A tensor could not be moved to the second memory or back: no space there, or none that can be used."""
 
 
+class OffloadWarning(UserWarning):
+    """Data that were to be moved to a second memory stay where they are."""
+
+
 class FragmentationWarning(UserWarning):
     """On CUDA, a plan's step reserves more memory than a tenth above its budget: the allocator leaves gaps."""
 

@@ -8,16 +8,17 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from weakref import WeakSet
 
 import torch
 
 from rkgb.devices.registry import device_of
 from rockmate.errors import OffloadError
 from rockmate.offload.extents import Extents
+from rockmate.offload.large_pages import make_ready
 from rockmate.offload.scratch_file import ScratchFile, free_bytes
 from rockmate.offload.tier import Parcel, Tier
 from rockmate.units import format_bytes
@@ -25,7 +26,7 @@ from rockmate.units import format_bytes
 _PIECE_BYTES = 8 << 20  # at once: longer ones are no faster, and staging is as long
 
 
-_TIERS: WeakSet[FileTier] = WeakSet()
+_TIERS: weakref.WeakSet[FileTier] = weakref.WeakSet()
 
 
 class FileTier(Tier):
@@ -52,19 +53,35 @@ class FileTier(Tier):
         with self._lock:
             self._hold(storage.nbytes())
             try:
-                if self._opened is None or self._opened.process != os.getpid():
-                    self._opened = _Opened(self.folder)
+                self._opened = self._open()
                 layout = _Layout.of(storage, self._opened.file, self._opened.extents)
             except BaseException:
                 self._let_go(storage.nbytes())
                 raise
         return _FileParcel(self, self._opened, storage, layout)
 
+    def open(self) -> None:
+        """Make the file now. Raises `OffloadError` where none can be made, or where it would be in memory."""
+        with self._lock:
+            self._opened = self._open()
+
+    def _open(self) -> _Opened:
+        if self._opened is None or self._opened.process != os.getpid():
+            opened = _Opened(self.folder)
+            weakref.finalize(self, opened.close_here)  # a module that is gone leaves neither file nor threads
+            return opened
+        return self._opened
+
+    def room_bytes(self) -> int:
+        with self._lock:
+            taken_bytes = 0 if self._opened is None else self._opened.extents.end_bytes - self.held_bytes
+        return free_bytes(self.folder) + max(0, taken_bytes)
+
     def close(self) -> None:
         with self._lock:
             opened, self._opened = self._opened, None
-        if opened is not None and opened.process == os.getpid():
-            opened.close()
+        if opened is not None:
+            opened.close_here()
 
     def after_fork(self) -> None:
         """In the process that came of it: a thread that it does not have may have held the lock."""
@@ -95,6 +112,11 @@ class _Opened:
         self.extents = Extents(self.file.block_bytes)
         self.out = _Direction("out", self.file)
         self.back = _Direction("in", self.file)
+
+    def close_here(self) -> None:
+        """`close`, but in a process that has come of a fork: the threads are not there, and the file is another's."""
+        if self.process == os.getpid():
+            self.close()
 
     def close(self) -> None:
         for direction in (self.out, self.back):
@@ -151,6 +173,7 @@ class _Direction:
     def read(self, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
         """Into the one in the list, which is empty then."""
         storage = storages.pop()
+        make_ready(storage.data_ptr(), layout.size_bytes)
         middle = storage.data_ptr() + layout.head_bytes
         is_taken = middle % self.file.memory_bytes == 0
         for offset, size_bytes in _pieces(layout.middle_bytes):

@@ -1,8 +1,14 @@
-"""How fast the links to a second memory are, measured when it is first needed."""
+"""How fast the links to a second memory are, and what they cost the computation, measured when it is first needed.
+
+A step moves data while it computes, so both are measured while something is computed beside: each slows the other down
+where they share a core, or the bandwidth of the memory.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -13,47 +19,142 @@ from rockmate.offload.tier import Tier
 _LARGE_BYTES = 32 << 20
 _SMALL_BYTES = 4 << 10
 _AT_ONCE = 4  # as in a step: the next one waits for the link, and nobody for the one before
-_ROUNDS = 3  # what else the machine does adds to times: the least of each counts
+_ROUNDS = 3  # what else the machine does adds to times: the middle of each counts
+_SIDE = 256  # of the matrices that are multiplied beside: in the caches, as most of a step's time is
+_ADDED = 1 << 20  # numbers that are added beside: beyond the caches, as what is between products
+_ALONE_S = 0.1  # of computation with nothing moved beside
+_OF_ROOM = 0.9  # of what is free in the second memory: others may want some
 
 
 def measured_links(tier: Tier, device: torch.device) -> SecondMemory:
-    """Both links of `tier` for storages on `device`, as they are now, with nothing computed beside.
+    """Both links of `tier` for storages on `device`, as they are now, beside a computation.
 
-    It takes a fraction of a second where a link moves 1 GB/s. Raises `OffloadError` where nothing can be moved.
+    It takes about a second where a link moves 1 GB/s. Raises `OffloadError` where nothing can be moved.
     """
     for size_bytes in (_LARGE_BYTES, _SMALL_BYTES):  # a file grows, threads start, memory is pinned
         _moved_ms(tier, device, size_bytes)
-    small = [_moved_ms(tier, device, _SMALL_BYTES) for _ in range(_ROUNDS)]
-    large = [_moved_ms(tier, device, _LARGE_BYTES) for _ in range(_ROUNDS)]
-    out, back = (_link(min(times[way] for times in small), min(times[way] for times in large)) for way in (0, 1))
-    return SecondMemory(out, back, tier.limit_bytes, tier.staging_bytes)
+    with _Beside(device) as beside:
+        alone_ms = beside.rounds_ms(_ALONE_S)
+        small = [_moved_ms(tier, device, _SMALL_BYTES) for _ in range(_ROUNDS)]
+        large = [_moved_ms(tier, device, _LARGE_BYTES, beside) for _ in range(_ROUNDS)]
+    links = [
+        _link(
+            _middle([getattr(one, way).moved_ms for one in small]),
+            _middle([getattr(one, way).moved_ms for one in large]),
+            _burden(alone_ms, [getattr(one, way) for one in large]),
+        )
+        for way in ("out", "back")
+    ]
+    room_bytes = int(_OF_ROOM * tier.room_bytes())
+    limit_bytes = room_bytes if tier.limit_bytes is None else min(room_bytes, tier.limit_bytes)
+    return SecondMemory(*links, limit_bytes, tier.staging_bytes)
 
 
-def _link(small_ms: float, large_ms: float) -> Link:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Transfers in one direction, all at once."""
+
+    moved_ms: float  # of each
+    round_ms: float | None  # of the computation beside them; None where nobody looked
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    out: _Way
+    back: _Way
+
+
+def _middle(numbers: list[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2]
+
+
+def _burden(alone_ms: float, ways: list[_Way]) -> float:
+    """The share of a transfer's time by which computation beside it takes longer."""
+    shares = [max(0.0, 1 - alone_ms / way.round_ms) for way in ways if way.round_ms]
+    return min(_middle(shares), 0.9) if shares else 0.0
+
+
+def _link(small_ms: float, large_ms: float, burden: float) -> Link:
     """A line through two sizes."""
     more_ms = max(large_ms - small_ms, 0.01 * large_ms)  # where the small one was held up
     bytes_per_ms = (_LARGE_BYTES - _SMALL_BYTES) / more_ms
-    return Link(bytes_per_ms, max(0.0, small_ms - _SMALL_BYTES / bytes_per_ms))
+    return Link(bytes_per_ms, max(0.0, small_ms - _SMALL_BYTES / bytes_per_ms), burden)
 
 
-def _moved_ms(tier: Tier, device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """One storage's time out and its time back, of some that are moved at once."""
+def _moved_ms(tier: Tier, device: torch.device, size_bytes: int, beside: _Beside | None = None) -> _Ways:
+    """Time out and back of each of some storages that are moved at once."""
     at = device_of(device)
     storages = [torch.ones(size_bytes, dtype=torch.uint8, device=device).untyped_storage() for _ in range(_AT_ONCE)]
     at.synchronize()
-    started = time.perf_counter()
+    begun = _Mark.now(beside)
     parcels = [tier.send(storage) for storage in storages]
     for parcel in parcels:
         parcel.wait_sent()
     at.synchronize()
-    there = time.perf_counter()
+    there = _Mark.now(beside)
     storages.clear()
     for parcel in parcels:
         parcel.recall()
     for parcel in parcels:
         parcel.take()
     at.synchronize()
-    back = time.perf_counter()
+    back = _Mark.now(beside)
     for parcel in parcels:
         parcel.drop()
-    return (there - started) * 1e3 / _AT_ONCE, (back - there) * 1e3 / _AT_ONCE
+    return _Ways(begun.way_to(there), there.way_to(back))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A moment, and how much was computed beside until then."""
+
+    at_s: float
+    rounds: float
+
+    @classmethod
+    def now(cls, beside: _Beside | None) -> _Mark:
+        return cls(time.perf_counter(), 0.0 if beside is None else beside.rounds)
+
+    def way_to(self, other: _Mark) -> _Way:
+        passed_ms, rounds = 1e3 * (other.at_s - self.at_s), other.rounds - self.rounds
+        return _Way(passed_ms / _AT_ONCE, passed_ms / rounds if rounds else None)
+
+
+class _Beside:
+    """A thread that computes on a device, as a step would, for as long as this context lasts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._matrix = torch.rand(_SIDE, _SIDE, device=device)
+        self._product = torch.empty_like(self._matrix)
+        self._numbers = torch.rand(_ADDED, device=device)
+        self._at = device_of(device)
+        self._device = device
+        self._thread = threading.Thread(target=self._compute, name="rockmate-beside", daemon=True)
+        self._is_over = False
+        self.rounds = 0  # that were computed so far
+
+    def __enter__(self) -> _Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    def rounds_ms(self, seconds: float) -> float:
+        """What a round takes, with nothing beside."""
+        time.sleep(seconds / 4)  # it starts
+        begun = _Mark.now(self)
+        time.sleep(seconds)
+        now = _Mark.now(self)
+        return 1e3 * (now.at_s - begun.at_s) / max(1, now.rounds - begun.rounds)
+
+    def _compute(self) -> None:
+        while not self._is_over:
+            torch.mm(self._matrix, self._matrix, out=self._product)
+            self._numbers.add_(1.0)
+            if not self._at.is_host:
+                done = torch.Event(self._device)
+                done.record()
+                done.synchronize()
+            self.rounds += 1

@@ -82,6 +82,10 @@ class Tier(abc.ABC):
         """Begin to copy `storage` there. Raises `OffloadError` where that would exceed the budget."""
 
     @abc.abstractmethod
+    def room_bytes(self) -> int:
+        """What is free there now, beside what it has taken."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Give all back that it has taken; parcels that are there cannot be had any more. More than once is no harm."""
 
