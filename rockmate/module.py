@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -28,6 +28,7 @@ from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPla
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.memory.split import MemorySplit, Scope
+from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
@@ -83,6 +84,9 @@ class Rockmate(ModuleProxy):
         pin: what is always saved and never recomputed, beside what must not be anyway: submodules of `model`
             (all that runs while they are called), operators such as ``torch.ops.aten.topk``, and operations
             by their names in the graphs, such as "softmax_3".
+        offload: where data may be moved while nothing reads them, beside recomputation, each as takes least time:
+            "auto" for a file on a disk if the module is on the CPU, and for pinned memory of the host if it is on an
+            accelerator; or an `Offload`, which says where, and how many bytes at most. None: nothing moves.
         opaque: submodules whose call is one operation, kept or recomputed as a whole, as those that `torch.compile`
             has compiled are anyway: for code that cannot be traced, or that depends on its data.
         shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
@@ -103,6 +107,7 @@ class Rockmate(ModuleProxy):
         BudgetTooSmall: no schedule fits; the error names the smallest budget found.
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
         PlanFileError, PlanFileMismatch: the plan file is damaged, or was made for another module or sample.
+        OffloadError: nothing can be moved to where `offload` says.
         ModelError, LossError, SolverError, PinError, OptimizerError, ShapesError: an argument is not what it should be.
     """
 
@@ -128,6 +133,7 @@ class Rockmate(ModuleProxy):
         plan: PlanFile | str | os.PathLike[str] | None = None,
         cache: bool = True,
         plan_in_background: bool = True,
+        offload: Offload | Literal["auto", "disk", "host"] | None = None,
         options: PlanOptions | None = None,
     ) -> None:
         said = {
@@ -142,6 +148,7 @@ class Rockmate(ModuleProxy):
             "opaque": opaque,
             "cache": cache,
             "plan_in_background": plan_in_background,
+            "offload": offload,
         }
         options = PlanOptions.of(options, said, time_limit, gap)
         request = options.request(budget)

@@ -14,6 +14,8 @@ from rockmate.errors import ArgumentError, ShapesError
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
+from rockmate.offload.option import Offload, as_offload
+from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.pins import Pins, as_pins
 from rockmate.planning.request import PlanRequest, check_request, limits_of
@@ -43,6 +45,7 @@ class PlanOptions:
     shapes: Shapes = "replan"  # what happens to a call that no plan holds for
     opaque: torch.nn.Module | Iterable[torch.nn.Module] = ()  # submodules whose call is one operation
     cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
+    offload: Offload | str | None = None  # where data may be moved while nothing reads them
     plan_in_background: bool = True  # better plans are looked for while training goes on with what was found quickly
 
     @classmethod
@@ -76,9 +79,10 @@ class PlanOptions:
     def request(self, budget: Budget) -> PlanRequest:
         """What planning is asked for under `budget`; what a module has to do with it is still to be found.
 
-        Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `ShapesError`, `PinError`.
+        Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `ShapesError`, `PinError`, `OffloadError`.
         """
         check_shapes(self.shapes)
+        offload = as_offload(self.offload)
         request = PlanRequest(
             budget,
             loss=self.loss,
@@ -88,6 +92,7 @@ class PlanOptions:
             scope=self.scope,
             optimizer=self.optimizer,
             in_background=self.plan_in_background,
+            tiers=None if offload is None else Tiers(offload),
         )
         check_request(request)
         return request

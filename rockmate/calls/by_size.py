@@ -158,7 +158,7 @@ class PlansBySize:
     def has_better(self, plans: FamilyPlans, budget_bytes: int) -> None:
         """A family has a better schedule for some sizes: for which ones shows when they come again."""
         for key, member in tuple(self._made.items()):
-            if member.plan.recomputations:  # else nothing is better
+            if not member.plan.keeps_all:  # else nothing is better
                 del self._made[key]
         for one in next((members for known, members in self._families.values() if known is plans), ()):
             best_ms = plans.best_ms(one.measured.pattern, budget_bytes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rk_solvers import Problem, Solution, Solver
-from rk_solvers.liveness import peak_and_time
+from rk_solvers.transfers.reading import costs_of
 from rkgb import Sample
 from rkgb.devices.registry import device_of
 from rkgb.process.ranks import has_other_ranks
@@ -141,10 +141,10 @@ class Improvements:
         plan, before = member.plan, member.measured
         measured = replace(before, loss=LossCost(0.0, peak_bytes, is_seen=True))
         measured.problem, measured.chain = problem_of(before.graphs, measured.loss, None, before.gradients)
-        corrected_bytes = peak_and_time(measured.problem, plan.schedule)[0]
+        corrected_bytes = costs_of(measured.problem, plan.schedule, plan.memory).peak_bytes
         if corrected_bytes == plan.peak_bytes:
             return
-        is_eager = not plan.recomputations and plan.budget_bytes == before.eager_peak_bytes
+        is_eager = plan.keeps_all and plan.budget_bytes == before.eager_peak_bytes
         if corrected_bytes > plan.peak_bytes and (is_eager or not self._is_seen_twice(member, peak_bytes)):
             return
         member.measured = measured
@@ -158,7 +158,7 @@ class Improvements:
             self._found[measured.pattern.key] = Better(member, request.solver, why)
         elif is_wanted(request):
             self.ask_for(member, request)
-        elif plan.recomputations:
+        elif not plan.keeps_all:
             self._found[measured.pattern.key] = Better(member, request.solver)
 
     def _is_seen_twice(self, member: Specialization, peak_bytes: int) -> bool:
@@ -175,7 +175,7 @@ class Improvements:
         """Look for a better plan than that of `member`, if there may be one and it was made in a hurry."""
         plan = member.plan
         is_near = plan.gap is not None and plan.gap <= request.limits.gap
-        if is_near or not plan.recomputations or member.exceeds or request.solver != "auto" or not is_wanted(request):
+        if is_near or plan.keeps_all or member.exceeds or request.solver != "auto" or not is_wanted(request):
             return
         problem = member.measured.problem
         if member.measured.residents is not None or any(known is problem for known in self._problems):
@@ -244,7 +244,8 @@ class Improvements:
             return False
         point, problem = wanted
         limits = request.limits.within(min(request.limits.search_s, _FAMILY_S))
-        solver = solver_for(replace(request, limits=limits), replace(plans.family.base, problem=problem))
+        alone = replace(request, limits=limits, tiers=None)  # plans by sizes move nothing
+        solver = solver_for(alone, replace(plans.family.base, problem=problem))
         within_bytes = budget_bytes - room_of(budget_bytes)
         return self._send(_OfFamily(plans, point, budget_bytes), solver, problem, within_bytes, limits.longest_s)
 

@@ -109,7 +109,7 @@ class Specialization:
         return self.measured.pattern == other.measured.pattern and self.measured.traits == other.measured.traits
 
     def _would_gain(self) -> bool:
-        if not self.plan.recomputations or self.measured.residents is not None:
+        if self.plan.keeps_all or self.measured.residents is not None:
             return False
         made = gradients_made(self.measured.graphs).keys()
         if self.measured.gradients >= made:

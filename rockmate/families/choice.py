@@ -49,7 +49,8 @@ class FamilyPlans:
 
     def __init__(self, family: Family, decisions: Iterable[PortablePlan]) -> None:
         self.family = family
-        by_stages = {one.stages: one for one in (KEEP_ALL, *decisions)}
+        alone = [one for one in decisions if not one.moves]  # what moves is placed for one size
+        by_stages = {one.stages: one for one in (KEEP_ALL, *alone)}
         self._schedules = list(by_stages.values())
         self._sized: dict[PortablePlan, SizedPlan] = {}
         self._recomputed: dict[PortablePlan, Recompute] = {}  # by place, which is the same at all sizes
@@ -247,7 +248,8 @@ class FamilyPlans:
         """A schedule for sizes for which none that is there fits."""
         if any(asked == budget_bytes and all(map(operator.ge, point, small)) for asked, small in self._in_vain):
             return None
-        quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request
+        alone = replace(request, tiers=None)
+        quick = replace(alone, limits=hurried_limits(alone.limits)) if is_wanted(alone) else alone
         for allowed_bytes in dict.fromkeys((budget_bytes - room_of(budget_bytes), budget_bytes)):
             solution: Solution = solver_for(quick, measured).solve(measured.problem, allowed_bytes)
             if solution.status.fits:

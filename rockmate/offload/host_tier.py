@@ -52,7 +52,7 @@ class HostTier(Tier):
     def room_bytes(self) -> int:
         # The rest of the machine needs some, and pinned memory cannot be swapped out.
         idle_bytes = sum(size_bytes * len(pieces) for size_bytes, pieces in self._idle.items())
-        return device_of("cpu").available_bytes() // 2 + idle_bytes
+        return device_of(torch.device("cpu")).available_bytes() // 2 + idle_bytes
 
     def close(self) -> None:
         self._idle.clear()

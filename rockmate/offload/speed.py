@@ -37,17 +37,17 @@ def measured_links(tier: Tier, device: torch.device) -> SecondMemory:
         alone_ms = beside.rounds_ms(_ALONE_S)
         small = [_moved_ms(tier, device, _SMALL_BYTES) for _ in range(_ROUNDS)]
         large = [_moved_ms(tier, device, _LARGE_BYTES, beside) for _ in range(_ROUNDS)]
-    links = [
+    out, back = (
         _link(
             _middle([getattr(one, way).moved_ms for one in small]),
             _middle([getattr(one, way).moved_ms for one in large]),
             _burden(alone_ms, [getattr(one, way) for one in large]),
         )
         for way in ("out", "back")
-    ]
+    )
     room_bytes = int(_OF_ROOM * tier.room_bytes())
     limit_bytes = room_bytes if tier.limit_bytes is None else min(room_bytes, tier.limit_bytes)
-    return SecondMemory(*links, limit_bytes, tier.staging_bytes)
+    return SecondMemory(out, back, limit_bytes, tier.staging_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,10 @@ class Tier(abc.ABC):
     def close(self) -> None:
         """Give all back that it has taken; parcels that are there cannot be had any more. More than once is no harm."""
 
+    def watch_most(self) -> None:
+        """Let `most_held_bytes` be of what comes from now on."""
+        self.most_held_bytes = self.held_bytes
+
     def _hold(self, size_bytes: int) -> None:
         if self.limit_bytes is not None and self.held_bytes + size_bytes > self.limit_bytes:
             raise OffloadError(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
-from rk_solvers import Problem, Solution, Solver, solver_named
+from rk_solvers import Chain, Limits, Problem, SecondMemory, Solution, Solver, solver_named
+from rk_solvers.transfers.with_moves import WithMoves
 from rockmate.errors import SolverError
+from rockmate.planning.fixed_plan import FixedPlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
 
@@ -30,7 +34,38 @@ class GraphSolver(Solver):
 
 
 def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str], None] | None = None) -> Solver:
-    """The solver that was asked for, made for what was measured; it tells `progress` how far its search is."""
+    """The solver that was asked for, made for what was measured; it tells `progress` how far its search is.
+
+    Where data may be moved, it is one that does so where that is faster.
+    """
+    if isinstance(request.solver, FixedPlan):
+        return with_memory(request.solver, request, measured)
     if isinstance(request.solver, str):
-        return solver_named(request.solver, request.limits, measured.chain, progress)
-    return request.solver.for_measured(measured) if isinstance(request.solver, GraphSolver) else request.solver
+        alone = solver_named(request.solver, request.limits, measured.chain, progress)
+    elif isinstance(request.solver, GraphSolver):
+        alone = request.solver.for_measured(measured)
+    else:
+        alone = request.solver
+    memory = memory_for(request, measured)
+    if memory is None:
+        return alone
+    quick = partial(
+        _quick, request.solver if isinstance(request.solver, str) else alone, request.limits, measured.chain
+    )
+    limits = request.limits
+    return WithMoves(alone, quick, memory, measured.chain, limits.search_s, limits.seed)
+
+
+def with_memory(plan: FixedPlan, request: PlanRequest, measured: Measured) -> FixedPlan:
+    """The same decisions, where what moves has somewhere to go."""
+    return replace(plan, memory=memory_for(request, measured)) if plan.decisions.moves else plan
+
+
+def memory_for(request: PlanRequest, measured: Measured) -> SecondMemory | None:
+    """The second memory for steps on the device, with its links as they were measured; None where nothing may move."""
+    return None if request.tiers is None else request.tiers.links_on(measured.device)
+
+
+def _quick(solver: Solver | str, limits: Limits, chain: Chain | None, seconds: float) -> Solver:
+    """A solver like the one that was asked for, which takes no more than so many seconds where it can be told."""
+    return solver_named(solver, limits.within(seconds), chain) if isinstance(solver, str) else solver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rk_solvers import Schedule
+from rk_solvers import Schedule, SecondMemory
 from rockmate.memory.split import MemorySplit
 from rockmate.units import format_bytes, format_ms
 
@@ -39,6 +39,11 @@ class Plan:
     checkpointed_peak_bytes: int | None = None
     # By how much the process's resident memory rose at most while it was planned; None where nobody looked.
     planning_peak_bytes: int | None = None
+    # Of a plan that moves data:
+    memory: SecondMemory | None = None  # where to, and how fast, as was measured when it was made
+    waiting_ms: float = 0.0  # of its time, for transfers
+    stored_bytes: int = 0  # in the second memory at most, predicted
+    measured_stored_bytes: int | None = None  # in the real step
 
     @property
     def whole_budget_bytes(self) -> int:
@@ -72,13 +77,23 @@ class Plan:
         """How many operations are computed again, in all."""
         return self.schedule.recomputations
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it does what eager does: nothing is recomputed, and nothing moved."""
+        return not self.recomputations and not self.moves
+
+    @property
+    def moves(self) -> int:
+        """How many data are in the second memory for a while."""
+        return len(self.schedule.offloaded)
+
     def __str__(self) -> str:
         return (
             f"Plan(budget {self._budget_text()}, peak {format_bytes(self.peak_bytes)}"
             f" of {format_bytes(self.baseline_peak_bytes)} eager{self._checkpointed_text()}{self._gradients_text()},"
             f" time {format_ms(self.time_ms)}"
-            f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations, {self.solver},"
-            f"{self._reserved_text()}"
+            f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations,"
+            f"{self._moves_text()} {self.solver},{self._reserved_text()}"
             f" planned in {self.planning_s:.1f} s)"
         )
 
@@ -97,5 +112,8 @@ class Plan:
         reserved_bytes = self.measured_reserved_bytes
         return "" if reserved_bytes is None else f" {format_bytes(reserved_bytes)} reserved,"
 
+    def _moves_text(self) -> str:
+        return f" {self.moves} data moved ({format_bytes(self.stored_bytes)})," if self.moves else ""
+
     def _gap_text(self) -> str:
-        return "" if self.gap is None or not self.recomputations else f", gap {self.gap:.1%}"
+        return "" if self.gap is None or self.keeps_all else f", gap {self.gap:.1%}"

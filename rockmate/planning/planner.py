@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -30,17 +30,19 @@ from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.allocators import StepPeak, allocated_now_bytes, fragmentation_text
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit
+from rockmate.offload.tier import Tier
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan
-from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.graph_solver import memory_for, solver_for, with_memory
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.plan import Plan
-from rockmate.planning.real_step import real_peak_bytes, warm_step
+from rockmate.planning.real_step import real_peak_bytes, step_ms, warm_step
 from rockmate.planning.refusal import too_small
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback
 from rockmate.runtime.codegen import CompiledProgram, compile_program
 from rockmate.runtime.lowering import Program, make_program
+from rockmate.runtime.moves import MovingStep
 from rockmate.runtime.runner import Runner
 from rockmate.units import format_apart, format_bytes
 
@@ -50,6 +52,8 @@ _ATTEMPTS_BETWEEN = 4  # corrections back, where a plan was found after those
 _CLOSE = 0.02  # of a budget: plans for so much more are hardly faster
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
+_STEPS_TO_COMPARE = 3  # of a plan that moves data, and of one that does not
+_WORTH_MOVING = 0.01  # of a step's time: what is quicker by less may not be
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
 
 
@@ -67,6 +71,7 @@ class LoweredPlan:
     header: str
     is_complete: bool = True  # False where the user ended the search
     is_out_of_time: bool = False  # True where the search had to end, and found the plan by then
+    tier: Tier | None = None  # where its data move, where some do
     is_taken_over: bool = False  # from a plan of other numbers with the same graph: nothing was measured or solved
 
     def compile_for(self, module: torch.nn.Module, numbers: RunTimeNumbers | None = None) -> CompiledProgram:
@@ -78,7 +83,10 @@ class LoweredPlan:
         graph = measured.graphs.D_graph
         compiled = self.compile_for(module, measured.numbers)
         bound = settings or measured.settings.bound_to(module)
-        return Runner(module, graph, measured.pattern, measured.traits, bound, compiled, measured.numbers)
+        runner = Runner(module, graph, measured.pattern, measured.traits, bound, compiled, measured.numbers)
+        if self.program.moves is not None and self.tier is not None:
+            runner.make_step = partial(MovingStep, moves=self.program.moves, tier=self.tier)
+        return runner
 
 
 def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module) -> LoweredPlan:
@@ -95,7 +103,8 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     if whole and (request.scope == "reserved" or tried.peak.allocated_bytes > budget_bytes):
         tried = _tried_as_eager(measured, request, module, split)
         budget_bytes = tried.planned.plan.budget_bytes
-    planned, solution, target_bytes, peak = tried
+    tried = _the_quicker(measured, request, module, tried, split)
+    planned, solution, target_bytes, peak, _ = tried
     if _bounded_bytes(peak, request) > budget_bytes and not request.may_exceed:
         told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
         needed_bytes = _with_margin(tried, measured, request, module)
@@ -111,6 +120,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         planning_s=planning_s,
         measured_peak_bytes=peak.allocated_bytes,
         measured_reserved_bytes=peak.reserved_bytes,
+        measured_stored_bytes=None if planned.tier is None else tried.stored_bytes,
         predicted_reserved_bytes=peak.predicted_reserved_bytes,
         bounds_reserved=request.scope == "reserved",
         lower_bound_ms=bound_ms,
@@ -143,6 +153,7 @@ class _Tried(NamedTuple):
     solution: Solution
     target_bytes: int  # for which it was made
     peak: StepPeak
+    stored_bytes: int = 0  # in the second memory at most
 
 
 def _tried_within(
@@ -187,7 +198,7 @@ def _with_smaller_gaps(
     """
     budget_bytes, enough_bytes = fitting.planned.plan.budget_bytes, fitting.target_bytes
     for attempt in range(_ATTEMPTS_BETWEEN):
-        if too_much_bytes - enough_bytes <= _CLOSE * budget_bytes or not fitting.solution.schedule.recomputations:
+        if too_much_bytes - enough_bytes <= _CLOSE * budget_bytes or fitting.planned.plan.keeps_all:
             break
         request.progress("gaps", attempt, _ATTEMPTS_BETWEEN)
         target_bytes = (enough_bytes + too_much_bytes) // 2
@@ -222,12 +233,16 @@ class _Asked(NamedTuple):
 def _tried(
     measured: Measured, request: PlanRequest, module: torch.nn.Module, solution: Solution, asked: _Asked
 ) -> _Tried:
-    planned = _planned(measured, solution, asked.budget_bytes, module, asked.split)
+    planned = _planned(measured, request, solution, asked, module)
     _refuse_more_than_there_is(planned.plan, measured.device)
+    tier = planned.tier
+    if tier is not None:
+        tier.watch_most()
     peak = measured_peak(module, planned.runner_for(module, measured), measured, request.loss)
     if measured.loss is not None and measured.loss.is_seen:
         peak = peak.or_higher(StepPeak(solution.peak_bytes))  # it is not in the step that was measured
-    return _Tried(planned, solution, asked.target_bytes, peak)
+    stored_bytes = 0 if tier is None else tier.most_held_bytes
+    return _Tried(planned, solution, asked.target_bytes, peak, stored_bytes)
 
 
 def _tried_if_it_fits(
@@ -256,7 +271,31 @@ def _tried_as_eager(
     peak_bytes = _bounded_bytes(peak, request)
     if split is not None:
         split = replace(split, total_bytes=split.total_bytes + peak_bytes - split.step_bytes)
-    return _Tried(_planned(measured, solution, peak_bytes, module, split), solution, peak_bytes, peak)
+    asked = _Asked(peak_bytes, peak_bytes, split)
+    return _Tried(_planned(measured, request, solution, asked, module), solution, peak_bytes, peak)
+
+
+def _the_quicker(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, tried: _Tried, split: MemorySplit | None
+) -> _Tried:
+    """Of a plan that moves data and one that does not, as far as both are within the budget: by steps of each.
+
+    What transfers cost the computation depends on what else the machine does, and is predicted by far less well than
+    what computation takes.
+    """
+    alone = tried.solution.alone
+    budget_bytes = tried.planned.plan.budget_bytes
+    if alone is None or not alone.status.fits or _bounded_bytes(tried.peak, request) > budget_bytes:
+        return tried
+    request.progress("compare", 0, 1)
+    asked = _Asked(budget_bytes, tried.target_bytes, split)
+    other = _tried_if_it_fits(measured, request, module, alone, asked, is_last=False)
+    if other is None or _bounded_bytes(other.peak, request) > budget_bytes:
+        return tried
+    runners = [one.planned.runner_for(module, measured) for one in (tried, other)]
+    moving_ms, alone_ms = _steps_ms(module, runners, measured, request.loss)
+    request.progress("compare", 1, 1)
+    return other if alone_ms < moving_ms * (1 - _WORTH_MOVING) else tried
 
 
 def _with_margin(tried: _Tried, measured: Measured, request: PlanRequest, module: torch.nn.Module) -> int:
@@ -308,8 +347,10 @@ def _lower_bound_ms(
     None where nobody asked: who follows another plan has no time for it.
     """
     allowed_bytes = max(budget_bytes, solution.peak_bytes)  # a plan is believed by its measured peak
-    if not solution.schedule.recomputations:
+    if not solution.schedule.recomputations and not solution.schedule.offloaded:
         return solution.time_ms
+    if memory_for(request, measured) is not None:  # what is proven of recomputation alone says nothing of moves
+        return min(measured.problem.keep_all_time_ms, solution.time_ms)
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
     if request.follow is not None or request.is_hurried:
@@ -339,21 +380,22 @@ def _followed(measured: Measured, request: PlanRequest, budget_bytes: int) -> So
     if request.follow is None:
         return None
     try:
-        solution = FixedPlan(request.follow).solve(measured.problem, budget_bytes)
+        followed = with_memory(FixedPlan(request.follow), request, measured)
+        solution = followed.solve(measured.problem, budget_bytes)
     except PlanMismatch:
         return None
     return solution if solution.status.fits else None
 
 
 def _planned(
-    measured: Measured, solution: Solution, budget_bytes: int, module: torch.nn.Module, split: MemorySplit | None
+    measured: Measured, request: PlanRequest, solution: Solution, asked: _Asked, module: torch.nn.Module
 ) -> LoweredPlan:
     problem = measured.problem
     if solution.status.fits:
-        check(problem, solution.schedule, None)  # no schedule is believed unchecked
-    simulation = simulate(problem, solution.schedule)
+        check(problem, solution.schedule, None, solution.memory)  # no schedule is believed unchecked
+    simulation = simulate(problem, solution.schedule, solution.memory)
     plan = Plan(
-        budget_bytes=budget_bytes,
+        budget_bytes=asked.budget_bytes,
         peak_bytes=simulation.peak_bytes,
         time_ms=solution.time_ms,
         baseline_peak_bytes=measured.eager_peak_bytes,
@@ -361,22 +403,26 @@ def _planned(
         solver=solution.solver,
         planning_s=0.0,
         schedule=solution.schedule,
-        memory_split=split,
+        memory_split=asked.split,
         calls=str(measured.pattern),
         gradient_bytes=measured.gradient_bytes,
         checkpointed_peak_bytes=measured.checkpointed_peak_bytes,
+        memory=solution.memory,
+        waiting_ms=simulation.waiting_ms,
+        stored_bytes=solution.stored_bytes,
     )
-    return planned_as(plan, measured, module)
+    tier = None if solution.memory is None or request.tiers is None else request.tiers.on(measured.device)
+    return planned_as(plan, measured, module, tier)
 
 
-def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module) -> LoweredPlan:
-    """`plan`, made for what was `measured` of `module`, with the program that follows it."""
+def planned_as(plan: Plan, measured: Measured, module: torch.nn.Module, tier: Tier | None = None) -> LoweredPlan:
+    """`plan`, made for what was `measured` of `module`, with the program that follows it, and where its data move."""
     program = make_program(measured.graphs.K_graph, plan.schedule)
     header = (
         f"{type(module).__name__} under {format_bytes(plan.budget_bytes)}: generated code, to be read and stepped "
         f"through.\nPredicted peak {format_bytes(plan.peak_bytes)}, overhead {plan.overhead:+.1%}, by {plan.solver}."
     )
-    return LoweredPlan(plan, program, header)
+    return LoweredPlan(plan, program, header, tier=tier)
 
 
 def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, loss: LossFunction | None) -> StepPeak:
@@ -390,6 +436,21 @@ def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, l
         with borrow():
             peak = real_peak_bytes(runner, measured.sample, loss, measured.device, measured.residents)
     return peak.of_training(before_bytes)
+
+
+def _steps_ms(
+    module: torch.nn.Module, runners: Sequence[Runner], measured: Measured, loss: LossFunction | None
+) -> list[float]:
+    """The least time of a step of each, by turns: what else the machine does only adds. It leaves the module alone."""
+    assert measured.sample is not None, "planning needs the sample with which the module was measured"
+    borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
+    times_ms: list[list[float]] = [[] for _ in runners]
+    with for_planning(module):
+        for _ in range(_STEPS_TO_COMPARE):
+            for runner, known_ms in zip(runners, times_ms, strict=True):
+                with borrow():
+                    known_ms.append(step_ms(runner, measured.sample, loss, measured.device))
+    return [min(known_ms) for known_ms in times_ms]
 
 
 @contextlib.contextmanager

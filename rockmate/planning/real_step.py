@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -59,6 +60,16 @@ def run_step(step: StepFunction, sample: Sample, loss: LossFunction | None) -> N
         torch.clear_autocast_cache()
         with without_autocast():
             torch.autograd.backward(roots)
+
+
+def step_ms(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> float:
+    """Time of one step, which is over on the device. The module is to be borrowed."""
+    fresh = sample.copy()
+    device_of(device).synchronize()
+    started = time.perf_counter()
+    run_step(step, fresh, loss)
+    device_of(device).synchronize()
+    return 1e3 * (time.perf_counter() - started)
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:

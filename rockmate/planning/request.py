@@ -10,6 +10,7 @@ from rockmate.errors import LossError, SolverError
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope, check_scope
+from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.pins import Pin
@@ -34,6 +35,7 @@ class PlanRequest:
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
     in_background: bool = True  # searches may go on while training does
     is_hurried: bool = False  # with little time for a search, as a better plan is looked for in the background
+    tiers: Tiers | None = None  # second memories, where data may be that nothing reads; None where all stay
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
 

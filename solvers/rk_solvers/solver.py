@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rk_solvers.groups import normalise
+from rk_solvers.links import SecondMemory
 from rk_solvers.liveness import Plan, evaluate, recompute_of, schedule_of
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.schedule import Schedule
@@ -50,6 +51,8 @@ class Solution:
     interrupted: bool = False  # the user ended the search: a longer one may find a better schedule
     out_of_time: bool = False  # its time limit ended the search, likewise
     stored_bytes: int = 0  # in a second memory at most
+    memory: SecondMemory | None = None  # that one, where data move
+    alone: Solution | None = None  # beside a plan that moves data, the one that was found of recomputation alone
 
     @property
     def gap(self) -> float | None:

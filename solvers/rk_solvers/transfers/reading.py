@@ -45,6 +45,11 @@ def moves_in(problem: Problem, schedule: Schedule, memory: SecondMemory) -> tupl
     return base, tuple(found)
 
 
+def returns_in(schedule: Schedule) -> tuple[tuple[str, int], ...]:
+    """Each data that comes back, and before which of the computations, counted from 0; in that order."""
+    return tuple((op.name, position + 1) for position, op in _placed(schedule.ops) if isinstance(op, Arrive))
+
+
 def costs_of(problem: Problem, schedule: Schedule, memory: SecondMemory | None) -> Costs:
     """What a schedule takes, with or without moves.
 

@@ -70,6 +70,8 @@ class WithMoves(Solver):
             interrupted=alone.interrupted,
             out_of_time=time.monotonic() - started >= self.time_limit_s,
             stored_bytes=found.costs.stored_bytes,
+            memory=self.memory,
+            alone=alone,
         )
 
     def _without_proof(self, problem: Problem, solution: Solution) -> Solution:
@@ -101,5 +103,6 @@ class WithMoves(Solver):
                     smallest_budget_bytes=costs.peak_bytes,
                     binding_op=str(op_of(problem, at)),
                     stored_bytes=costs.stored_bytes,
+                    memory=self.memory,
                 )
         return best
