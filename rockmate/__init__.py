@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         LossError,
         NothingToTrain,
         NotPlanned,
+        OffloadError,
+        OffloadWarning,
         OptimizerError,
         PickleWarning,
         PinError,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
     from rockmate.module import Rockmate
+    from rockmate.offload.option import Offload
     from rockmate.options import PlanOptions
     from rockmate.plan_files.content import PlanFile
     from rockmate.planning.plan import Plan
@@ -86,6 +89,9 @@ __all__ = [
     "ModelError",
     "NotPlanned",
     "NothingToTrain",
+    "Offload",
+    "OffloadError",
+    "OffloadWarning",
     "OptimizerError",
     "PeakMemory",
     "PickleWarning",
@@ -144,6 +150,8 @@ _HOMES = {
         "LossError",
         "NothingToTrain",
         "NotPlanned",
+        "OffloadError",
+        "OffloadWarning",
         "OptimizerError",
         "PickleWarning",
         "PinError",
@@ -170,6 +178,7 @@ _HOMES = {
         "keep_freed_memory",
         "reduce_fragmentation",
     ),
+    "rockmate.offload.option": ("Offload",),
     "rockmate.memory.peak": ("PeakMemory",),
     "rockmate.memory.split": ("MemorySplit",),
     "rockmate.module": ("Rockmate",),

@@ -59,11 +59,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "rk_solvers": {
         "problem": (),
         "schedule": (),
+        "links": (),
         "groups": ("problem",),
         "liveness": ("problem", "schedule", "groups"),
-        "links": (),
+        "simulation": ("problem", "schedule", "links", "liveness"),
         "checker": ("problem", "schedule", "links"),
-        "solver": ("problem", "schedule", "groups", "liveness"),
+        "solver": ("problem", "schedule", "links", "groups", "liveness"),
         "limits": (),
         "milp": (),
         "side_process": (),
@@ -83,8 +84,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "registry": ("problem", "limits", "solver", "baselines", "local", "exact", "chain", "intervals", "anytime"),
         "__main__": ("problem", "liveness", "checker", "schedule", "solver", "limits", "milp", "registry"),
         "": (
-            "problem", "schedule", "liveness", "checker", "solver", "limits", "milp", "bounds", "baselines", "local",
-            "exact", "chain", "intervals", "anytime", "registry",
+            "problem", "schedule", "links", "liveness", "simulation", "checker", "solver", "limits", "milp", "bounds",
+            "baselines", "local", "exact", "chain", "intervals", "anytime", "registry",
         ),
     },
     "rockmate": {
@@ -98,16 +99,18 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "guards": ("errors",),
         "offload": ("errors", "units"),
         "runtime": ("errors", "guards", "offload"),
-        "planning": ("errors", "units", "progress", "memory", "guards", "runtime"),
-        "options": ("errors", "progress", "memory", "planning"),
-        "plan_files": ("errors", "units", "memory", "guards", "planning"),
+        "planning": ("errors", "units", "progress", "memory", "guards", "offload", "runtime"),
+        "options": ("errors", "progress", "memory", "offload", "planning"),
+        "plan_files": ("errors", "units", "memory", "guards", "offload", "planning"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
         "families": ("errors", "guards", "planning", "runtime", "plan_files"),
         "calls": (
             "errors", "units", "progress", "memory", "guards", "runtime", "planning", "options", "plan_files",
             "families",
         ),
-        "module": ("errors", "progress", "proxy", "memory", "planning", "options", "plan_files", "reports", "calls"),
+        "module": (
+            "errors", "progress", "proxy", "memory", "offload", "planning", "options", "plan_files", "reports", "calls",
+        ),
         "queries": (
             "errors", "units", "progress", "memory", "runtime", "planning", "options", "plan_files", "calls", "module",
         ),
@@ -119,7 +122,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "__main__": ("cli",),
         "": (
-            "moved", "errors", "memory", "planning", "options", "plan_files", "calls", "module", "queries",
+            "moved", "errors", "memory", "offload", "planning", "options", "plan_files", "calls", "module", "queries",
             "distributed",
         ),
     },

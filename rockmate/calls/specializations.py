@@ -47,6 +47,7 @@ from rockmate.memory.budget import AboveResidents, Budget, check_budget
 from rockmate.memory.optimizer_state import with_parameters
 from rockmate.options import Shapes
 from rockmate.plan_files.content import PlanFile
+from rockmate.plan_files.restore import request_of
 from rockmate.plan_files.reuse import plan_above, plan_again, plan_or_reuse
 from rockmate.planning.background import hurried
 from rockmate.planning.fixed_plan import PortablePlan
@@ -158,10 +159,7 @@ class Specializations:
 
     def take(self, plan_file: PlanFile) -> None:
         """Plan the first call by that plan, and later ones within its budget."""
-        asked, budget_bytes = plan_file.asked, plan_file.promise.whole_budget_bytes
-        self.request = replace(
-            self.request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned
-        )
+        self.request = request_of(plan_file, self.request)
         self._given = GivenPlans(plan_file)
         self._remembered.request = self.request
 

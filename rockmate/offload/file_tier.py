@@ -23,7 +23,8 @@ from rockmate.offload.scratch_file import ScratchFile, free_bytes
 from rockmate.offload.tier import Parcel, Tier
 from rockmate.units import format_bytes
 
-_PIECE_BYTES = 8 << 20  # at once: longer ones are no faster, and staging is as long
+_PIECE_BYTES = 8 << 20  # at once: longer ones are no faster
+_STAGED_BYTES = 1 << 20  # at once, of what is copied, since it lies where the file takes no memory from: that is rare
 
 
 _TIERS: weakref.WeakSet[FileTier] = weakref.WeakSet()
@@ -36,7 +37,7 @@ class FileTier(Tier):
     Raises `OffloadError` where no file can be made there.
     """
 
-    staging_bytes = 2 * _PIECE_BYTES
+    staging_bytes = 2 * _STAGED_BYTES
 
     def __init__(self, folder: str | None = None, limit_bytes: int | None = None) -> None:
         super().__init__(limit_bytes)
@@ -157,7 +158,7 @@ class _Direction:
     def __init__(self, name: str, file: ScratchFile) -> None:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix=f"rockmate-{name}")
         self.file = file
-        self.staging = mmap.mmap(-1, _PIECE_BYTES)
+        self.staging = mmap.mmap(-1, _STAGED_BYTES)
         self.staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self.staging))
 
     def write(self, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
@@ -176,7 +177,7 @@ class _Direction:
         make_ready(storage.data_ptr(), layout.size_bytes)
         middle = storage.data_ptr() + layout.head_bytes
         is_taken = middle % self.file.memory_bytes == 0
-        for offset, size_bytes in _pieces(layout.middle_bytes):
+        for offset, size_bytes in _pieces(layout.middle_bytes, _PIECE_BYTES if is_taken else _STAGED_BYTES):
             if is_taken:
                 self.file.read(_memory(middle + offset, size_bytes), layout.place + offset)
             else:
@@ -202,10 +203,10 @@ class _Direction:
             ctypes.memmove(*((at, staged) if into_memory else (staged, at)), size_bytes)
 
 
-def _pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
+def _pieces(size_bytes: int, most_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, int]]:
     """Offset and size of what is moved at once."""
-    for offset in range(0, size_bytes, _PIECE_BYTES):
-        yield offset, min(_PIECE_BYTES, size_bytes - offset)
+    for offset in range(0, size_bytes, most_bytes):
+        yield offset, min(most_bytes, size_bytes - offset)
 
 
 _Move = Callable[[list[torch.UntypedStorage], _Layout], None]
@@ -235,7 +236,7 @@ class _FileParcel(Parcel):
     def wait_sent(self) -> None:
         if self._source is None:
             return
-        self._result(self._written, "written to")
+        self._result(self._written, "written to", "Free some space, or give another path.")
         self._source = None
 
     def recall(self) -> None:
@@ -249,7 +250,8 @@ class _FileParcel(Parcel):
         self.recall()
         assert self._read is not None
         assert self._target is not None
-        self._result(self._read, "read from")
+        lost = "Is the disk still there? The step has no result: run it again, or give another path."
+        self._result(self._read, "read from", lost)
         target, self._target, self._read = self._target, None, None
         return target
 
@@ -277,21 +279,21 @@ class _FileParcel(Parcel):
         except RuntimeError as error:  # the pool has ended
             raise self._closed() from error
 
-    def _result(self, moving: Future[None], how: str) -> None:
+    def _result(self, moving: Future[None], how: str, advice: str) -> None:
         try:
             moving.result()
         except CancelledError as error:
             raise self._closed() from error
         except OSError as error:
-            advice = "Free some space, or give another path."
+            why = error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 why = f"the disk is full ({format_bytes(free_bytes(self._tier.folder))} are free)"
-            else:
-                why, advice = error.strerror or str(error), "Is the disk still there? Give another path."
+            size = format_bytes(self._layout.size_bytes)
             raise OffloadError(
-                f"{format_bytes(self._layout.size_bytes)} could not be {how} {self._tier.name}: {why}. {advice} The "
-                "step has no result; run it again then."
-            ) from error.with_traceback(None)  # which would hold this, and so the place in the file
+                f"{size} could not be {how} {self._tier.name}: {why}. {advice}"
+            ) from error.with_traceback(
+                None  # which would hold this, and so the place in the file
+            )
 
     def _closed(self) -> OffloadError:
         return OffloadError(f"what was sent to {self._tier.name} is gone: that was closed before the step ended.")

@@ -128,7 +128,7 @@ def _made(
     )
     planning_s = traced.tracing_s + time.perf_counter() - started
     plan = replace(planned.plan, planning_s=planning_s, calls=str(whole.pattern))
-    return whole, replace(planned_as(plan, whole, model), is_taken_over=True)
+    return whole, replace(planned_as(plan, whole, model, planned.tier), is_taken_over=True)
 
 
 def _graphs(model: torch.nn.Module, traced: Traced, before: AllGraphs) -> AllGraphs:

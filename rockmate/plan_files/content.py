@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from rk_solvers import Chain, Problem, Schedule
+from rk_solvers import Chain, Problem, Schedule, SecondMemory
 from rkgb.ir.profiles import BlockProfile
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.plan import Plan
@@ -104,6 +104,14 @@ class Measurements(Record, frozen=True):
     eager_peak_bytes: int  # of the eager step
 
 
+class OffloadRecord(Record, frozen=True):
+    """Where data may be moved, as `rockmate.Offload` says it."""
+
+    where: Literal["auto", "disk", "host"] = "auto"
+    path: str | None = None
+    limit_bytes: int | None = None
+
+
 class Asked(Record, frozen=True):
     """What planning was asked for that decides the graph or what the plan means."""
 
@@ -112,6 +120,7 @@ class Asked(Record, frozen=True):
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation
     gradients: tuple[str, ...] = ()  # parameters whose gradients are there before the step, which adds to them
     trained: tuple[str, ...] | None = None  # outputs that the loss hands a gradient to; None for all that take one
+    offload: OffloadRecord | None = None  # None where nothing may move
 
 
 class Promise(Record, frozen=True):
@@ -133,6 +142,10 @@ class Promise(Record, frozen=True):
     checkpointed_peak_bytes: int | None = None  # of the step with the model's own checkpointing, where that was on
     planning_peak_bytes: int | None = None  # files of before have none
     predicted_reserved_bytes: int | None = None  # files of before have none
+    memory: SecondMemory | None = None  # where its data move, and how fast; None where none do
+    waiting_ms: float = 0.0  # of its time, for transfers
+    stored_bytes: int = 0  # in the second memory at most
+    measured_stored_bytes: int | None = None
 
     @property
     def whole_budget_bytes(self) -> int:

@@ -179,12 +179,15 @@ def _check_content(found: PlanFile) -> None:
     try:
         found.solver_chain.check(problem)
         schedule = found.parsed_schedule
-        check(problem, schedule, None)
-        simulation = simulate(problem, schedule)
+        checked = check(problem, schedule, None, found.promise.memory)
+        simulation = simulate(problem, schedule, found.promise.memory)
     except (ValueError, IndexError) as error:  # ScheduleError among them
         _refuse(str(error))
     if simulation.peak_bytes != found.promise.peak_bytes:
         _refuse(f"its schedule takes {simulation.peak_bytes} bytes, but it promises {found.promise.peak_bytes}")
+    if checked.stored_bytes != found.promise.stored_bytes:
+        stored_bytes = found.promise.stored_bytes
+        _refuse(f"its schedule stores {checked.stored_bytes} bytes elsewhere, but it promises {stored_bytes}")
     if (found.promise.measured_peak_bytes or 0) > found.promise.budget_bytes:
         _refuse("what was measured of it is above its budget")
     nodes = {op.node for op in found.graph.operations} - {""}

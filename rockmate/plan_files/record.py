@@ -25,6 +25,7 @@ from rkgb.state.generators import OwnGenerator
 from rkgb.torch_private.operations import OpOverload
 from rkgb.tree import map_leaves
 from rockmate.guards.flags import BackEndFlags
+from rockmate.offload.option import Offload
 from rockmate.plan_files.content import (
     FORMAT,
     VERSION,
@@ -36,6 +37,7 @@ from rockmate.plan_files.content import (
     Made,
     MeasuredBlock,
     Measurements,
+    OffloadRecord,
     OperationRecord,
     PlanFile,
     Promise,
@@ -63,6 +65,7 @@ def plan_file_of(model: torch.nn.Module, measured: Measured, plan: Plan, request
             opaque=request.opaque,
             gradients=tuple(sorted(measured.gradients)),
             trained=_trained(measured.graphs.D_graph),
+            offload=None if request.tiers is None else _offload(request.tiers.option),
         ),
         graph=graph_record(model, str(measured.pattern), measured.graphs.S_graph),
         measured=_measurements(measured),
@@ -93,6 +96,10 @@ def _own_version() -> str:
         return importlib.metadata.version(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return "0"  # run from a checkout that is not installed
+
+
+def _offload(option: Offload) -> OffloadRecord:
+    return OffloadRecord(where=option.where, path=option.path, limit_bytes=option.limit_bytes)
 
 
 def _trained(graph: DGraph) -> tuple[str, ...] | None:

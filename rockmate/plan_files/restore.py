@@ -23,8 +23,11 @@ from rkgb.profile.recorded import recorded_profiles
 from rkgb.state.attributes import written
 from rkgb.state.module_state import for_planning
 from rkgb.tree import leaves
-from rockmate.errors import BudgetTooSmall, PlanFileError, PlanFileMismatch, PlanFileWarning
+from rockmate.errors import BudgetTooSmall, OffloadError, PlanFileError, PlanFileMismatch, PlanFileWarning
 from rockmate.guards.flags import flags_difference
+from rockmate.offload.option import Offload
+from rockmate.offload.tier import Tier
+from rockmate.offload.tiers import Tiers
 from rockmate.plan_files.content import Made, PlanFile
 from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
@@ -33,7 +36,7 @@ from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured, Traced, joined, measure_traced, refuse_without_backward, trace_model
 from rockmate.planning.planner import LoweredPlan, make_plan, measured_peak, planned_as, planning
 from rockmate.planning.request import PlanRequest
-from rockmate.units import format_apart
+from rockmate.units import format_apart, format_bytes
 
 _DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."
 
@@ -70,7 +73,7 @@ def restore(
         why_followed = _made_elsewhere(told, made)
         if not why_followed:
             try:
-                measured, planned = restore_traced(model, traced, plan_file)
+                measured, planned = restore_traced(model, traced, plan_file, request.tiers)
             except RecordMismatch as error:
                 why_followed = (
                     f"The plan's measurements are not those that are made here, as by another Rockmate: {error}"
@@ -84,21 +87,46 @@ def restore(
     return measured, planned
 
 
-def restore_traced(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> tuple[Measured, LoweredPlan]:
-    """The plan for what was traced of `model`, whose graph is the plan's.
+def restore_traced(
+    model: torch.nn.Module, traced: Traced, plan_file: PlanFile, tiers: Tiers | None = None
+) -> tuple[Measured, LoweredPlan]:
+    """The plan for what was traced of `model`, whose graph is the plan's. What it moves, moves to one of `tiers`.
 
-    Raises `PlanFileError` where the file's numbers do not belong to that graph, and `RecordMismatch` where its blocks
-    are not measured like that any more.
+    Raises `OffloadError` where it moves data, and they have nowhere to go here,
+    `PlanFileError` where the file's numbers do not belong to that graph, and `RecordMismatch` where its blocks are not
+    measured like that any more.
     """
     started = time.perf_counter()
     traced.gradients = frozenset(plan_file.asked.gradients)
+    tier = _tier_for(plan_file, tiers, traced.device)
     try:
         measured = _recorded(model, traced, plan_file)
-        planned = planned_as(plan_file.plan, measured, model)
+        planned = planned_as(plan_file.plan, measured, model, tier)
     except (KeyError, IndexError, ValueError, GraphError) as error:
         raise PlanFileError(f"the plan cannot be used: {_DAMAGED}") from error
     planned.plan = replace(planned.plan, planning_s=traced.tracing_s + time.perf_counter() - started)
     return measured, planned
+
+
+def _tier_for(plan_file: PlanFile, tiers: Tiers | None, device: torch.device) -> Tier | None:
+    """Where the plan's data move; None where none do."""
+    if plan_file.promise.memory is None:
+        return None
+    if tiers is None:
+        raise OffloadError(
+            f"the plan moves {format_bytes(plan_file.promise.stored_bytes)} to a second memory, and there is none "
+            'here: say offload="auto".'
+        )
+    return tiers.on(device)
+
+
+def request_of(plan_file: PlanFile, request: PlanRequest) -> PlanRequest:
+    """`request`, with the budget of a plan, and what else its maker asked for. A second memory may be another here."""
+    asked, tiers = plan_file.asked, request.tiers
+    if tiers is None and asked.offload is not None:
+        tiers = Tiers(Offload(asked.offload.where, asked.offload.path, asked.offload.limit_bytes))
+    budget_bytes = plan_file.promise.whole_budget_bytes
+    return replace(request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned, tiers=tiers)
 
 
 def pinned_as(plan_file: PlanFile) -> dict[str, str]:

@@ -18,7 +18,7 @@ import rk_solvers
 import rkgb
 from rkgb import RecordMismatch, Sample, make_sample
 from rkgb.profile.measure import MeasuredBlocks
-from rockmate.errors import PlanFileError, PoorPlanWarning
+from rockmate.errors import OffloadError, PlanFileError, PoorPlanWarning
 from rockmate.guards.checkpointing import is_switched_off
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.memory.resident import ResidentRise
@@ -134,8 +134,8 @@ def _reused(
         return None
     request.progress("reuse", 0, 1)
     try:
-        found = restore_traced(model, traced, plan_file)
-    except (PlanFileError, RecordMismatch):
+        found = restore_traced(model, traced, plan_file, request.tiers)
+    except (PlanFileError, RecordMismatch, OffloadError):
         cache.drop(key)  # whatever it is, it is planned again
         return None
     request.progress("reuse", 1, 1)
@@ -151,7 +151,10 @@ def _measured_before(model: torch.nn.Module, traced: Traced, request: PlanReques
     request.progress("reuse", 0, 1)
     gradients = traced.gradients
     try:
-        measured, _ = restore_traced(model, traced, plan_file)
+        measured, _ = restore_traced(model, traced, plan_file, request.tiers)
+    except OffloadError:
+        traced.gradients = gradients
+        return None
     except (PlanFileError, RecordMismatch):
         cache.drop(other_key)
         traced.gradients = gradients
@@ -195,6 +198,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         [budget, type(budget).__name__],  # 1.0 is a share, and 1 is a byte
         [solver, asdict(request.limits)],
         None if request.follow is None else request.follow.to_json(),
+        None if request.tiers is None else asdict(request.tiers.option),
     ]
     return digest_of(of_measuring)[:_OF_MEASURING] + digest_of(of_solving)[_OF_MEASURING:]
 

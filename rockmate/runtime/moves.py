@@ -6,6 +6,7 @@ waits for what comes back: who reads it finds that it is away.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from rk_solvers import Schedule
 from rk_solvers.schedule import Backward, Compute, Leave, Offload, Recall
 from rkgb import KGraph
 from rkgb.ir.profiles import SavedKind
-from rockmate.errors import OffloadError
+from rockmate.errors import OffloadError, OffloadWarning
 from rockmate.offload.tier import Parcel, Shape, Tier
 from rockmate.runtime.step import Handle, Step
 from rockmate.runtime.tables import StepTables
@@ -100,6 +101,14 @@ def _triggers(graph: KGraph) -> dict[str, str]:
     return found
 
 
+def _tell_kept(error: OffloadError) -> None:
+    warnings.warn(
+        f"what was to be moved stays in memory, and steps may take more than the budget: {error}",
+        OffloadWarning,
+        stacklevel=3,
+    )
+
+
 class MovingStep(Step):
     """A step some of whose data are in a second memory for a while.
 
@@ -130,14 +139,22 @@ class MovingStep(Step):
         tensors = [handle.value for handle in self._alive(name) if handle.value is not None]
         tensors += [self._values[key] for key in self._moves.keys.get(name, ()) if key in self._values]
         if tensors:
-            self._parcels[name] = self._tier.send(tensors[0].untyped_storage())
+            try:
+                self._parcels[name] = self._tier.send(tensors[0].untyped_storage())
+            except OffloadError as error:
+                _tell_kept(error)
 
     def leave(self, name: str) -> None:
         """Let go of it once it is there. Who has written into it since keeps it, and is told in the backward."""
         parcel = self._parcels.get(name)
         if parcel is None:
             return
-        parcel.wait_sent()
+        try:
+            parcel.wait_sent()
+        except OffloadError as error:  # it is still here: the step goes on, with more memory than was planned
+            _tell_kept(error)
+            self._parcels.pop(name).drop()
+            return
         holders: list[tuple[ref[Handle], Shape | None]] = []
         itself = ref(self)  # the step is not to hold itself: it would be there until the collector comes
 
