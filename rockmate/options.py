@@ -76,6 +76,14 @@ class PlanOptions:
             )
         return options
 
+    def refuse_offload(self, what: str) -> None:
+        """For questions whose answers are of plans that move nothing. Raises `ArgumentError`."""
+        if self.offload is not None:
+            raise ArgumentError(
+                f"{what} looks at plans that recompute, and move nothing: leave offload out. The answer holds for "
+                "Rockmate(..., offload=...), too, which may do better."
+            )
+
     def request(self, budget: Budget) -> PlanRequest:
         """What planning is asked for under `budget`; what a module has to do with it is still to be found.
 

@@ -118,7 +118,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "integrations": ("errors", "memory", "module"),
         "compat": ("errors", "units", "zoo", "memory", "planning", "options", "plan_files", "module", "queries"),
         "cli": (
-            "errors", "units", "progress", "zoo", "memory", "planning", "plan_files", "reports", "module", "queries",
+            "errors", "units", "progress", "zoo", "memory", "offload", "planning", "plan_files", "reports", "module",
+            "queries",
         ),
         "__main__": ("cli",),
         "": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,9 @@ from rk_solvers import SOLVERS
 from rk_solvers.limits import USUAL_LIMITS
 from rockmate.cli.samples import SampleTextError, read_sample
 from rockmate.cli.targets import Source, Target, TargetError, find_source
+from rockmate.errors import OffloadError
 from rockmate.memory.budget import Budget
+from rockmate.offload.option import Offload
 from rockmate.units import parse_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -173,6 +175,48 @@ solver_options = combined(
         show_default=True,
         help="The search ends once no plan is faster by more than this share of the step's time.",
     ),
+)
+
+
+class OffloadText(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Where data may be moved: "auto", "host", "disk", or "disk:PATH"."""
+
+    name = "where"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        """What the text says, without a limit."""
+        if not isinstance(value, str):
+            return value
+        where, colon, path = value.partition(":")
+        try:
+            return Offload(where, path if colon else None)  # type: ignore[arg-type]  # which it refuses
+        except OffloadError as error:
+            self.fail(str(error), param, context)
+
+
+def offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where data may be moved, and how many bytes, as one argument `offload` of the command; None where none may."""
+
+    @functools.wraps(command)
+    def with_offload(*, offload: Offload | None, offload_limit: int | None, **rest: Any) -> Any:
+        if offload_limit is not None:
+            if offload is None:
+                raise click.UsageError("--offload-limit bounds what --offload moves: say where, such as --offload auto")
+            offload = replace(offload, limit=offload_limit)
+        return command(offload=offload, **rest)
+
+    return _offload_options(with_offload)
+
+
+_offload_options = combined(
+    click.option(
+        "--offload",
+        type=OffloadText(),
+        metavar="WHERE",
+        help="Also move data while nothing reads them: auto (host memory for an accelerator, a file for the CPU), "
+        "host, disk, or disk:PATH.",
+    ),
+    click.option("--offload-limit", type=Bytes(), metavar="SIZE", help="Most bytes that are moved at once."),
 )
 output_options = combined(json_option, quiet_option)
 plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))

@@ -22,12 +22,21 @@ def plan_table(plan: Plan, before: Sequence[tuple[str, str]] = (), after: Sequen
         ("predicted time", f"{format_ms(plan.time_ms)}, {plan.overhead:+.1%} of {format_ms(time_ms)}"),
         ("gap", "not known" if plan.gap is None else f"a better plan could save {plan.gap:.1%} of it at most"),
         ("recomputations", str(plan.recomputations)),
+        *_moves(plan),
         ("solver", plan.solver),
         ("planned in", f"{plan.planning_s:.1f} s{_taken(plan)}"),
     ]
     if split is not None:
         rows.insert(0, ("budget in all", f"{format_bytes(split.total_bytes)}, of which the step has:"))
     return pairs([*before, *rows, *after])
+
+
+def _moves(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.moves:
+        return []
+    stored_bytes = plan.measured_stored_bytes or plan.stored_bytes
+    waits = f", {format_ms(plan.waiting_ms)} waited for" if plan.waiting_ms else ""
+    return [("moved", f"{plan.moves} tensors, {format_bytes(stored_bytes)} at once{waits}")]
 
 
 def _share(size_bytes: int, eager_bytes: int) -> str:
@@ -61,6 +70,10 @@ def plan_content(plan: Plan) -> dict[str, Any]:
         "lower_bound_ms": plan.lower_bound_ms,
         "gap": plan.gap,
         "recomputations": plan.recomputations,
+        "moves": plan.moves,
+        "stored_bytes": plan.stored_bytes,
+        "measured_stored_bytes": plan.measured_stored_bytes,
+        "waiting_ms": plan.waiting_ms,
         "solver": plan.solver,
         "planning_s": plan.planning_s,
         "planning_peak_bytes": plan.planning_peak_bytes,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import warnings
+from tempfile import gettempdir
 
 import torch
 
@@ -76,7 +76,7 @@ def _opened(option: Offload, device: torch.device) -> Tier:
 
 def _file(option: Offload) -> FileTier:
     """In the folder that was said, or the first of the usual ones that is on a disk."""
-    folders = [option.path] if option.path is not None else [tempfile.gettempdir(), _ELSE]
+    folders = [option.path] if option.path is not None else [gettempdir(), _ELSE]
     refusals: list[OffloadError] = []
     for folder in dict.fromkeys(folders):
         try:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from rk_solvers import Limits, Problem, Simulation, Solution, simulate, solver_named
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
+from rk_solvers.liveness import least_bytes
 from rockmate.errors import BudgetTooSmall
 from rockmate.memory.budget import is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
+from rockmate.planning.graph_solver import memory_for
 from rockmate.planning.measured import Measured, problem_of
 from rockmate.planning.request import PlanRequest
 from rockmate.units import format_apart, format_bytes
@@ -31,11 +33,14 @@ def too_small(
     `lowest_bytes` was measured: a step of that plan really takes that much.
     """
     problem = measured.problem
-    simulation = simulate(problem, solution.schedule)
+    simulation = simulate(problem, solution.schedule, solution.memory)
     binding = simulation.peak.op
     op = str(binding)
     smallest = max(lowest_bytes, budget_bytes + 1)
-    proven = solution.proven_bytes or peak_bound_bytes(problem, max(solution.peak_bytes, 1), request.limits.proof_s)
+    if memory_for(request, measured) is not None:  # what is proven of recomputation alone says nothing of moves
+        proven = least_bytes(problem)
+    else:
+        proven = solution.proven_bytes or peak_bound_bytes(problem, max(solution.peak_bytes, 1), request.limits.proof_s)
     proven = min(smallest, proven)
     advice = " ".join(_advice(measured, _moment(problem, simulation), smallest, budget_bytes, request.limits))
     divided = ""

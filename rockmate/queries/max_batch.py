@@ -70,6 +70,7 @@ def max_batch(
         "optimizer": optimizer,
     }
     options = PlanOptions.of(options, said, time_limit, gap)
+    options.refuse_offload("max_batch")
     if is_fraction(budget):
         raise BudgetError(
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "

@@ -83,6 +83,7 @@ def smallest_budget(
         time_limit = Limits().search_s  # many budgets are solved: no extra time for one
     said = {"loss": loss, "solver": solver, "limits": limits, "progress": progress}
     options = PlanOptions.of(options, said, time_limit, gap)
+    options.refuse_offload("smallest_budget")
     with progress_display(options.progress) as tell:
         request = replace(options.request(None), progress=tell)
         call = make_sample(model, sample)

@@ -110,6 +110,7 @@ def sweep(
     if time_limit is None and options is None:
         time_limit = DEFAULT_TIME_LIMIT_S
     options = PlanOptions.of(options, {"loss": loss, "progress": progress}, time_limit, gap)
+    options.refuse_offload("a sweep")
     with progress_display(options.progress) as tell:
         request = replace(options.request(None), progress=tell, solver=OURS)
         for budget in budgets:

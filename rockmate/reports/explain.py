@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 
-from rk_solvers import Recomputed, Simulation, binding, evaluate, normalise, simulate
+from rk_solvers import ForwardOp, Recomputed, Simulation, binding, evaluate, normalise, simulate
+from rk_solvers.liveness import Instance
+from rk_solvers.transfers.reading import moves_in
 from rockmate.plan_files.content import OperationRecord, PlanFile
 from rockmate.reports.explanation import MIB, Alive, Decision, Entry, Explanation, Flip, Lifetime, PeakFacts
 from rockmate.reports.step import calls_by_name
@@ -19,7 +21,8 @@ MOST_FLIPS = 500_000  # tensors times operations: of larger plans, no tensor is 
 def explain(plan_file: PlanFile) -> Explanation:
     """Why each tensor of a plan is kept or recomputed, and what its peak is made of. Needs no model.
 
-    Of a plan of many hundred operations (`MOST_FLIPS`), entries have no `flip`.
+    Of a plan of many hundred operations (`MOST_FLIPS`), entries have no `flip`; of one that moves data, those alone
+    that move.
 
     Raises `ScheduleError` for a schedule that cannot be read, which none that `plan_files.load` returns has.
     """
@@ -35,10 +38,14 @@ class _Walk:
         self.budget_bytes = plan_file.promise.budget_bytes
         schedule = plan_file.parsed_schedule
         self.recomputed = schedule.recomputed
-        self.simulation: Simulation = simulate(problem, schedule)
-        self.lifetimes: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (first, last) step of each stay, by data
+        self.memory = plan_file.promise.memory
+        self.simulation: Simulation = simulate(problem, schedule, self.memory)
+        self.moving = None
+        if self.memory is not None and schedule.offloaded:
+            self.moving = moves_in(problem, schedule, self.memory)
+        self.lifetimes: dict[int, list[Instance]] = defaultdict(list)  # each stay, by data
         for instance in self.simulation.instances:
-            self.lifetimes[instance.data].append((instance.first, instance.last))
+            self.lifetimes[instance.data].append(instance)
         self.inputs = {op.name: frozenset(op.inputs) for op in problem.forward}
         self.forward_users = problem.forward_users()
         self.backward_users = problem.backward_users()
@@ -77,7 +84,11 @@ class _Walk:
         op = self.main.get(producer.name)
         decision = self._decision(item)
         flip = None
-        if decision in ("kept", "recomputed") and len(problem.data) * len(problem.forward) <= MOST_FLIPS:
+        if decision == "moved":
+            flip = self._flip_to_stay(item)
+        elif self.moving is not None:
+            pass  # what is recomputed decides when data may move: another plan would have to be found
+        elif decision in ("kept", "recomputed") and len(problem.data) * len(problem.forward) <= MOST_FLIPS:
             flip = self._flip_to_kept(item) if decision == "recomputed" else self._flip_to_recomputed(item)
         return Entry(
             name=data.name,
@@ -91,25 +102,27 @@ class _Walk:
             decision=decision,
             why=self._why(item, decision, flip),
             cost_ms=producer.recompute_ms,
-            recomputed=sum(last > first for first, last in self.lifetimes[item][1:]),
+            recomputed=sum(stay.last > stay.first and not stay.is_back for stay in self.lifetimes[item][1:]),
             idle_ms=self._idle_ms(item),
-            lifetimes=tuple(self._timed(*stay) for stay in self.lifetimes[item]),
+            lifetimes=tuple(self._timed(stay) for stay in self.lifetimes[item]),
             forward_users=tuple(problem.forward[index].name for index in self.forward_users[item]),
             backward_users=tuple(problem.backward[index].name for index in self.backward_users[item]),
             flip=flip,
         )
 
-    def _timed(self, first: int, last: int) -> Lifetime:
-        moments = self.simulation.moments
-        return Lifetime(first, last, moments[first].start_ms, moments[last].end_ms)
+    def _timed(self, stay: Instance) -> Lifetime:
+        start_ms, end_ms = self.simulation.moments[stay.first].start_ms, self.simulation.moments[stay.last].end_ms
+        return Lifetime(stay.first, stay.last, start_ms, end_ms, stay.is_back)
 
     def _decision(self, item: int) -> Decision:
         stays = self.lifetimes[item]
         if item in self.problem.held:
             return "held"
-        if any(last > first for first, last in stays[1:]):
+        if any(stay.last > stay.first and not stay.is_back for stay in stays[1:]):
             return "recomputed"
-        if stays[0][1] < len(self.problem.forward) or self._first_use(item) is None:
+        if any(stay.is_back for stay in stays):
+            return "moved"
+        if stays[0].last < len(self.problem.forward) or self._first_use(item) is None:
             return "not needed"
         return "kept" if self.problem.forward[self.problem.data[item].producer].recomputable else "never recomputed"
 
@@ -147,9 +160,19 @@ class _Walk:
         missing = [
             problem.data[source].name
             for source in problem.forward[producer].inputs
-            if not any(first <= step <= last for first, last in self.lifetimes[source])
+            if not any(stay.first <= step <= stay.last for stay in self.lifetimes[source])
         ]
         return self._flip(plan, tuple(missing))
+
+    def _flip_to_stay(self, item: int) -> Flip:
+        """The plan where it stays in memory, and all else moves as it did."""
+        assert self.moving is not None
+        base, moves = self.moving
+        others = [move for move in moves if move.gap.data != item]
+        costs = base.costs(others)
+        at = self.simulation.moments[int(base.held(others).argmax())].op
+        extra_ms = costs.time_ms - self.simulation.time_ms
+        return Flip(costs.peak_bytes, str(at), costs.time_ms, extra_ms, costs.peak_bytes <= self.budget_bytes, ())
 
     def _flip(self, plan: Recomputed, also_kept: tuple[str, ...]) -> Flip:
         found = evaluate(self.problem, normalise(self.problem, plan))
@@ -170,10 +193,25 @@ class _Walk:
             if len(self.lifetimes[item]) > 1:
                 return "Its producer is recomputed for another tensor, and this one is not used then."
             return f"Its producer runs once: {reason or 'what it saves cannot be put back by computing it again'}."
+        if decision == "moved" and flip is not None:
+            return self._why_moved(item, flip)
         if flip is None:
             price = self._price(item)
             return f"{price[0].upper()}{price[1:]}."
         return self._why_recomputed(item, flip) if decision == "recomputed" else self._why_kept(item, flip)
+
+    def _producer(self, item: int) -> ForwardOp:
+        return self.problem.forward[self.problem.data[item].producer]
+
+    def _why_moved(self, item: int, flip: Flip) -> str:
+        assert self.memory is not None
+        size_bytes = self.problem.data[item].size_bytes
+        takes = f"{format_ms(self.memory.out.time_ms(size_bytes))} there"
+        takes += f" and {format_ms(self.memory.back.time_ms(size_bytes))} back"
+        again = f"computing it again would take {format_ms(self._producer(item).recompute_ms)}"
+        stays = f"Where it stayed, the peak would be {format_bytes(flip.peak_bytes)}"
+        above = "" if flip.fits else f", {format_bytes(flip.peak_bytes - self.budget_bytes)} above the budget"
+        return f"{stays}{above}. It takes {takes}, beside the computation; {again}."
 
     def _why_recomputed(self, item: int, flip: Flip) -> str:
         saved = f"saves {format_ms(-flip.extra_ms)}" if flip.extra_ms < 0 else "saves no time"

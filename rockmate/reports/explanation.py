@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Decision = Literal["kept", "recomputed", "held", "never recomputed", "not needed"]
-"""Kept from the forward to the backward; forgotten and recomputed; an output of the model, which its user holds to the
-end of the step; kept because it must not, or cannot, be computed twice; of no use after the forward."""
+Decision = Literal["kept", "recomputed", "moved", "held", "never recomputed", "not needed"]
+"""Kept from the forward to the backward; forgotten and recomputed; moved to a second memory, and back; an output of
+the model, which its user holds to the end of the step; kept because it must not, or cannot, be computed twice; of no
+use after the forward."""
 
 MIB = 2**20
 
@@ -20,6 +21,7 @@ class Lifetime:
     last: int  # the step after which it is forgotten
     start_ms: float
     end_ms: float
+    is_back: bool = False  # from a second memory: nothing makes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Entry:
     lifetimes: tuple[Lifetime, ...]
     forward_users: tuple[str, ...]
     backward_users: tuple[str, ...]
-    flip: Flip | None  # None where there is nothing to decide
+    flip: Flip | None  # None where there is nothing to decide, or where it was not tried
 
     @property
     def cost_ms_per_mib(self) -> float:

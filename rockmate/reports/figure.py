@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from rk_solvers import LinkUse
 from rockmate.errors import ArgumentError
 from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
@@ -18,7 +19,7 @@ from rockmate.reports.comparison import BUDGET_COLOUR, TEXT_COLOUR, axes_of, sca
 from rockmate.reports.explain import explain
 from rockmate.reports.measured import MeasuredSteps
 from rockmate.reports.pareto import ParetoPoint, pareto_points
-from rockmate.reports.step import Computation, computations, keep_all_simulation
+from rockmate.reports.step import Computation, computations, keep_all_simulation, link_uses
 from rockmate.units import format_bytes
 
 MIB = 2**20
@@ -26,6 +27,7 @@ MIB = 2**20
 COLOURS = {"kept": "#3f8fcb", "recomputed": "#e8a317", "gradients": "#1fa37c", "workspace": "#c4b5d3"}
 LANES = {"forward": "kept", "recompute": "recomputed", "backward": "gradients"}
 KEEP_ALL_COLOUR = "#8b95a1"
+LINK_COLOUR = "#9a5fb8"
 SUFFIXES = (".png", ".pdf", ".svg")
 _MARKERS = "os^vDX"
 _SERIES = ("#3f8fcb", "#1fa37c", "#8b95a1", "#e8a317", "#9a7fb8", "#20242a")
@@ -70,7 +72,7 @@ def plan_figure(plan_file: PlanFile, measured: MeasuredSteps | None, points: Seq
         gridspec_kw={"hspace": 0.06},
     )
     draw_memory(places["memory"], plan_file, steps, measured)
-    draw_lanes(places["lanes"], steps)
+    draw_lanes(places["lanes"], steps, link_uses(plan_file))
     places["lanes"].set_xlim(places["memory"].get_xlim())
     draw_pareto(places["pareto"], plan_file, points)
     draw_largest(places["largest"], words.largest_at_peak(explanation, plan_file.problem, _LARGEST))
@@ -110,12 +112,18 @@ def draw_memory(panel: Axes, plan_file: PlanFile, steps: Sequence[Computation], 
     tidy(panel)
 
 
-def draw_lanes(panel: Axes, steps: Sequence[Computation]) -> None:
-    """A row of bars for each of forward, recompute and backward."""
-    for row, (lane, colour) in enumerate(LANES.items()):
-        bars = [(step.start_ms, step.end_ms - step.start_ms) for step in steps if step.lane == lane]
-        panel.broken_barh(bars, (-row - 0.4, 0.8), facecolors=COLOURS[colour], linewidth=0)
-    panel.set_yticks([-row for row in range(len(LANES))], list(LANES))
+def draw_lanes(panel: Axes, steps: Sequence[Computation], uses: Sequence[LinkUse] = ()) -> None:
+    """A row of bars for each of forward, recompute and backward, and for each link that is used."""
+    rows = [
+        (lane, COLOURS[colour], [(step.start_ms, step.end_ms - step.start_ms) for step in steps if step.lane == lane])
+        for lane, colour in LANES.items()
+    ]
+    for lane, is_out in (("out", True), ("back", False)) if uses else ():
+        bars = [(use.start_ms, use.end_ms - use.start_ms) for use in uses if use.is_out == is_out]
+        rows.append((lane, LINK_COLOUR, bars))
+    for row, (_, colour, bars) in enumerate(rows):
+        panel.broken_barh(bars, (-row - 0.4, 0.8), facecolors=colour, linewidth=0)
+    panel.set_yticks([-row for row in range(len(rows))], [lane for lane, _, _ in rows])
     panel.set_xlabel("time in the step (ms), predicted")
     tidy(panel, grid="x")
 

@@ -16,7 +16,7 @@ from rockmate.reports.comparison import Timeline, scaled_to
 from rockmate.reports.explanation import Explanation
 from rockmate.reports.measured import MeasuredStep, MeasuredSteps, thinned
 from rockmate.reports.pareto import ParetoPoint
-from rockmate.reports.step import Computation, calls_by_name, keep_all_simulation, main_operations
+from rockmate.reports.step import Computation, calls_by_name, keep_all_simulation, link_uses, main_operations
 
 MOST_ARGUMENTS = 160  # characters of a call's arguments that are shown
 
@@ -52,6 +52,7 @@ def payload(
         "forward": _forward(plan_file, texts),
         "backward": _backward(plan_file, texts),
         "steps": _steps(steps),
+        "links": _links(plan_file),
         "keepAll": [moment.peak_bytes for moment in keep_all_simulation(plan_file.problem).moments],
         "tensors": _tensors(plan_file, explanation, texts),
         "points": [[point.solver, point.peak_bytes, _ms(point.time_ms)] for point in points],
@@ -122,14 +123,30 @@ def _shortened(text: str) -> str:
 
 
 def _steps(steps: Sequence[Computation]) -> Columns:
+    ends = [0.0, *(step.end_ms for step in steps)]
+    waits = [_ms(step.start_ms - end_ms) for step, end_ms in zip(steps, ends, strict=False)]
     return {
         "lane": "".join(step.lane[0] for step in steps),
+        # What each waits for, beside what it takes; nothing where nothing moves.
+        "wait": waits if any(waits) else [],
         "index": [step.index for step in steps],
         "stage": [step.stage for step in steps],
         "kept": [step.kept_bytes for step in steps],
         "recomputed": [step.recomputed_bytes for step in steps],
         "gradients": [step.gradient_bytes for step in steps],
         "workspace": [step.workspace_bytes for step in steps],
+    }
+
+
+def _links(plan_file: PlanFile) -> Columns:
+    """Transfers, by when they begin; empty where nothing moves."""
+    uses = link_uses(plan_file)
+    item_of = {data.name: item for item, data in enumerate(plan_file.problem.data)}
+    return {
+        "lane": "".join("o" if use.is_out else "i" for use in uses),
+        "tensor": [item_of[use.data] for use in uses],
+        "start": [_ms(use.start_ms) for use in uses],
+        "end": [_ms(use.end_ms) for use in uses],
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from rk_solvers import Problem, Simulation, schedule_of, simulate
+from rk_solvers import LinkUse, Problem, Simulation, schedule_of, simulate
 from rockmate.plan_files.content import OperationRecord, PlanFile
 from rockmate.reports.explanation import Explanation
 
@@ -37,7 +37,7 @@ class Computation:
 def computations(plan_file: PlanFile, explanation: Explanation) -> tuple[Computation, ...]:
     """Every computation of the plan, in order; `explanation` is that of the same file."""
     problem = plan_file.problem
-    moments = simulate(problem, plan_file.parsed_schedule).moments
+    moments = simulate(problem, plan_file.parsed_schedule, plan_file.promise.memory).moments
     found: list[Computation] = []
     stage = 0
     for moment, again_bytes in zip(moments, _recomputed_bytes(explanation, len(moments)), strict=True):
@@ -62,9 +62,16 @@ def _recomputed_bytes(explanation: Explanation, steps: int) -> list[int]:
     change = [0] * (steps + 1)
     for entry in explanation.entries:
         for stay in entry.lifetimes[1:]:
+            if stay.is_back:
+                continue  # kept, but elsewhere for a while
             change[stay.first] += entry.size_bytes
             change[stay.last + 1] -= entry.size_bytes
     return list(accumulate(change))[:steps]
+
+
+def link_uses(plan_file: PlanFile) -> tuple[LinkUse, ...]:
+    """Each transfer of the plan, as predicted; none where nothing moves."""
+    return simulate(plan_file.problem, plan_file.parsed_schedule, plan_file.promise.memory).link_uses
 
 
 def keep_all_simulation(problem: Problem) -> Simulation:

@@ -15,7 +15,7 @@ from rockmate.plan_files.content import PlanFile
 from rockmate.reports import words
 from rockmate.reports.explain import explain
 from rockmate.reports.measured import MeasuredSteps
-from rockmate.reports.step import Computation, computations, keep_all_simulation
+from rockmate.reports.step import Computation, computations, keep_all_simulation, link_uses
 from rockmate.units import format_bytes, format_ms
 
 LEAST_WIDTH = 40  # narrower terminals break the lines
@@ -122,6 +122,10 @@ def plot(plan_file: PlanFile, steps: Sequence[Computation], width: int) -> str:
     for lane in _LANES:
         times = [(step.start_ms, step.end_ms) for step in steps if step.lane == lane]
         shades = _shares(times, last_ms, columns)
+        lines.append(f"{lane:>{margin}} " + "".join(_SHADES[-int(-4 * share // 1)] for share in shades))
+    for lane, is_out in (("out", True), ("back", False)) if plan_file.promise.memory is not None else ():
+        uses = [(use.start_ms, use.end_ms) for use in link_uses(plan_file) if use.is_out == is_out]
+        shades = _shares(uses, last_ms, columns)
         lines.append(f"{lane:>{margin}} " + "".join(_SHADES[-int(-4 * share // 1)] for share in shades))
     end = format_ms(last_ms)
     lines.append(f"{'':>{margin}} 0{end:>{columns - 1}}")

@@ -42,7 +42,7 @@ def headline(plan_file: PlanFile) -> str:
     promise, plan = plan_file.promise, plan_file.plan
     peak_bytes = promise.peak_bytes if promise.measured_peak_bytes is None else promise.measured_peak_bytes
     within = f"A training step within {format_bytes(promise.budget_bytes)}"
-    if not plan.recomputations:
+    if plan.keeps_all:
         return f"{within}: everything is kept, and the peak is {format_bytes(peak_bytes)}."
     return (
         f"{within}: a peak of {format_bytes(peak_bytes)} instead of {format_bytes(promise.baseline_peak_bytes)}, "
@@ -70,7 +70,7 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     if promise.measured_reserved_bytes is not None:
         found.append(Fact("Reserved", format_bytes(promise.measured_reserved_bytes), "by the allocator, with gaps"))
     more = f"{percent(plan.overhead, 1)} more than {format_ms(promise.baseline_time_ms)}, predicted"
-    found.append(Fact("Time of a step", format_ms(promise.time_ms), more if plan.recomputations else "predicted"))
+    found.append(Fact("Time of a step", format_ms(promise.time_ms), "predicted" if plan.keeps_all else more))
     if measured is not None:
         against = "" if measured.eager is None else f"eager {format_ms(measured.eager.time_ms)}"
         found.append(Fact("Observed time", format_ms(measured.plan.time_ms), against))
@@ -81,10 +81,28 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     again = len({name for names in plan_file.parsed_schedule.recomputed.values() for name in names})
     of_which = f"of {total} operations" if again == plan.recomputations else f"of {again} of {total} operations"
     found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
+    found += _of_moves(plan_file)
     taken_bytes = promise.planning_peak_bytes
     taken = "" if taken_bytes is None else f", in {format_bytes(taken_bytes)} of memory"
     found.append(Fact("Solver", promise.solver, f"planned in {format_ms(1000 * promise.planning_s)}{taken}"))
     return tuple(found)
+
+
+def _of_moves(plan_file: PlanFile) -> list[Fact]:
+    """What moves, where to, and how fast the links are."""
+    promise, plan = plan_file.promise, plan_file.plan
+    if promise.memory is None or not plan.moves:
+        return []
+    stored_bytes = promise.measured_stored_bytes or promise.stored_bytes
+    limit_bytes = promise.memory.limit_bytes
+    within = "" if limit_bytes is None else f", of {format_bytes(limit_bytes)} that may be there"
+    moved = f"{format_bytes(stored_bytes)} in a second memory at most{within}"
+    speeds = " and ".join(
+        f"{format_bytes(round(1e3 * link.bytes_per_ms))} a second {way}"
+        for link, way in ((promise.memory.out, "out"), (promise.memory.back, "back"))
+    )
+    waits = f"{format_ms(promise.waiting_ms)} of the step" if promise.waiting_ms else "nothing"
+    return [Fact("Moved", f"{plan.moves} tensors", moved), Fact("Links", speeds, f"waited for: {waits}")]
 
 
 def _of_budget(size_bytes: int, plan_file: PlanFile) -> str:
@@ -106,6 +124,9 @@ def origin(plan_file: PlanFile) -> tuple[Fact, ...]:
         found.append(Fact("Budget of", "all of training", "what it leaves to the step is shown"))
     if asked.scope == "reserved":
         found.append(Fact("Budget of", "reserved memory", "gaps between tensors are in it"))
+    if asked.offload is not None:
+        place = {"disk": "a disk", "host": "host memory"}.get(asked.offload.where, "a second memory")
+        found.append(Fact("Moves", f"may move to {place}", asked.offload.path or ""))
     if asked.pinned:
         found.append(Fact("Pinned", f"{len(asked.pinned)} operations", "never recomputed"))
     if asked.opaque:
@@ -164,10 +185,15 @@ def story(plan_file: PlanFile, explanation: Explanation) -> str:
     return (
         f"The step has {moments} computations: {len(problem.forward)} of the forward, in the first "
         f"{format_ms(forward_ms)}, then {len(problem.backward)} of the backward with {plan_file.plan.recomputations} "
-        f"recomputations between them. Memory is highest, {format_bytes(peak.peak_bytes)}, at "
+        f"recomputations between them{_moves_told(plan_file)}. Memory is highest, {format_bytes(peak.peak_bytes)}, at "
         f"{told(peak.op, problem)}, {format_ms(peak.at_ms)} after the start. Keeping everything, it would reach "
         f"{format_bytes(plan_file.promise.baseline_peak_bytes)}."
     )
+
+
+def _moves_told(plan_file: PlanFile) -> str:
+    moves = plan_file.plan.moves
+    return f"; {moves} tensors go to a second memory and come back" if moves else ""
 
 
 def largest_at_peak(explanation: Explanation, problem: Problem, count: int) -> Sequence[tuple[str, int, str]]:

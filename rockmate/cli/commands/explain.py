@@ -142,7 +142,7 @@ def _detail(entry: Entry) -> str:
     if entry.idle_ms is not None:
         rows.append(("would lie", f"{format_ms(entry.idle_ms)} between forward and backward"))
     if entry.flip is not None:
-        other = "kept" if entry.decision == "recomputed" else "recomputed"
+        other = "kept" if entry.decision in ("recomputed", "moved") else "recomputed"
         rows.append(
             (
                 f"if {other}",

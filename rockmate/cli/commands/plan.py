@@ -11,7 +11,15 @@ import torch
 
 from rockmate import plan_files
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Chosen, OutputFile, output_options, solver_options, target_options
+from rockmate.cli.options import (
+    BudgetText,
+    Chosen,
+    OutputFile,
+    offload_options,
+    output_options,
+    solver_options,
+    target_options,
+)
 from rockmate.cli.output import GOOD, tell, tell_json, wants_progress
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Target, TargetError
@@ -27,6 +35,7 @@ from rockmate.queries.verification import OPTIMIZERS
         "rockmate plan model.py:Net --sample 'float32[N,32]' --batch 64 --budget 1MiB --json",
         "rockmate plan mixer-tiny --budget 0.8 --solver greedy --time-limit 2 -o mixer.json.gz",
         "rockmate plan model.py:make --budget 2MiB --scope total --optimizer adamw",
+        "rockmate plan gpt2-demo --budget 0.3 --offload disk:/scratch --offload-limit 4GiB",
     ),
 )
 @target_options
@@ -50,6 +59,7 @@ from rockmate.queries.verification import OPTIMIZERS
 )
 @click.option("--pin", multiple=True, metavar="NAME", help="An operation, or the path of a submodule, always kept.")
 @click.option("--opaque", multiple=True, metavar="PATH", help="A submodule whose call is one operation.")
+@offload_options
 @solver_options
 @click.option("-o", "--output", type=OutputFile(), help="Write the plan; packed, if it ends in .gz.")
 @click.option("--cache/--no-cache", default=True, help="Whether to look for the plan in the cache, and keep it there.")

@@ -7,9 +7,11 @@ from typing import Any
 import click
 
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Chosen, json_option, target_options
+from rockmate.cli.options import BudgetText, Chosen, json_option, offload_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
+from rockmate.offload.option import Offload
+from rockmate.options import PlanOptions
 from rockmate.queries.verification import OPTIMIZERS, Verification, verify
 
 training_options = (
@@ -51,8 +53,9 @@ def with_training_options(function: Any) -> Any:
     help="Part of the eager peak, bytes, or a size: 2GiB.",
 )
 @with_training_options
+@offload_options
 @json_option
-def command(chosen: Chosen, as_json: bool, **training: Any) -> int:
+def command(chosen: Chosen, as_json: bool, offload: Offload | None, **training: Any) -> int:
     """Compare training under a budget with eager training, bit by bit.
 
     Copies of the model are trained for a few steps, eagerly twice and under a plan. Compared are outputs, gradients,
@@ -60,7 +63,8 @@ def command(chosen: Chosen, as_json: bool, **training: Any) -> int:
     are not, and 2 where the input is wrong or cannot be planned.
     """
     target = chosen.target()
-    found = verify(target.model, target.sample, loss=target.loss, **training)
+    options = PlanOptions(loss=target.loss, offload=offload)
+    found = verify(target.model, target.sample, options=options, **training)
     if as_json:
         tell_json("verify", verification_content(found) | {"plan": plan_content(found.plan)})
     else:

@@ -8,6 +8,7 @@ const LAYERS = [
 ];
 const LANES = { f: "forward", r: "recompute", b: "backward" };
 const LANE_ORDER = ["f", "r", "b"];
+const LINKS = { o: "out", i: "back" }; // to a second memory, where something moves there
 const LEFT = 78, RIGHT = 14, TOP = 12, LANE = 24, LANE_GAP = 5, AXIS = 26;
 
 /** The step as arrays, one value for each computation. */
@@ -18,6 +19,7 @@ function stepOf(data) {
   const times = { f: data.forward.time, r: data.forward.again, b: data.backward.time };
   let now = 0;
   for (let at = 0; at < count; at++) {
+    now += data.steps.wait[at] || 0;
     start[at] = now;
     now += times[lane[at]][index[at]];
     end[at] = now;
@@ -106,7 +108,8 @@ class StepChart {
     this.width = Math.max(120, total - LEFT - RIGHT);
     this.height = total < 560 ? 210 : 300;
     const lanesTop = TOP + this.height + 12;
-    const rows = LANE_ORDER.length + (this.stays.length ? 1 : 0);
+    this.links = this.axis !== "order" && this.step.data.links.lane ? Object.keys(LINKS) : [];
+    const rows = LANE_ORDER.length + this.links.length + (this.stays.length ? 1 : 0);
     this.lanesEnd = lanesTop + rows * (LANE + LANE_GAP);
     const tall = this.lanesEnd + AXIS;
     const svg = shape("svg", { viewBox: `0 0 ${total} ${tall}`, width: total, height: tall, "aria-hidden": "true" });
@@ -208,8 +211,19 @@ class StepChart {
       found.push(this.laneBack(y, LANES[letter]));
       found.push(shape("path", { class: LANES[letter], d: path, "clip-path": "url(#plot)" }));
     });
+    this.links.forEach((letter, row) => {
+      const y = top + (LANE_ORDER.length + row) * (LANE + LANE_GAP), { lane, start, end } = this.step.data.links;
+      let path = "";
+      for (let at = 0; at < lane.length; at++) {
+        if (lane[at] !== letter) continue;
+        const left = this.x(start[at]), width = this.x(end[at]) - left;
+        path += `M${left.toFixed(2)},${y}h${Math.max(0.4, width).toFixed(2)}v${LANE}H${left.toFixed(2)}Z`;
+      }
+      found.push(this.laneBack(y, LINKS[letter]));
+      found.push(shape("path", { class: "link", d: path, "clip-path": "url(#plot)" }));
+    });
     if (this.stays.length) {
-      const y = top + LANE_ORDER.length * (LANE + LANE_GAP), group = shape("g", { "clip-path": "url(#plot)" });
+      const y = top + (LANE_ORDER.length + this.links.length) * (LANE + LANE_GAP), group = shape("g", { "clip-path": "url(#plot)" });
       for (let k = 0; k < this.stays.length; k += 2) {
         const left = this.x(this.startOf(this.stays[k])), right = this.x(this.endOf(this.stays[k + 1]));
         group.append(shape("rect", { class: "stay", x: left, y, width: Math.max(1, right - left), height: LANE }));

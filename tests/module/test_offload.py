@@ -1,0 +1,306 @@
+"""`Rockmate(..., offload=...)`: some data move to a second memory, others are computed again, and all is eager's."""
+
+import copy
+import gc
+import os
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from msgspec import structs
+
+from rk_solvers import Limits, Link, SecondMemory
+from rkgb.replay.step_record import bitwise_equal
+from rockmate import (
+    ArgumentError,
+    BudgetTooSmall,
+    Offload,
+    OffloadError,
+    OffloadWarning,
+    PeakMemory,
+    PlanFileError,
+    PlanOptions,
+    Rockmate,
+    max_batch,
+    plan_files,
+    smallest_budget,
+    verify,
+    zoo,
+)
+from rockmate.offload import tiers
+from rockmate.planning import planner
+from rockmate.reports.explain import explain
+from tests.graph.programs import TINY
+from tests.module.models import Layers, built, rows
+from tests.module.steps import assert_same_training, squares, train
+
+BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A disk that moves all at once, and steps of plans that move which are the quicker ones; beside what is real."""
+
+    def links(tier, device):
+        tier.send(torch.ones(1).untyped_storage()).wait_sent()
+        return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes)
+
+    monkeypatch.setattr(tiers, "measured_links", links)
+    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])
+
+
+def planned(model, sample, budget=0.5, **options):
+    options = {"limits": BRIEFLY, "loss": squares, "offload": "auto", **options}
+    return Rockmate(model, sample, budget, **options)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
+@pytest.mark.parametrize("name", TINY)
+def test_real_models_train_exactly_within_both_budgets(quick, tmp_path, name, share):
+    entry = zoo.get(name)
+    eager = copy.deepcopy(entry.model)
+    offload = Offload("disk", path=str(tmp_path), limit="2MiB")
+    try:
+        module = planned(entry.model, entry.sample, share, loss=entry.loss, offload=offload)
+    except BudgetTooSmall as error:
+        module = planned(entry.model, entry.sample, error.smallest_budget_bytes, loss=entry.loss, offload=offload)
+    plan, batches = module.plan, [entry.sample] * 2
+    assert_same_training(train(module, batches, entry.loss), train(eager, batches, entry.loss))
+    module.zero_grad()
+    with PeakMemory() as memory:
+        entry.loss(module(*entry.sample)).backward()
+    assert memory.peak_bytes <= plan.budget_bytes
+    if plan.moves:
+        assert 0 < plan.measured_stored_bytes == plan.stored_bytes <= 2 << 20
+        assert str(plan).count("data moved") == 1
+        assert plan.gap is not None
+        assert os.listdir(tmp_path) == []  # the file has no name
+    else:
+        assert plan.measured_stored_bytes is None
+
+
+def test_most_of_a_chain_moves_where_the_disk_is_quick(quick):
+    module = planned(built(Layers), rows(), 0.5)
+    assert module.plan.moves > 0
+    assert module.plan.solver.endswith("+moves")
+    assert "step.offload('" in module.code
+    assert verify(module, rows(), loss=squares).exact
+
+
+def test_nothing_moves_where_steps_show_that_it_is_slower(quick, monkeypatch):
+    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [2.0, 1.0])
+    module = planned(built(Layers), rows(), 0.85)
+    assert module.plan.recomputations > 0
+    assert not module.plan.moves
+
+
+def test_nothing_moves_and_no_link_is_measured_where_all_fits(monkeypatch):
+    monkeypatch.setattr(tiers, "measured_links", lambda *_: pytest.fail("nobody needs it"))
+    assert planned(built(Layers), rows(), 1.0).plan.keeps_all
+
+
+def test_real_links_and_real_steps_decide():
+    module = planned(built(Layers), rows(), 0.6)
+    eager = copy.deepcopy(module.original)
+    assert_same_training(train(module, [rows(1), rows(2)]), train(eager, [rows(1), rows(2)]))
+
+
+# ---- what users say ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("tape", 'data are to be moved to \'tape\'; say "auto", "disk" or "host"'),
+        (7, "offload is 7; give"),
+        ({"where": "host", "path": "/scratch"}, "host memory, which has no path such as '/scratch'"),
+        ({"path": 7}, "path is 7; give the path of a folder"),
+        ({"limit": "much"}, "limit cannot be read"),
+        ({"limit": -1}, "limit is -1; give bytes"),
+        ({"limit": 1.5}, "limit is 1.5; give bytes"),
+    ],
+)
+def test_what_is_no_second_memory_is_refused_before_anything_is_traced(said, told):
+    def ask():
+        return Rockmate(built(Layers), None, 0.5, offload=Offload(**said) if isinstance(said, dict) else said)
+
+    with pytest.raises(OffloadError, match=told):
+        ask()
+
+
+def test_places_that_do_not_go_with_the_device_are_told(tmp_path):
+    with pytest.raises(OffloadError, match="are in host memory already"):
+        planned(built(Layers), rows(), 0.5, offload="host")
+    with pytest.raises(OffloadError, match="no scratch file can be made in"):
+        planned(built(Layers), rows(), 0.5, offload=Offload("disk", path=str(tmp_path / "none")))
+
+
+def test_auto_without_a_disk_warns_and_recomputes(monkeypatch):
+    def refused(_):
+        raise OffloadError("'/tmp' is in memory")
+
+    monkeypatch.setattr(tiers.FileTier, "open", refused)
+    with pytest.warns(OffloadWarning, match="no data are moved: '/tmp' is in memory"):
+        module = planned(built(Layers), rows(), 0.85)
+    assert module.plan.recomputations > 0
+
+
+def test_a_second_folder_is_taken_where_the_first_is_in_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(tiers, "gettempdir", lambda: str(tmp_path / "none"))
+    monkeypatch.setattr(tiers, "_ELSE", str(tmp_path))
+    assert str(tmp_path) in tiers.Tiers(Offload()).on(torch.device("cpu")).name
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 70_000])
+def test_the_limit_is_kept(quick, limit_bytes):
+    model = built(Layers)
+    free = planned(copy.deepcopy(model), rows(), 0.85).plan
+    plan = planned(model, rows(), 0.85, offload=Offload(limit=limit_bytes)).plan
+    assert plan.stored_bytes <= limit_bytes < free.stored_bytes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_what_looks_at_recomputation_alone_says_so():
+    options = PlanOptions(offload="auto")
+    for ask in (
+        lambda: max_batch(Layers, rows(), "1MiB", options=options),
+        lambda: smallest_budget(built(Layers), rows(), 1.1, options=options),
+    ):
+        with pytest.raises(ArgumentError, match="leave offload out"):
+            ask()
+
+
+# ---- what becomes of it -----------------------------------------------------------------------------------
+
+
+def test_a_plan_file_keeps_the_moves_and_explains_them(quick, tmp_path):
+    model = built(Layers)
+    module = planned(copy.deepcopy(model), rows(), 0.5, offload=Offload("disk", path=str(tmp_path)))
+    module.save_plan(tmp_path / "plan.json")
+    file = plan_files.load(tmp_path / "plan.json")
+    assert file.plan.schedule == module.plan.schedule
+    assert file.plan.memory == module.plan.memory
+    again = Rockmate(copy.deepcopy(model), rows(), plan=file)
+    assert (again.plan.schedule, again.plan.stored_bytes) == (module.plan.schedule, module.plan.stored_bytes)
+    assert again.code.split("\n", 4)[-1] == module.code.split("\n", 4)[-1]
+    assert_same_training(train(again, [rows(1)]), train(copy.deepcopy(model), [rows(1)]))
+    found = explain(file)
+    moved = [entry for entry in found.entries if entry.decision == "moved"]
+    assert {entry.name for entry in moved} == set(module.plan.schedule.offloaded)
+    assert all("Where it stayed, the peak would be" in entry.why for entry in moved)
+    assert any(not entry.flip.fits for entry in moved)
+    assert all(stay.is_back for entry in moved for stay in entry.lifetimes[1:])
+    text = module.report()
+    assert "Moved" in text
+    assert {"out", "back"} <= {line.split()[0] for line in text.splitlines() if line.split()}
+    for ending in ("html", "svg"):
+        assert module.report(tmp_path / f"report.{ending}").stat().st_size > 10_000
+
+
+def test_a_file_that_promises_other_bytes_there_is_refused(quick, tmp_path):
+    module = planned(built(Layers), rows(), 0.5)
+    file = module.plan_file()
+    file = structs.replace(file, promise=structs.replace(file.promise, stored_bytes=1))
+    plan_files.save(file, tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match="bytes elsewhere, but it promises 1"):
+        plan_files.load(tmp_path / "plan.json")
+
+
+def test_copies_and_pickles_go_on_moving(quick):
+    module = planned(built(Layers), rows(), 0.5)
+    eager = copy.deepcopy(module.original)
+    with warnings.catch_warnings(action="ignore"):
+        others = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    for other in others:
+        assert_same_training(train(other, [rows(1)]), train(copy.deepcopy(eager), [rows(1)]))
+        assert other.plan.moves == module.plan.moves
+        assert other.plan.measured_peak_bytes <= other.plan.budget_bytes
+
+
+def test_a_second_budget_is_solved_with_moves(quick):
+    module = planned(built(Layers), rows(), 0.7)
+    first = module.plan
+    module.replan(int(0.8 * first.budget_bytes), rows())
+    assert module.plan.stored_bytes > first.stored_bytes
+    assert module.plan.measured_peak_bytes <= module.plan.budget_bytes < first.budget_bytes
+
+
+def test_calls_of_other_sizes_are_within_the_same_budget(quick):
+    model = built(Layers)
+    eager, module = copy.deepcopy(model), planned(model, rows(), 0.5)
+    batches = [rows(1), rows(2)[:400], rows(3)[:300], rows(4)[:100], rows(5)]
+    with warnings.catch_warnings(action="ignore"):
+        assert_same_training(train(module, batches), train(eager, batches))
+    assert not module.fallbacks
+    assert all(plan.peak_bytes <= module.plan.budget_bytes for plan in module.plans)
+
+
+def test_a_full_disk_keeps_data_in_memory_and_training_goes_on(quick, monkeypatch):
+    module = planned(built(Layers), rows(), 0.5)
+    eager = copy.deepcopy(module.original)
+    write = os.pwrite
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.warns(OffloadWarning, match="stays in memory, .* the disk is full"):
+        found = train(module, [rows(1)])
+    assert_same_training(found, train(eager, [rows(1)]))
+    monkeypatch.setattr(os, "pwrite", write)
+    with warnings.catch_warnings(action="error"):
+        assert_same_training(train(module, [rows(2)]), train(eager, [rows(2)]))
+
+
+def test_several_steps_under_one_limit_keep_what_is_beyond_it(quick):
+    """Two forwards before a backward store twice as much as was planned."""
+    first = planned(built(Layers), rows(), 0.5)
+    limit_bytes = first.plan.stored_bytes
+    module = planned(built(Layers), rows(), 0.5, offload=Offload(limit=limit_bytes))
+    eager = copy.deepcopy(module.original)
+    torch.manual_seed(0)
+    with pytest.warns(OffloadWarning, match="are beyond its limit"):
+        ours = [squares(module(rows(number))) for number in (1, 2)]
+    torch.manual_seed(0)
+    theirs = [squares(eager(rows(number))) for number in (1, 2)]
+    sum(ours).backward()
+    sum(theirs).backward()
+    pairs = zip(module.parameters(), eager.parameters(), strict=True)
+    assert all(bitwise_equal(mine.grad, other.grad) for mine, other in pairs)
+
+
+def test_a_module_that_is_gone_leaves_no_file_and_no_thread(quick):
+    import threading
+
+    def ours():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("rockmate-")]
+
+    gc.collect()
+    before = len(ours())
+    module = planned(built(Layers), rows(), 0.5)
+    assert module.plan.moves
+    tier = module._member.planned.tier
+    descriptor = tier._opened.file.descriptor
+    os.fstat(descriptor)
+    del module, tier
+    gc.collect()
+    assert len(ours()) == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_decisions_with_moves_are_followed_elsewhere(quick):
+    from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
+
+    module = planned(built(Layers), rows(), 0.5)
+    measured, plan = module._member.measured, module.plan
+    decisions = PortablePlan.of(plan.schedule, plan.solver)
+    assert PortablePlan.from_json(decisions.to_json()) == decisions
+    found = FixedPlan(decisions, memory=plan.memory).solve(measured.problem, plan.budget_bytes)
+    assert found.status.fits
+    assert found.stored_bytes == plan.stored_bytes
+    assert not FixedPlan(decisions, memory=plan.memory).solve(measured.problem, 1).status.fits
+    less = FixedPlan(decisions, memory=replace(plan.memory, limit_bytes=0))
+    assert not less.solve(measured.problem, plan.budget_bytes).status.fits
