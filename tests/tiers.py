@@ -53,6 +53,7 @@ SETS = {
     "tests/module/": Sets(1, 3),
     "tests/module/test_exactness.py": Sets(4, 6),
     "tests/module/test_moves.py": Sets(2, 6),
+    "tests/module/test_offload.py": Sets(1, 3),
     "tests/plan_files/": Sets(1, 4),
     "tests/solver/": Sets(3, EVERY),
     "tests/test_docs.py": Sets(2, 6),

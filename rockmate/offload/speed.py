@@ -14,7 +14,9 @@ import torch
 
 from rk_solvers.links import Link, SecondMemory
 from rkgb.devices.registry import device_of
+from rockmate.errors import OffloadError
 from rockmate.offload.tier import Tier
+from rockmate.units import format_bytes
 
 _LARGE_BYTES = 32 << 20
 _SMALL_BYTES = 4 << 10
@@ -31,16 +33,23 @@ def measured_links(tier: Tier, device: torch.device) -> SecondMemory:
 
     It takes about a second where a link moves 1 GB/s. Raises `OffloadError` where nothing can be moved.
     """
-    for size_bytes in (_LARGE_BYTES, _SMALL_BYTES):  # a file grows, threads start, memory is pinned
+    large_bytes = _LARGE_BYTES if tier.limit_bytes is None else min(_LARGE_BYTES, tier.limit_bytes // _AT_ONCE)
+    if large_bytes < 2 * _SMALL_BYTES:
+        raise OffloadError(
+            f"a limit of {format_bytes(tier.limit_bytes or 0)} in {tier.name} leaves nothing to move: raise it, or "
+            "leave offload out."
+        )
+    for size_bytes in (large_bytes, _SMALL_BYTES):  # a file grows, threads start, memory is pinned
         _moved_ms(tier, device, size_bytes)
     with _Beside(device) as beside:
         alone_ms = beside.rounds_ms(_ALONE_S)
         small = [_moved_ms(tier, device, _SMALL_BYTES) for _ in range(_ROUNDS)]
-        large = [_moved_ms(tier, device, _LARGE_BYTES, beside) for _ in range(_ROUNDS)]
+        large = [_moved_ms(tier, device, large_bytes, beside) for _ in range(_ROUNDS)]
     out, back = (
         _link(
             _middle([getattr(one, way).moved_ms for one in small]),
             _middle([getattr(one, way).moved_ms for one in large]),
+            large_bytes,
             _burden(alone_ms, [getattr(one, way) for one in large]),
         )
         for way in ("out", "back")
@@ -74,10 +83,10 @@ def _burden(alone_ms: float, ways: list[_Way]) -> float:
     return min(_middle(shares), 0.9) if shares else 0.0
 
 
-def _link(small_ms: float, large_ms: float, burden: float) -> Link:
+def _link(small_ms: float, large_ms: float, large_bytes: int, burden: float) -> Link:
     """A line through two sizes."""
     more_ms = max(large_ms - small_ms, 0.01 * large_ms)  # where the small one was held up
-    bytes_per_ms = (_LARGE_BYTES - _SMALL_BYTES) / more_ms
+    bytes_per_ms = (large_bytes - _SMALL_BYTES) / more_ms
     return Link(bytes_per_ms, max(0.0, small_ms - _SMALL_BYTES / bytes_per_ms), burden)
 
 

@@ -153,9 +153,17 @@ def test_a_second_folder_is_taken_where_the_first_is_in_memory(monkeypatch, tmp_
     assert str(tmp_path) in tiers.Tiers(Offload()).on(torch.device("cpu")).name
 
 
-@pytest.mark.parametrize("limit_bytes", [0, 70_000])
-def test_the_limit_is_kept(quick, limit_bytes):
-    model = built(Layers)
+def test_the_limit_is_kept_when_links_are_measured_too(tmp_path):
+    limit_bytes = 1 << 20
+    seconds = tiers.Tiers(Offload("disk", str(tmp_path), limit_bytes))
+    links, tier = seconds.links_on(torch.device("cpu")), seconds.on(torch.device("cpu"))
+    assert links.limit_bytes == limit_bytes >= tier.most_held_bytes > 0
+    with pytest.raises(OffloadError, match="a limit of 0 B in .* leaves nothing to move"):
+        tiers.Tiers(Offload("disk", str(tmp_path), 0)).links_on(torch.device("cpu"))
+
+
+def test_the_limit_is_kept(quick):
+    model, limit_bytes = built(Layers), 70_000
     free = planned(copy.deepcopy(model), rows(), 0.85).plan
     plan = planned(model, rows(), 0.85, offload=Offload(limit=limit_bytes)).plan
     assert plan.stored_bytes <= limit_bytes < free.stored_bytes

@@ -65,13 +65,13 @@ class WithMoves(Solver):
             found.schedule,
             found.costs.time_ms,
             found.costs.peak_bytes,
-            self.name,
+            self.name if found.moves else self.alone.name,
             lower_bound_ms=min(problem.keep_all_time_ms, found.costs.time_ms),
             interrupted=alone.interrupted,
             out_of_time=time.monotonic() - started >= self.time_limit_s,
             stored_bytes=found.costs.stored_bytes,
-            memory=self.memory,
-            alone=alone,
+            memory=self.memory if found.moves else None,
+            alone=alone if found.moves else None,
         )
 
     def _without_proof(self, problem: Problem, solution: Solution) -> Solution:
