@@ -39,7 +39,7 @@ PACKAGES = (
             ("baselines/, local/", "", "first plans, improved step by step"),
             ("exact/, chain/", "intervals/", "programs; dynamic programs over blocks"),
             ("bounds/", "", "what no plan can beat"),
-            ("anytime/", "checker", "→ Schedule, proven gap"),
+            ("anytime/", "replay/", "→ Schedule, proven gap"),
         ),
     ),
     (

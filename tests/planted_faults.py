@@ -83,16 +83,24 @@ FAULTS = (
         CODE,
     ),
     # ---- the checker ----
-    Fault("solvers/rk_solvers/checker.py", "    _require_alive(replay, line, op, expected.needs)", "    pass", RULES),
     Fault(
-        "solvers/rk_solvers/checker.py",
+        "solvers/rk_solvers/replay/checker.py",
+        "    _require_alive(replay, line, op, expected.needs)",
+        "    pass",
+        RULES,
+    ),
+    Fault(
+        "solvers/rk_solvers/replay/checker.py",
         "own_bytes += problem.backward[replay.done].resident_bytes",
         "own_bytes += 0",
         RULES,
     ),
-    Fault("solvers/rk_solvers/checker.py", "        if not forward.recomputable:", "        if False:", RULES),
+    Fault("solvers/rk_solvers/replay/checker.py", "        if not forward.recomputable:", "        if False:", RULES),
     Fault(
-        "solvers/rk_solvers/checker.py", "forward.recompute_ms if again else", "forward.time_ms if again else", RULES
+        "solvers/rk_solvers/replay/checker.py",
+        "forward.recompute_ms if again else",
+        "forward.time_ms if again else",
+        RULES,
     ),
     # ---- liveness ----
     Fault(

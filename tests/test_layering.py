@@ -62,8 +62,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "links": (),
         "groups": ("problem",),
         "liveness": ("problem", "schedule", "groups"),
-        "simulation": ("problem", "schedule", "links", "liveness"),
-        "checker": ("problem", "schedule", "links"),
+        "replay": ("problem", "schedule", "links", "liveness"),
         "solver": ("problem", "schedule", "links", "groups", "liveness"),
         "limits": (),
         "milp": (),
@@ -82,9 +81,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "baselines", "local", "exact", "chain",
         ),
         "registry": ("problem", "limits", "solver", "baselines", "local", "exact", "chain", "intervals", "anytime"),
-        "__main__": ("problem", "liveness", "checker", "schedule", "solver", "limits", "milp", "registry"),
+        "__main__": ("problem", "liveness", "replay", "schedule", "solver", "limits", "milp", "registry"),
         "": (
-            "problem", "schedule", "links", "liveness", "simulation", "checker", "solver", "limits", "milp", "bounds",
+            "problem", "schedule", "links", "liveness", "replay", "solver", "limits", "milp", "bounds",
             "baselines", "local", "exact", "chain", "intervals", "anytime", "registry",
         ),
     },
@@ -118,8 +117,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "integrations": ("errors", "memory", "module"),
         "compat": ("errors", "units", "zoo", "memory", "planning", "options", "plan_files", "module", "queries"),
         "cli": (
-            "errors", "units", "progress", "zoo", "memory", "offload", "planning", "plan_files", "reports", "module",
-            "queries",
+            "errors", "units", "progress", "zoo", "memory", "offload", "planning", "options", "plan_files", "reports",
+            "module", "queries",
         ),
         "__main__": ("cli",),
         "": (
@@ -156,6 +155,7 @@ ROCKMATE_MAY_USE = (
     "rk_solvers.local",
     "rk_solvers.baselines",
     "rk_solvers.chain",
+    "rk_solvers.transfers",
 )
 # These know less than the rest of their room may.
 NARROWER: dict[str, tuple[str, ...]] = {
@@ -167,7 +167,7 @@ NARROWER: dict[str, tuple[str, ...]] = {
     "rockmate.zoo": ("rockmate.zoo",),
     "rockmate.units": (),
     # Two readings of what is alive when, which check that of `rk_solvers.liveness`, and so know nothing of it.
-    "rk_solvers.checker": ("rk_solvers.problem", "rk_solvers.schedule", "rk_solvers.links"),
+    "rk_solvers.replay.checker": ("rk_solvers.problem", "rk_solvers.schedule", "rk_solvers.links"),
     "rk_solvers.exact.oracle": ("rk_solvers.problem", "rk_solvers.groups", "rk_solvers.solver"),
 }
 MAX_FILES = 12  # of one folder, its `__init__.py` left out

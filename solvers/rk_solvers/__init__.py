@@ -11,7 +11,6 @@ from rk_solvers.bounds.time_bound import lower_bound_ms
 from rk_solvers.chain.hiremate import Hiremate
 from rk_solvers.chain.rotor import Rotor, RotorTable
 from rk_solvers.chain.two_level import RockmateSolver
-from rk_solvers.checker import CheckedSchedule, check
 from rk_solvers.exact.checkmate import Checkmate
 from rk_solvers.exact.oracle import Oracle
 from rk_solvers.intervals.solver import Bounded, Intervals
@@ -40,8 +39,9 @@ from rk_solvers.problem import (
     problem_to_json,
 )
 from rk_solvers.registry import SOLVERS, solver_named
+from rk_solvers.replay.checker import CheckedSchedule, check
+from rk_solvers.replay.simulation import LinkUse, Moment, Simulation, simulate
 from rk_solvers.schedule import Backward, Compute, Forget, Op, Schedule, ScheduleError
-from rk_solvers.simulation import LinkUse, Moment, Simulation, simulate
 from rk_solvers.solver import Solution, Solver, Status
 
 __all__ = [

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rk_solvers.checker import CheckedSchedule, check
 from rk_solvers.limits import Limits
 from rk_solvers.liveness import peak_and_time
 from rk_solvers.milp import BackendUnavailable
 from rk_solvers.problem import Chain, Problem, problem_from_json
 from rk_solvers.registry import SOLVERS, solver_named
+from rk_solvers.replay.checker import CheckedSchedule, check
 from rk_solvers.schedule import Schedule, ScheduleError
 from rk_solvers.solver import Solution, Status
 
