@@ -118,3 +118,18 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == expected, f"{path} differs: if the change is meant, run `make golden` and read the diff"
 
     return compare
+
+
+@pytest.fixture
+def quick_disk(monkeypatch):
+    """Links that move all at once, and steps that show so: what moves then does not depend on the machine's disk."""
+    from rk_solvers import Link, SecondMemory
+    from rockmate.offload import tiers
+    from rockmate.planning import planner
+
+    def links(tier, device):
+        tier.send(torch.ones(1, device=device).untyped_storage()).wait_sent()  # there is one
+        return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes)
+
+    monkeypatch.setattr(tiers, "measured_links", links)
+    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other

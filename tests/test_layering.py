@@ -115,7 +115,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
         "integrations": ("errors", "memory", "module"),
-        "compat": ("errors", "units", "zoo", "memory", "planning", "options", "plan_files", "module", "queries"),
+        "compat": (
+            "errors", "units", "zoo", "memory", "offload", "planning", "options", "plan_files", "module", "queries",
+        ),
         "cli": (
             "errors", "units", "progress", "zoo", "memory", "offload", "planning", "options", "plan_files", "reports",
             "module", "queries",

@@ -7,7 +7,7 @@ from rockmate.compat import MONeTWrapper
 
 from rockmate.compat.configs import Config, ConfigError, from_config, generate_config, load_config, save_config
 from rockmate.compat.monet import MONeTWrapper
-from rockmate.compat.pure import Hiremate, PureCheckmate, PureRockmate, PureRotor
+from rockmate.compat.pure import Hiremate, OffMate, PureCheckmate, PureRockmate, PureRotor
 from rockmate.compat.rockmate1 import Rockmate
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "Hiremate",
     "MONeTWrapper",
+    "OffMate",
     "PureCheckmate",
     "PureRockmate",
     "PureRotor",

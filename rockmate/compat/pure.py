@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from rockmate import module
 from rockmate.compat.configured import Value, configured
 from rockmate.memory.budget import Budget
+from rockmate.offload.option import Offload
 from rockmate.planning.request import limits_of
 
 
@@ -59,6 +60,23 @@ class PureRockmate(_Pure):
     """Planned by exact programs for blocks, and the dynamic program over them (`rk_solvers.RockmateSolver`)."""
 
     solver_name = "rockmate"
+
+
+class OffMate(_Pure):
+    """Planned by recursive division, with data moved to a second memory where that is faster (`offload`)."""
+
+    solver_name = "hiremate"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sample: Any = None,
+        budget: Budget = None,
+        *,
+        offload: Offload | Literal["auto", "disk", "host"] = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(model, sample, budget, offload=offload, **options)
 
 
 class Hiremate(_Pure):

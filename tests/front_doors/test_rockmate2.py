@@ -15,6 +15,7 @@ from rockmate.compat import (
     Config,
     ConfigError,
     Hiremate,
+    OffMate,
     PureCheckmate,
     PureRockmate,
     PureRotor,
@@ -56,6 +57,16 @@ def test_modules_are_planned_by_the_solver_of_their_name(kind, options):
     assert module.plan.recomputations > 0
     for model in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert isinstance(model, kind)
+        assert_same_training(train(model, [rows()] * 2), train(network(), [rows()] * 2))
+    module.zero_grad()
+    assert peak_of_step(module, (rows(),)) <= module.plan.budget_bytes
+
+
+def test_offmate_moves_and_recomputes(quick_disk):
+    module = OffMate(network(), rows(), 0.7, time_limit=1, loss=squares)
+    assert module.plan.moves > 0
+    for model in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(model, OffMate)
         assert_same_training(train(model, [rows()] * 2), train(network(), [rows()] * 2))
     module.zero_grad()
     assert peak_of_step(module, (rows(),)) <= module.plan.budget_bytes

@@ -74,6 +74,16 @@ def test_training_is_eager_s_and_stays_within_the_limit(measured, keep_all_bytes
     assert peak_of_step(model, (images(),)) <= limit  # above the gradients, which are there
 
 
+def test_offloading_is_combined_with_recomputation(quick_disk, keep_all_bytes):
+    """What rotor's authors announced."""
+    limit = int(0.45 * keep_all_bytes)
+    model = rotor.Checkpointable(network(), mem_limit=limit, offload="auto", loss=squares)
+    assert_same_training(train(model, [images()] * 2), train(network(), [images()] * 2))
+    assert model.plan.moves > 0
+    assert peak_of_step(model, (images(),)) <= limit
+    assert {operation.kind for operation in model.sequence} >= {"Fe", "B"}
+
+
 def test_without_a_limit_the_first_batch_is_planned_for_what_is_free():
     model = rotor.Checkpointable(network())
     assert model.mem_limit is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from rk_solvers import Limits, Link, SecondMemory
+from rk_solvers import Limits
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
     ArgumentError,
@@ -39,18 +39,6 @@ from tests.module.steps import assert_same_training, squares, train
 BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A disk that moves all at once, and steps of plans that move which are the quicker ones; beside what is real."""
-
-    def links(tier, device):
-        tier.send(torch.ones(1).untyped_storage()).wait_sent()
-        return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes)
-
-    monkeypatch.setattr(tiers, "measured_links", links)
-    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])
-
-
 def planned(model, sample, budget=0.5, **options):
     options = {"limits": BRIEFLY, "loss": squares, "offload": "auto", **options}
     return Rockmate(model, sample, budget, **options)
@@ -58,7 +46,7 @@ def planned(model, sample, budget=0.5, **options):
 
 @pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
 @pytest.mark.parametrize("name", TINY)
-def test_real_models_train_exactly_within_both_budgets(quick, tmp_path, name, share):
+def test_real_models_train_exactly_within_both_budgets(quick_disk, tmp_path, name, share):
     entry = zoo.get(name)
     eager = copy.deepcopy(entry.model)
     offload = Offload("disk", path=str(tmp_path), limit="2MiB")
@@ -81,7 +69,7 @@ def test_real_models_train_exactly_within_both_budgets(quick, tmp_path, name, sh
         assert plan.measured_stored_bytes is None
 
 
-def test_most_of_a_chain_moves_where_the_disk_is_quick(quick):
+def test_most_of_a_chain_moves_where_the_disk_is_quick(quick_disk):
     module = planned(built(Layers), rows(), 0.5)
     assert module.plan.moves > 0
     assert module.plan.solver.endswith("+moves")
@@ -89,7 +77,7 @@ def test_most_of_a_chain_moves_where_the_disk_is_quick(quick):
     assert verify(module, rows(), loss=squares).exact
 
 
-def test_nothing_moves_where_steps_show_that_it_is_slower(quick, monkeypatch):
+def test_nothing_moves_where_steps_show_that_it_is_slower(quick_disk, monkeypatch):
     monkeypatch.setattr(planner, "_steps_ms", lambda *_: [2.0, 1.0])
     module = planned(built(Layers), rows(), 0.85)
     assert module.plan.recomputations > 0
@@ -162,7 +150,7 @@ def test_the_limit_is_kept_when_links_are_measured_too(tmp_path):
         tiers.Tiers(Offload("disk", str(tmp_path), 0)).links_on(torch.device("cpu"))
 
 
-def test_the_limit_is_kept(quick):
+def test_the_limit_is_kept(quick_disk):
     model, limit_bytes = built(Layers), 70_000
     free = planned(copy.deepcopy(model), rows(), 0.85).plan
     plan = planned(model, rows(), 0.85, offload=Offload(limit=limit_bytes)).plan
@@ -183,7 +171,7 @@ def test_what_looks_at_recomputation_alone_says_so():
 # ---- what becomes of it -----------------------------------------------------------------------------------
 
 
-def test_a_plan_file_keeps_the_moves_and_explains_them(quick, tmp_path):
+def test_a_plan_file_keeps_the_moves_and_explains_them(quick_disk, tmp_path):
     model = built(Layers)
     module = planned(copy.deepcopy(model), rows(), 0.5, offload=Offload("disk", path=str(tmp_path)))
     module.save_plan(tmp_path / "plan.json")
@@ -207,7 +195,7 @@ def test_a_plan_file_keeps_the_moves_and_explains_them(quick, tmp_path):
         assert module.report(tmp_path / f"report.{ending}").stat().st_size > 10_000
 
 
-def test_a_file_that_promises_other_bytes_there_is_refused(quick, tmp_path):
+def test_a_file_that_promises_other_bytes_there_is_refused(quick_disk, tmp_path):
     module = planned(built(Layers), rows(), 0.5)
     file = module.plan_file()
     file = structs.replace(file, promise=structs.replace(file.promise, stored_bytes=1))
@@ -216,7 +204,7 @@ def test_a_file_that_promises_other_bytes_there_is_refused(quick, tmp_path):
         plan_files.load(tmp_path / "plan.json")
 
 
-def test_copies_and_pickles_go_on_moving(quick):
+def test_copies_and_pickles_go_on_moving(quick_disk):
     module = planned(built(Layers), rows(), 0.5)
     eager = copy.deepcopy(module.original)
     with warnings.catch_warnings(action="ignore"):
@@ -227,7 +215,7 @@ def test_copies_and_pickles_go_on_moving(quick):
         assert other.plan.measured_peak_bytes <= other.plan.budget_bytes
 
 
-def test_a_second_budget_is_solved_with_moves(quick):
+def test_a_second_budget_is_solved_with_moves(quick_disk):
     module = planned(built(Layers), rows(), 0.7)
     first = module.plan
     module.replan(int(0.8 * first.budget_bytes), rows())
@@ -235,7 +223,7 @@ def test_a_second_budget_is_solved_with_moves(quick):
     assert module.plan.measured_peak_bytes <= module.plan.budget_bytes < first.budget_bytes
 
 
-def test_calls_of_other_sizes_are_within_the_same_budget(quick):
+def test_calls_of_other_sizes_are_within_the_same_budget(quick_disk):
     model = built(Layers)
     eager, module = copy.deepcopy(model), planned(model, rows(), 0.5)
     batches = [rows(1), rows(2)[:400], rows(3)[:300], rows(4)[:100], rows(5)]
@@ -245,7 +233,7 @@ def test_calls_of_other_sizes_are_within_the_same_budget(quick):
     assert all(plan.peak_bytes <= module.plan.budget_bytes for plan in module.plans)
 
 
-def test_a_full_disk_keeps_data_in_memory_and_training_goes_on(quick, monkeypatch):
+def test_a_full_disk_keeps_data_in_memory_and_training_goes_on(quick_disk, monkeypatch):
     module = planned(built(Layers), rows(), 0.5)
     eager = copy.deepcopy(module.original)
     write = os.pwrite
@@ -262,7 +250,7 @@ def test_a_full_disk_keeps_data_in_memory_and_training_goes_on(quick, monkeypatc
         assert_same_training(train(module, [rows(2)]), train(eager, [rows(2)]))
 
 
-def test_several_steps_under_one_limit_keep_what_is_beyond_it(quick):
+def test_several_steps_under_one_limit_keep_what_is_beyond_it(quick_disk):
     """Two forwards before a backward store twice as much as was planned."""
     first = planned(built(Layers), rows(), 0.5)
     limit_bytes = first.plan.stored_bytes
@@ -279,7 +267,7 @@ def test_several_steps_under_one_limit_keep_what_is_beyond_it(quick):
     assert all(bitwise_equal(mine.grad, other.grad) for mine, other in pairs)
 
 
-def test_a_module_that_is_gone_leaves_no_file_and_no_thread(quick):
+def test_a_module_that_is_gone_leaves_no_file_and_no_thread(quick_disk):
     import threading
 
     def ours():
@@ -299,7 +287,7 @@ def test_a_module_that_is_gone_leaves_no_file_and_no_thread(quick):
         os.fstat(descriptor)
 
 
-def test_decisions_with_moves_are_followed_elsewhere(quick):
+def test_decisions_with_moves_are_followed_elsewhere(quick_disk):
     from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 
     module = planned(built(Layers), rows(), 0.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,6 +10,7 @@ from rockmate.compat.rotor.layers import AlongLayers, chain_of_layers, layers_of
 from rockmate.compat.rotor.sequence import Sequence, sequence_of
 from rockmate.errors import BudgetError
 from rockmate.memory.budget import AboveResidents, Budget
+from rockmate.offload.option import Offload
 from rockmate.planning.costs import LossFunction
 from rockmate.queries.measured_rockmate import MeasuredRockmate
 from rockmate.units import parse_bytes
@@ -41,6 +42,7 @@ class Checkpointable(MeasuredRockmate):
         loss: called on the model's output, returns the scalar of which training takes the backward. It is measured;
             without it, a cross-entropy's needs are assumed.
         slots: units in which the dynamic program counts memory, of the whole limit.
+        offload: where data may be moved while nothing reads them, beside recomputation, as for `rockmate.Rockmate`.
 
     Raises:
         BudgetError: `mem_limit` is no size.
@@ -59,10 +61,11 @@ class Checkpointable(MeasuredRockmate):
         *,
         loss: LossFunction | None = None,
         slots: int = 500,
+        offload: Offload | Literal["auto", "disk", "host"] | None = None,
     ) -> None:
         layers = layers_of(model) if isinstance(model, torch.nn.Module) else ()
         solver = AlongLayers(layers, slots)
-        super().__init__(model, None, _budget_of(mem_limit), loss=loss, solver=solver, scope="total")
+        super().__init__(model, None, _budget_of(mem_limit), loss=loss, solver=solver, scope="total", offload=offload)
         self.__dict__["_given_limit"] = mem_limit
         self.__dict__["_preserve_rng_state"] = preserve_rng_state
 
@@ -91,7 +94,7 @@ class Checkpointable(MeasuredRockmate):
         """What the plan used last runs, layer by layer. Raises `NotPlanned` where there is none yet."""
         measured = self._member.measured
         layers = chain_of_layers(measured, layers_of(self.original))
-        return sequence_of(measured.problem, self.plan.schedule, layers)
+        return sequence_of(measured.problem, self.plan.schedule, layers, self.plan.memory)
 
     def measure(self, sample: Any) -> None:
         """Measure the times and bytes of calls like `sample`, a batch, for `compute_sequence`. Raises as planning does.

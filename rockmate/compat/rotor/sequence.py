@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rk_solvers import Problem, Schedule, Simulation, simulate
+from rk_solvers import Problem, Schedule, SecondMemory, Simulation, simulate
 from rk_solvers.liveness import Step
 from rockmate.compat.rotor.layers import LayerChain
 
@@ -58,10 +58,15 @@ class _Run:
     names: set[int]  # indices of its operations
 
 
-def sequence_of(problem: Problem, schedule: Schedule, layers: LayerChain) -> Sequence:
-    """What `schedule` does, layer by layer, the loss left out. Raises `ValueError` for a chain of another problem."""
+def sequence_of(
+    problem: Problem, schedule: Schedule, layers: LayerChain, memory: SecondMemory | None = None
+) -> Sequence:
+    """What `schedule` does, layer by layer, the loss left out. What moves to `memory` and back counts as kept.
+
+    Raises `ValueError` for a chain of another problem.
+    """
     layers.chain.check(problem)
-    return _Reader(problem, simulate(problem, schedule), layers).read()
+    return _Reader(problem, simulate(problem, schedule, memory), layers).read()
 
 
 class _Reader:
@@ -72,7 +77,9 @@ class _Reader:
         self.runs = list(_runs(self.steps, self.block_of, layers.chain.backward_block))
         self.last_use: dict[int, list[tuple[int, int]]] = {}  # of each data: when its instances begin and end
         for instance in simulation.instances:
-            self.last_use.setdefault(instance.data, []).append((instance.first, instance.last))
+            stays = self.last_use.setdefault(instance.data, [])
+            first = stays.pop()[0] if instance.is_back else instance.first
+            stays.append((first, instance.last))
         self.uses: dict[tuple[int, int], list[int]] = {}  # of each data by each block: the steps
         for position, step in enumerate(self.steps):
             block = self._block(step)
