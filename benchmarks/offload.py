@@ -4,9 +4,9 @@
     python benchmarks/offload.py --models gpt2-demo --shares 0.5    # one of them
     python benchmarks/offload.py --quick --output folder            # tiny models
 
-All take turns, step by step, from the same parameters; ratios are of medians. `moved` is what offloading by hand does:
-all that is saved and large leaves at once. Plans with moves are made by `rk_solvers.transfers`, which nothing that
-users call uses yet. Nothing else should be computed on the machine.
+All take turns, step by step, from the same parameters; ratios are of medians. `recomputed` and `both` are plans of
+Rockmate, without and with `offload`. `moved` is what offloading by hand does: all that is saved and large leaves at
+once; `save_on_cpu` is the one of PyTorch, which copies on the CPU. Nothing else should be computed on the machine.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ import torch
 
 from benchmarks.move_everything import MoveEverything
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
-from rk_solvers import Auto, check
-from rk_solvers.links import SecondMemory
-from rk_solvers.transfers.search import Moved, MoveSearch
-from rockmate import BudgetTooSmall, PeakMemory, Rockmate, zoo
+from rockmate import BudgetTooSmall, Offload, PeakMemory, Plan, Rockmate, zoo
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.speed import measured_links
 from rockmate.offload.tier import Tier
-from rockmate.planning.measured import Measured, measure
-from rockmate.planning.plan import Plan
-from rockmate.planning.planner import planned_as
-from rockmate.planning.request import PlanRequest
-from rockmate.runtime.moves import MovingStep
+from rockmate.offload.tiers import Tiers
 from rockmate.units import format_bytes
 
-MODELS = ("gpt2-demo", "resnet50-demo")
+MODELS = ("gpt2-demo", "llama-demo", "bert-demo", "resnet50-demo", "unet-demo")
 QUICK = ("gpt2-tiny",)
-SHARES = (0.5, 0.3)
+SHARES = (0.5, 0.3, 0.2)
 CPU = torch.device("cpu")
 Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step, where it moves data to, and the plan that it follows, if any."""
+
+    step: Step
+    tier: Tier | None = None
+    plan: Plan | None = None
+    planned_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ class Row:
     median_ms: float
     over_eager: float
     predicted_over_eager: float | None
+    budget_bytes: int | None
+    gap: float | None
     recomputations: int
     moves: int
+    planned_s: float
 
 
 def training_step(forward: Callable[..., Any], model: torch.nn.Module, entry: zoo.ZooEntry) -> Step:
@@ -76,96 +81,79 @@ def training_step(forward: Callable[..., Any], model: torch.nn.Module, entry: zo
     return step
 
 
-def moving_forward(
-    measured: Measured, model: torch.nn.Module, found: Moved, budget_bytes: int, tier: Tier
-) -> Callable[..., Any]:
-    """What runs a plan with moves in the place of `model`."""
-    plan = Plan(
-        budget_bytes=budget_bytes,
-        peak_bytes=found.costs.peak_bytes,
-        time_ms=found.costs.time_ms,
-        baseline_peak_bytes=measured.eager_peak_bytes,
-        baseline_time_ms=measured.problem.keep_all_time_ms,
-        solver="moves",
-        planning_s=0.0,
-        schedule=found.schedule,
-    )
-    planned = planned_as(plan, measured, model)
-    runner = planned.runner_for(model, measured)
-    if planned.program.moves is not None:
-        runner.make_step = partial(MovingStep, moves=planned.program.moves, tier=tier)
-    return runner
-
-
-def ways_of(
-    entry: zoo.ZooEntry, share: float, links: SecondMemory, folder: str, seconds: float
-) -> dict[str, tuple[Step, Tier | None, float | None, int, int]]:
-    """By name a step, its second memory, its predicted time over that of keeping all, recomputations and moves."""
-    found: dict[str, tuple[Step, Tier | None, float | None, int, int]] = {}
+def ways_of(entry: zoo.ZooEntry, share: float, folder: str, seconds: float) -> dict[str, Way]:
+    """By name, a step and what is known of it before it runs."""
     eager = copy.deepcopy(entry.model)
-    found["eager"] = training_step(eager, eager, entry), None, None, 0, 0
-    by_hand, tier = copy.deepcopy(entry.model), FileTier(folder)
-
-    def moved_forward(*args: Any) -> Any:
-        with MoveEverything(tier, by_hand.parameters()):
-            return by_hand(*args)
-
-    found["moved"] = training_step(moved_forward, by_hand, entry), tier, None, 0, 0
-    model = copy.deepcopy(entry.model)
-    measured = measure(model, entry.sample, PlanRequest(None, entry.loss))
-    budget_bytes = int(share * measured.eager_peak_bytes)
-    try:
-        planned = Rockmate(copy.deepcopy(entry.model), entry.sample, budget_bytes, loss=entry.loss)
-        plan = planned.plan
-        step = training_step(planned, planned, entry)
-        found["recomputed"] = step, None, 1 + plan.overhead, plan.recomputations, 0
-    except BudgetTooSmall as error:
-        console.print(f"{entry.name} at {share:g}: {error}")
-    search = MoveSearch(
-        measured.problem,
-        links,
-        lambda limit_s: Auto(measured.chain, time_limit_s=limit_s),
-        time_limit_s=seconds,
-        over_the_turn=True,
-    )
-    both = search.solve(budget_bytes)
-    if both is not None:
-        check(measured.problem, both.schedule, budget_bytes, links)
-        second = FileTier(folder)
-        forward = moving_forward(measured, model, both, budget_bytes, second)
-        predicted = both.costs.time_ms / measured.problem.keep_all_time_ms
-        step = training_step(forward, model, entry)
-        found["both"] = step, second, predicted, both.schedule.recomputations, len(both.moves)
+    found = {"eager": Way(training_step(eager, eager, entry))}
+    for name, context in (
+        ("save_on_cpu", lambda tier, model: torch.autograd.graph.save_on_cpu()),
+        ("moved", lambda tier, model: MoveEverything(tier, model.parameters())),
+    ):
+        found[name] = by_hand(entry, folder, context)
+    plan = partial(Rockmate, loss=entry.loss, time_limit=seconds, plan_in_background=False, cache=False)
+    for name, offload in (("recomputed", None), ("both", Offload("disk", folder))):
+        started = time.perf_counter()
+        try:
+            planned = plan(copy.deepcopy(entry.model), entry.sample, share, offload=offload)
+        except BudgetTooSmall as error:
+            console.print(f"{entry.name} at {share:g}, {name}: {error.smallest_budget_bytes} bytes are needed")
+            continue
+        took_s = time.perf_counter() - started
+        tier = planned._member.planned.tier
+        found[name] = Way(training_step(planned, planned, entry), tier, planned.plan, took_s)
     return found
 
 
-def rows_of(name: str, share: float, links: SecondMemory, options: argparse.Namespace) -> list[Row]:
+def by_hand(entry: zoo.ZooEntry, folder: str, context: Callable[[Tier, torch.nn.Module], Any]) -> Way:
+    """A copy of the model whose saved tensors `context` takes away."""
+    model, tier = copy.deepcopy(entry.model), FileTier(folder)
+
+    def forward(*args: Any) -> Any:
+        with context(tier, model):
+            return model(*args)
+
+    return Way(training_step(forward, model, entry), tier)
+
+
+def rows_of(name: str, share: float, options: argparse.Namespace) -> list[Row]:
     """All ways by turns."""
     entry = zoo.get(name)
-    ways = ways_of(entry, share, links, options.folder, 4.0 if options.quick else 30.0)
+    ways = ways_of(entry, share, options.folder, 2.0 if options.quick else 15.0)
     peaks: dict[str, int] = {}
-    for way, (step, *_) in ways.items():
-        step()
+    for way, one in ways.items():
+        one.step()
         with PeakMemory(CPU) as memory:
-            step()
+            one.step()
         peaks[way] = memory.peak_bytes
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(2 if options.quick else options.repeats):
-        for way, (step, *_) in ways.items():
+        for way, one in ways.items():
             started = time.perf_counter()
-            step()
+            one.step()
             times[way].append((time.perf_counter() - started) * 1e3)
     eager_ms = statistics.median(times["eager"])
     rows = []
-    for way, (_, tier, predicted, recomputations, moves) in ways.items():
-        median_ms = statistics.median(times[way])
-        stored_bytes = 0 if tier is None else tier.most_held_bytes
-        over_eager = median_ms / eager_ms
+    for way, one in ways.items():
+        median_ms, plan = statistics.median(times[way]), one.plan
         rows.append(
-            Row(name, share, way, peaks[way], stored_bytes, median_ms, over_eager, predicted, recomputations, moves)
+            Row(
+                name,
+                share,
+                way,
+                peaks[way],
+                0 if one.tier is None else one.tier.most_held_bytes,
+                median_ms,
+                median_ms / eager_ms,
+                None if plan is None else 1 + plan.overhead,
+                None if plan is None else plan.budget_bytes,
+                None if plan is None else plan.gap,
+                0 if plan is None else plan.recomputations,
+                0 if plan is None else plan.moves,
+                one.planned_s,
+            )
         )
-        if tier is not None:
-            tier.close()
+        if one.tier is not None:
+            one.tier.close()
     return rows
 
 
@@ -185,23 +173,25 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    tier = FileTier(options.folder)
-    links = measured_links(tier, CPU)
-    tier.close()
-    speeds = f"out {links.out.bytes_per_ms / 1e6:.2f} GB/s, back {links.back.bytes_per_ms / 1e6:.2f} GB/s"
+    links = Tiers(Offload("disk", options.folder)).links_on(CPU)
+    assert links is not None
+    speeds = ", ".join(
+        f"{way} {link.bytes_per_ms / 1e6:.2f} GB/s at {link.burden:.0%} of a core"
+        for way, link in (("out", links.out), ("back", links.back))
+    )
     console.print(speeds)
     rows: list[Row] = []
     for name in options.models or (QUICK if options.quick else MODELS):
         for share in options.shares:
-            rows += rows_of(name, share, links, options)
+            rows += rows_of(name, share, options)
             table = new_table(f"{name} at {share:g}; {speeds}")
-            for heading in ("peak", "stored", "time", "of eager's", "predicted", "recomputed", "moved"):
+            for heading in ("peak", "stored", "time", "of eager's", "predicted", "recomputed", "moved", "planned"):
                 table.add_column(heading, justify="right")
             for row in rows:
                 if (row.model, row.share) == (name, share):
                     predicted = "" if row.predicted_over_eager is None else f"{row.predicted_over_eager:.3f}"
                     sizes = format_bytes(row.peak_bytes), format_bytes(row.stored_bytes)
-                    counts = str(row.recomputations), str(row.moves)
+                    counts = str(row.recomputations), str(row.moves), f"{row.planned_s:.0f} s"
                     ratio = f"{row.median_ms:.0f} ms", f"{row.over_eager:.3f}", predicted
                     table.add_row(row.way, *sizes, *ratio, *counts)
             console.print(table)
