@@ -129,7 +129,7 @@ def quick_disk(monkeypatch):
 
     def links(tier, device):
         tier.send(torch.ones(1, device=device).untyped_storage()).wait_sent()  # there is one
-        return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes)
+        return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes, unit_bytes=tier.unit_bytes)
 
     monkeypatch.setattr(tiers, "measured_links", links)
     monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other

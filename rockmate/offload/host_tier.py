@@ -23,6 +23,8 @@ _SMALLEST_PIECE_BYTES = 4 << 10
 class HostTier(Tier):
     """Pinned memory for the tensors of one `device`. What is given back is used again."""
 
+    unit_bytes = _SMALLEST_PIECE_BYTES
+
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         super().__init__(limit_bytes)
         self.device = device

@@ -56,7 +56,7 @@ def measured_links(tier: Tier, device: torch.device) -> SecondMemory:
     )
     room_bytes = int(_OF_ROOM * tier.room_bytes())
     limit_bytes = room_bytes if tier.limit_bytes is None else min(room_bytes, tier.limit_bytes)
-    return SecondMemory(out, back, limit_bytes, tier.staging_bytes)
+    return SecondMemory(out, back, limit_bytes, tier.staging_bytes, tier.unit_bytes)
 
 
 @dataclass(frozen=True, slots=True)

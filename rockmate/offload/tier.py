@@ -71,6 +71,7 @@ class Tier(abc.ABC):
 
     name: str  # as messages have it
     staging_bytes: int = 0  # of the first memory, which transfers use throughout
+    unit_bytes: int = 1  # what is there takes whole multiples of it
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes

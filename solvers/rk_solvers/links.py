@@ -45,6 +45,7 @@ class SecondMemory:
     back: Link
     limit_bytes: int | None = None  # of what is there at once
     staging_bytes: int = 0  # of the first memory, throughout a step that moves something
+    unit_bytes: int = 1  # what is there takes whole multiples of it
 
     def __post_init__(self) -> None:
         if self.staging_bytes < 0 or (self.limit_bytes is not None and self.limit_bytes < 0):
@@ -52,3 +53,9 @@ class SecondMemory:
                 f"a second memory has limit_bytes {self.limit_bytes} and staging_bytes {self.staging_bytes}; neither "
                 "may be negative"
             )
+        if self.unit_bytes < 1:
+            raise ValueError(f"a second memory has unit_bytes {self.unit_bytes}; that is at least 1")
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """What a data takes there."""
+        return -(-size_bytes // self.unit_bytes) * self.unit_bytes

@@ -35,8 +35,14 @@ from rockmate.reports.explain import explain
 from tests.graph.programs import TINY
 from tests.module.models import Layers, built, rows
 from tests.module.steps import assert_same_training, squares, train
+from tests.where import CPU, here, placed
 
 BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)
+
+
+def elsewhere(folder, limit=None):
+    """The second memory that the device of the test can have."""
+    return Offload("disk", str(folder), limit) if here() == CPU else Offload("host", limit=limit)
 
 
 def planned(model, sample, budget=0.5, **options):
@@ -48,8 +54,9 @@ def planned(model, sample, budget=0.5, **options):
 @pytest.mark.parametrize("name", TINY)
 def test_real_models_train_exactly_within_both_budgets(quick_disk, tmp_path, name, share):
     entry = zoo.get(name)
+    entry = replace(entry, model=placed(entry.model), sample=tuple(map(placed, entry.sample)))
     eager = copy.deepcopy(entry.model)
-    offload = Offload("disk", path=str(tmp_path), limit="2MiB")
+    offload = elsewhere(tmp_path, "2MiB")
     try:
         module = planned(entry.model, entry.sample, share, loss=entry.loss, offload=offload)
     except BudgetTooSmall as error:
@@ -57,7 +64,7 @@ def test_real_models_train_exactly_within_both_budgets(quick_disk, tmp_path, nam
     plan, batches = module.plan, [entry.sample] * 2
     assert_same_training(train(module, batches, entry.loss), train(eager, batches, entry.loss))
     module.zero_grad()
-    with PeakMemory() as memory:
+    with PeakMemory(here()) as memory:
         entry.loss(module(*entry.sample)).backward()
     assert memory.peak_bytes <= plan.budget_bytes
     if plan.moves:
@@ -173,7 +180,7 @@ def test_what_looks_at_recomputation_alone_says_so():
 
 def test_a_plan_file_keeps_the_moves_and_explains_them(quick_disk, tmp_path):
     model = built(Layers)
-    module = planned(copy.deepcopy(model), rows(), 0.5, offload=Offload("disk", path=str(tmp_path)))
+    module = planned(copy.deepcopy(model), rows(), 0.5, offload=elsewhere(tmp_path))
     module.save_plan(tmp_path / "plan.json")
     file = plan_files.load(tmp_path / "plan.json")
     assert file.plan.schedule == module.plan.schedule

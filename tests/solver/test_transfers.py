@@ -54,7 +54,7 @@ def layers(seed: int, count: int) -> Problem:
 def random_memory(chance: random.Random, fastest: float) -> SecondMemory:
     latency_ms = chance.choice([0, 0.1])
     out, back = (Link(chance.uniform(1, fastest), latency_ms) for _ in range(2))
-    return SecondMemory(out, back, staging_bytes=chance.choice([0, 5]))
+    return SecondMemory(out, back, staging_bytes=chance.choice([0, 5]), unit_bytes=chance.choice([1, 1, 7]))
 
 
 def search(problem, memory, **options):

@@ -231,7 +231,11 @@ def _transfer(replay: _Replay, line: int, op: Transfer) -> None:
         replay.leaving[name] = replay.out_free_ms
         replay.time_ms += memory.out.slowing_ms(data.size_bytes)
         replay.stored.add(name)
-        stored_bytes = sum(item.size_bytes for item in replay.problem.data if item.name in replay.stored)
+        stored_bytes = sum(
+            -(-item.size_bytes // memory.unit_bytes) * memory.unit_bytes
+            for item in replay.problem.data
+            if item.name in replay.stored
+        )
         replay.stored_bytes = max(replay.stored_bytes, stored_bytes)
         if memory.limit_bytes is not None and stored_bytes > memory.limit_bytes:
             _fail(line, op, f"{stored_bytes} bytes are in the second memory, its limit is {memory.limit_bytes}")

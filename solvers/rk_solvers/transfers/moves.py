@@ -172,8 +172,9 @@ class Base:
             until[item] = max(until.get(item, 0), move.gap.after)
         change = np.zeros(len(self.steps) + 1, np.int64)
         for item in since:
-            change[since[item]] += self.problem.data[item].size_bytes
-            change[until[item]] -= self.problem.data[item].size_bytes
+            size_bytes = self.memory.stored_bytes(self.problem.data[item].size_bytes)
+            change[since[item]] += size_bytes
+            change[until[item]] -= size_bytes
         return int(np.cumsum(change).max(initial=0))
 
 
