@@ -57,6 +57,10 @@ class Tiers:
                 warnings.warn(f"no data are moved: {error}", OffloadWarning, stacklevel=2)
         return self._links[device]
 
+    def correct(self, device: torch.device, links: SecondMemory) -> None:
+        """Take the links of that device for what steps have shown them to be."""
+        self._links[device] = links
+
 
 def _opened(option: Offload, device: torch.device) -> Tier:
     is_host = device_of(device).is_host

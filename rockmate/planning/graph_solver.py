@@ -10,7 +10,7 @@ from functools import partial
 from rk_solvers import Chain, Limits, Problem, SecondMemory, Solution, Solver, solver_named
 from rk_solvers.transfers.with_moves import WithMoves
 from rockmate.errors import SolverError
-from rockmate.planning.fixed_plan import FixedPlan
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
 
@@ -46,13 +46,20 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
         alone = request.solver.for_measured(measured)
     else:
         alone = request.solver
-    memory = memory_for(request, measured)
+    return _beside(alone, request, measured)
+
+
+def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
+    """What looks for moves once more, beside what was found of recomputation alone."""
+    return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
+
+
+def _beside(alone: Solver, request: PlanRequest, measured: Measured) -> Solver:
+    memory, limits = memory_for(request, measured), request.limits
     if memory is None:
         return alone
-    quick = partial(
-        _quick, request.solver if isinstance(request.solver, str) else alone, request.limits, measured.chain
-    )
-    limits = request.limits
+    solver = request.solver if isinstance(request.solver, str) else alone
+    quick = partial(_quick, solver, limits, measured.chain)
     return WithMoves(alone, quick, memory, measured.chain, limits.search_s, limits.seed)
 
 

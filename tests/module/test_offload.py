@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from rk_solvers import Limits
+from rk_solvers.transfers.reading import costs_of
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
     ArgumentError,
@@ -89,6 +90,19 @@ def test_nothing_moves_where_steps_show_that_it_is_slower(quick_disk, monkeypatc
     module = planned(built(Layers), rows(), 0.85)
     assert module.plan.recomputations > 0
     assert not module.plan.moves
+
+
+def test_links_are_corrected_where_steps_take_longer_than_predicted(quick_disk, monkeypatch):
+    times_ms = iter([[2.2, 2.0], [1.7, 2.0], [1.8, 2.0]])
+    told = []
+    monkeypatch.setattr(planner, "_steps_ms", lambda *_: told.append(next(times_ms)) or told[-1])
+    module = planned(built(Layers), rows(), 0.85)
+    plan = module.plan
+    assert plan.moves > 0
+    assert len(told) > 1
+    assert plan.memory.out.burden == plan.memory.back.burden > 0
+    assert plan.memory == module._family.request.tiers.links_on(here())
+    assert plan.time_ms == pytest.approx(costs_of(module._member.measured.problem, plan.schedule, plan.memory).time_ms)
 
 
 def test_nothing_moves_and_no_link_is_measured_where_all_fits(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rk_solvers.links import SecondMemory
 from rk_solvers.liveness import evaluate, recompute_of
@@ -62,6 +63,20 @@ def costs_of(problem: Problem, schedule: Schedule, memory: SecondMemory | None) 
         raise ScheduleError(f"offload {schedule.offloaded[0]}: no second memory was given")
     base, moves = moves_in(problem, schedule, memory)
     return base.costs(moves)
+
+
+def slowed(problem: Problem, schedule: Schedule, memory: SecondMemory, late_ms: float) -> SecondMemory:
+    """The second memory whose transfers slow the computation by so much more in a step of that schedule.
+
+    Raises as `moves_in`.
+    """
+    base, moves = moves_in(problem, schedule, memory)
+    sizes = {data.name: data.size_bytes for data in problem.data}
+    moving_ms = sum(memory.out.time_ms(sizes[name]) for name in schedule.offloaded)
+    moving_ms += sum(memory.back.time_ms(base.size_bytes(move.gap)) for move in moves)
+    more = late_ms / moving_ms if moving_ms > 0 else 0.0
+    out, back = (replace(link, burden=min(1.0, link.burden + more)) for link in (memory.out, memory.back))
+    return replace(memory, out=out, back=back)
 
 
 def _placed(ops: Iterable[Op]) -> Iterable[tuple[int, Op]]:
