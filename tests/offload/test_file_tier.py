@@ -170,9 +170,14 @@ def test_links_are_measured_and_nothing_is_left_of_it(tmp_path):
     assert (memory.limit_bytes, memory.staging_bytes) == (200 * MIB, tier.staging_bytes)
     assert all(1 < link.bytes_per_ms < 1e9 and 0 <= link.latency_ms < 1e4 for link in (memory.out, memory.back))
     assert tier.held_bytes == 0
-    with pytest.raises(OffloadError, match="beyond its limit of"):
-        measured_links(FileTier(tmp_path, limit_bytes=MIB), torch.device("cpu"))
+    assert tier.most_held_bytes <= 200 * MIB
     tier.close()
+    small = FileTier(tmp_path, limit_bytes=MIB)
+    measured_links(small, torch.device("cpu"))
+    assert 0 < small.most_held_bytes <= MIB
+    small.close()
+    with pytest.raises(OffloadError, match="leaves nothing to move"):
+        measured_links(FileTier(tmp_path, limit_bytes=1), torch.device("cpu"))
 
 
 # ---- limits and faults -----------------------------------------------------------------------------------------

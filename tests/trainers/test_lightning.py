@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rk_solvers import Limits
 from rockmate import IntegrationError, Rockmate
 from tests.module.steps import assert_same
 
@@ -230,6 +231,18 @@ def test_a_second_fit_keeps_the_plans_of_the_first(tmp_path):
     plans = callback.planned["model"].plans
     trained(planned, callback, folder=tmp_path)
     assert callback.planned["model"].plans == plans
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_fit_that_moves_data_is_that_of_the_module_itself(tmp_path, quick_disk):
+    expected, planned = made(Classifier), made(Classifier)
+    trained(expected, folder=tmp_path)
+    result = result_of(expected)
+    callback = integration.RockmateCallback(0.6, offload="disk", limits=Limits(search_s=0.5, extra_s=0.0, rounds=1))
+    trained(planned, callback, folder=tmp_path)
+    assert callback.planned["model"].plans[-1].moves > 0
+    assert_same(result_of(planned), result)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from rk_solvers import Limits
 from rockmate import CheckpointingWarning, IntegrationError, Rockmate
 from tests.module.steps import FEW_ROUNDS, assert_same
 from tests.trainers.hugging_face import FAMILIES, train, trainer_of
@@ -83,6 +84,16 @@ def test_what_else_the_trainer_does_is_as_on_the_model_itself(tmp_path, name, se
     expected = train(trainer_of(family.build(), family, tmp_path / "eager", **settings))
     found = train(trainer_of(planned_for(family.build()), family, tmp_path / "planned", **settings))
     assert_same(found, expected)
+
+
+@slow
+def test_a_run_that_moves_data_is_that_of_the_model_itself(tmp_path, quick_disk):
+    family, settings = FAMILIES["gpt2"], {"num_train_epochs": 1, "save_strategy": "no"}
+    limits = Limits(search_s=0.5, extra_s=0.0, rounds=1)
+    planned = Rockmate(family.build(), budget=0.7, limits=limits, offload="auto")
+    expected = train(trainer_of(family.build(), family, tmp_path / "eager", **settings))
+    assert_same(train(trainer_of(planned, family, tmp_path / "planned", **settings)), expected)
+    assert any(plan.moves for plan in planned.plans)
 
 
 @slow
