@@ -2,16 +2,32 @@
 
 A transfer that is begun early and waited for late is behind the computation. Both ends cost bytes: until a data is let
 go of, and from its recall on, it holds them beside what has taken its place.
+
+Two ways are tried. By bytes, as much room as there is goes to the first that asks. By the clock, a data is let go of
+once it is there, or once the next step has no room for it: whatever is done on a link, it is done in the same order, so
+waiting earlier than that serves nothing, and returns are the same seen from the end. With departures that are over
+before the first return has bytes, no other departures and returns of the same gaps are faster than those by the clock.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from rk_solvers.liveness import Bytes
-from rk_solvers.transfers.moves import Base, Gap, Move
+from rk_solvers.transfers.moves import Base, Gap, Move, by_gap, by_need, first_of_each
+
+
+class _Transfer(NamedTuple):
+    """What holds bytes on one side until it is over."""
+
+    begin: int  # the step after which it can run
+    latest: int  # the step after which it is over at the latest
+    size_bytes: int
+    time_ms: float
 
 
 def least_held(base: Base, gaps: Iterable[Gap]) -> Bytes:
@@ -22,19 +38,84 @@ def least_held(base: Base, gaps: Iterable[Gap]) -> Bytes:
 def placed(base: Base, gaps: Sequence[Gap], budget_bytes: int) -> list[Move] | None:
     """Moves in these gaps within the budget; None where even with all of them away it is exceeded.
 
-    Of two ways the faster: returns are made early first, or departures late first. They compete for the bytes around
-    the turn from the forward to the backward.
+    Of the ways the fastest, each with returns placed first or departures first: they compete for the bytes around the
+    turn from the forward to the backward.
     """
     held = least_held(base, gaps)
     if int(held.max(initial=0)) > budget_bytes:
         return None
     slack = budget_bytes - held
     gaps = sorted(gaps)
-    ways = [_relaxed(base, gaps, slack.copy(), returns_first) for returns_first in (True, False)]
+    ways = [way(base, gaps, slack.copy(), first) for way in (_by_the_clock, _by_bytes) for first in (True, False)]
     return min(ways, key=lambda moves: base.costs(moves).time_ms)
 
 
-def _relaxed(base: Base, gaps: Sequence[Gap], slack: Bytes, returns_first: bool) -> list[Move]:
+# ---- by the clock -----------------------------------------------------------------------------------------
+
+
+def _by_the_clock(base: Base, gaps: Sequence[Gap], slack: Bytes, returns_first: bool) -> list[Move]:
+    least = [Move(gap, gap.before, gap.after) for gap in gaps]
+    left = {gap: gap.before for gap in gaps}
+    recalled = {gap: gap.after for gap in gaps}
+    last = len(base.steps) - 1
+
+    def departures() -> None:
+        sent = [move.gap for move in sorted(first_of_each(least), key=by_gap)]
+        out = [
+            _Transfer(gap.before, recalled[gap] - 1, size, base.memory.out.time_ms(size))
+            for gap, size in ((gap, base.size_bytes(gap)) for gap in sent)
+        ]
+        left.update(zip(sent, _ends(base.times_ms, slack, out), strict=True))
+
+    def returns() -> None:
+        wanted = [move.gap for move in sorted(least, key=by_need, reverse=True)]
+        back = [
+            _Transfer(last - gap.after, last - left[gap] - 1, size, base.memory.back.time_ms(size))
+            for gap, size in ((gap, base.size_bytes(gap)) for gap in wanted)
+        ]
+        ends = _ends(base.times_ms[::-1], slack[::-1], back)
+        recalled.update((gap, last - end) for gap, end in zip(wanted, ends, strict=True))
+
+    for way in (returns, departures) if returns_first else (departures, returns):
+        way()
+    return [Move(gap, left[gap], recalled[gap]) for gap in gaps]
+
+
+def _ends(times_ms: Sequence[float], slack: Bytes, transfers: Sequence[_Transfer]) -> list[int]:
+    """By transfer, in the order in which they begin, the step after which it holds no bytes; what it holds is taken.
+
+    Each is over at the step's end at which it is found to be, or is waited for where the next step has no room for it.
+    """
+    ends = [transfer.begin for transfer in transfers]
+    waiting: deque[tuple[int, float]] = deque()  # what is under way, and when it is over
+    now = free = held = 0
+    number = 0
+    for step in range(transfers[0].begin if transfers else 0, len(times_ms)):
+        while waiting:
+            first, over = waiting[0]
+            due = any(transfers[other].latest < step for other, _ in waiting)
+            if over > now and held <= slack[step] and not due:
+                break
+            now = max(now, over)
+            ends[first] = step - 1
+            held -= transfers[first].size_bytes
+            waiting.popleft()
+        slack[step] -= held
+        now += times_ms[step]
+        while number < len(transfers) and transfers[number].begin == step:
+            free = max(now, free) + transfers[number].time_ms
+            waiting.append((number, free))
+            held += transfers[number].size_bytes
+            number += 1
+        if number == len(transfers) and not waiting:
+            break
+    return ends
+
+
+# ---- by bytes ---------------------------------------------------------------------------------------------
+
+
+def _by_bytes(base: Base, gaps: Sequence[Gap], slack: Bytes, returns_first: bool) -> list[Move]:
     left = {gap: gap.before for gap in gaps}
     recalled = {gap: gap.after for gap in gaps}
 
