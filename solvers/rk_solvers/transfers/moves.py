@@ -94,10 +94,10 @@ class Base:
         names = [data.name for data in self.problem.data]
         after: list[list[Op]] = [[] for _ in self.steps]
         before: list[list[Op]] = [[] for _ in self.steps]
-        sending = first_of_each(moves)
-        for move in sorted(sending, key=by_gap):
+        sending = _first_of_each(moves)
+        for move in sorted(sending, key=_by_gap):
             after[move.gap.before].append(Offload(names[move.gap.data]))
-        for move in sorted(moves, key=by_gap):
+        for move in sorted(moves, key=_by_gap):
             after[move.left].append(Leave(names[move.gap.data]))
         for move in sorted(moves, key=by_need):
             before[move.recalled].append(Recall(names[move.gap.data]))
@@ -135,8 +135,8 @@ class Base:
         left: list[list[int]] = [[] for _ in range(count)]
         recalled: list[list[int]] = [[] for _ in range(count)]
         taken: list[list[int]] = [[] for _ in range(count)]
-        sending = first_of_each(moves)
-        for index in sorted(range(len(moves)), key=lambda index: by_gap(moves[index])):
+        sending = _first_of_each(moves)
+        for index in sorted(range(len(moves)), key=lambda index: _by_gap(moves[index])):
             if moves[index] in sending:
                 sent[moves[index].gap.before].append(index)
             left[moves[index].left].append(index)
@@ -175,7 +175,7 @@ class Base:
         return int(np.cumsum(change).max(initial=0))
 
 
-def first_of_each(moves: Iterable[Move]) -> set[Move]:
+def _first_of_each(moves: Iterable[Move]) -> set[Move]:
     """Those that send their data: the second memory has it until it comes back for the last time."""
     first: dict[int, Move] = {}
     for move in moves:
@@ -185,7 +185,7 @@ def first_of_each(moves: Iterable[Move]) -> set[Move]:
     return set(first.values())
 
 
-def by_gap(move: Move) -> tuple[int, int, int]:
+def _by_gap(move: Move) -> tuple[int, int, int]:
     """In the order in which data are sent: those that are wanted last go first."""
     return move.gap.before, -move.gap.after, move.gap.data
 

@@ -11,14 +11,14 @@ before the first return has bytes, no other departures and returns of the same g
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from rk_solvers.liveness import Bytes
-from rk_solvers.transfers.moves import Base, Gap, Move, by_gap, by_need, first_of_each
+from rk_solvers.transfers.moves import Base, Gap, Move
 
 
 class _Transfer(NamedTuple):
@@ -54,31 +54,31 @@ def placed(base: Base, gaps: Sequence[Gap], budget_bytes: int) -> list[Move] | N
 
 
 def _by_the_clock(base: Base, gaps: Sequence[Gap], slack: Bytes, returns_first: bool) -> list[Move]:
-    least = [Move(gap, gap.before, gap.after) for gap in gaps]
-    left = {gap: gap.before for gap in gaps}
-    recalled = {gap: gap.after for gap in gaps}
+    sizes = [base.size_bytes(gap) for gap in gaps]
+    left = [gap.before for gap in gaps]
+    recalled = [gap.after for gap in gaps]
     last = len(base.steps) - 1
+    first: dict[int, int] = {}  # by data; it is sent once alone, and gaps are in order
+    for index, gap in enumerate(gaps):
+        first.setdefault(gap.data, index)
+    sent = sorted(first.values(), key=lambda index: (gaps[index].before, -gaps[index].after, gaps[index].data))
+    wanted = sorted(range(len(gaps)), key=lambda index: (gaps[index].after, gaps[index].before, gaps[index].data))
 
     def departures() -> None:
-        sent = [move.gap for move in sorted(first_of_each(least), key=by_gap)]
-        out = [
-            _Transfer(gap.before, recalled[gap] - 1, size, base.memory.out.time_ms(size))
-            for gap, size in ((gap, base.size_bytes(gap)) for gap in sent)
-        ]
-        left.update(zip(sent, _ends(base.times_ms, slack, out), strict=True))
+        time_ms = base.memory.out.time_ms
+        out = [_Transfer(left[i], recalled[i] - 1, sizes[i], time_ms(sizes[i])) for i in sent]
+        for index, end in zip(sent, _ends(base.times_ms, slack, out), strict=True):
+            left[index] = end
 
     def returns() -> None:
-        wanted = [move.gap for move in sorted(least, key=by_need, reverse=True)]
-        back = [
-            _Transfer(last - gap.after, last - left[gap] - 1, size, base.memory.back.time_ms(size))
-            for gap, size in ((gap, base.size_bytes(gap)) for gap in wanted)
-        ]
-        ends = _ends(base.times_ms[::-1], slack[::-1], back)
-        recalled.update((gap, last - end) for gap, end in zip(wanted, ends, strict=True))
+        time_ms, order = base.memory.back.time_ms, wanted[::-1]
+        back = [_Transfer(last - gaps[i].after, last - left[i] - 1, sizes[i], time_ms(sizes[i])) for i in order]
+        for index, end in zip(order, _ends(base.times_ms[::-1], slack[::-1], back), strict=True):
+            recalled[index] = last - end
 
     for way in (returns, departures) if returns_first else (departures, returns):
         way()
-    return [Move(gap, left[gap], recalled[gap]) for gap in gaps]
+    return [Move(*each) for each in zip(gaps, left, recalled, strict=True)]
 
 
 def _ends(times_ms: Sequence[float], slack: Bytes, transfers: Sequence[_Transfer]) -> list[int]:
@@ -87,28 +87,27 @@ def _ends(times_ms: Sequence[float], slack: Bytes, transfers: Sequence[_Transfer
     Each is over at the step's end at which it is found to be, or is waited for where the next step has no room for it.
     """
     ends = [transfer.begin for transfer in transfers]
-    waiting: deque[tuple[int, float]] = deque()  # what is under way, and when it is over
-    now = free = held = 0
-    number = 0
-    for step in range(transfers[0].begin if transfers else 0, len(times_ms)):
-        while waiting:
-            first, over = waiting[0]
-            due = any(transfers[other].latest < step for other, _ in waiting)
-            if over > now and held <= slack[step] and not due:
-                break
-            now = max(now, over)
+    latest = list(itertools.accumulate((transfer.latest for transfer in reversed(transfers)), min))[::-1]
+    room = slack.tolist()
+    taken = [0] * len(room)
+    over: list[float] = []  # of each that has begun, when it is
+    now = free = 0.0
+    held = first = 0  # bytes under way, and the first transfer of it
+    for step in range(transfers[0].begin if transfers else 0, len(room)):
+        while first < len(over) and (over[first] <= now or held > room[step] or latest[first] < step):
+            now = max(now, over[first])
             ends[first] = step - 1
             held -= transfers[first].size_bytes
-            waiting.popleft()
-        slack[step] -= held
+            first += 1
+        taken[step] = held
         now += times_ms[step]
-        while number < len(transfers) and transfers[number].begin == step:
-            free = max(now, free) + transfers[number].time_ms
-            waiting.append((number, free))
-            held += transfers[number].size_bytes
-            number += 1
-        if number == len(transfers) and not waiting:
+        while len(over) < len(transfers) and transfers[len(over)].begin == step:
+            free = max(now, free) + transfers[len(over)].time_ms
+            held += transfers[len(over)].size_bytes
+            over.append(free)
+        if first == len(transfers):
             break
+    slack -= np.array(taken, np.int64)
     return ends
 
 
