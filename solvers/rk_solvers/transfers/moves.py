@@ -57,6 +57,7 @@ class Base:
         self, problem: Problem, recompute: Recompute, memory: SecondMemory, *, over_the_turn: bool = False
     ) -> None:
         self.problem, self.recompute, self.memory = problem, recompute, memory
+        self.over_the_turn = over_the_turn
         self.steps = steps_of(problem, recompute)
         self.curve: Bytes = memory_curve(problem, recompute)
         self.times_ms = [_time_ms(problem, step) for step in self.steps]
@@ -65,6 +66,10 @@ class Base:
         turn = len(problem.forward)
         gaps = self._gaps(instances_of(problem, recompute))
         self.gaps = sorted(gap for gap in gaps if not over_the_turn or gap.before < turn <= gap.after)
+
+    def again(self, recompute: Recompute) -> Base:
+        """The same with other recomputations."""
+        return Base(self.problem, recompute, self.memory, over_the_turn=self.over_the_turn)
 
     def size_bytes(self, gap: Gap) -> int:
         """Of its data."""
@@ -88,6 +93,10 @@ class Base:
         """Peak, time with all that is waited for, and what the second memory holds."""
         held = self.held(moves)
         return Costs(int(held.max(initial=self.problem.base_bytes)), *self._clock(moves), self._stored_bytes(moves))
+
+    def time_ms(self, moves: Sequence[Move]) -> float:
+        """Of `costs`."""
+        return self._clock(moves)[0]
 
     def schedule(self, moves: Sequence[Move]) -> Schedule:
         """The plan as a schedule, whose operations at one place are in the order of `_clock`."""

@@ -1,0 +1,173 @@
+"""Better plans with moves from a given one: other gaps, other recomputations, and other moments for returns."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rk_solvers.groups import normalise
+from rk_solvers.liveness import Step
+from rk_solvers.problem import Recompute
+from rk_solvers.transfers.moves import Base, Costs, Gap, Move
+from rk_solvers.transfers.placing import least_held, placed
+
+_GIVEN_UP = 20  # changes that serve nothing, by gap, after which no more are tried
+
+
+@dataclass(slots=True)
+class Found:
+    """A base with gaps, and what they come to."""
+
+    base: Base
+    gaps: list[Gap]
+    moves: list[Move]
+    costs: Costs
+
+
+def tried(base: Base, gaps: list[Gap], budget_bytes: int, *, quick: bool = False) -> Found | None:
+    """The base with these gaps; None where that is beyond a budget."""
+    moves = placed(base, gaps, budget_bytes, quick=quick)
+    return None if moves is None else _found(base, gaps, moves)
+
+
+def met(base: Base, gaps: Iterable[Gap], budget_bytes: int, *, quick: bool = False) -> Found | None:
+    """The base with these gaps, and more where they do not bring it within the budget; None where no gaps do."""
+    gaps = list(gaps)
+    held = least_held(base, gaps)
+    while int(held.max(initial=0)) > budget_bytes:
+        gap = _gap_for(base, gaps, int(np.argmax(held)))
+        if gap is None:
+            return None
+        gaps.append(gap)
+        held = least_held(base, gaps)
+    return tried(base, gaps, budget_bytes, quick=quick)
+
+
+class Improver:
+    """Changes a plan as long as that makes it faster. Each kind of change is tried the more the more often it serves."""
+
+    def __init__(self, budget_bytes: int, chance: random.Random) -> None:
+        self.budget_bytes, self.chance = budget_bytes, chance
+        self.kinds: list[Callable[[Found], Found | None]] = [
+            self._other_gaps,
+            self._recompute_instead,
+            self._move_instead,
+            self._return_at_another_step,
+        ]
+        self.weights = [4.0, 2.0, 2.0, 1.0]
+
+    def improved(self, found: Found, until: float) -> Found:
+        """What is faster than `found`, or that, once `time.monotonic` reaches `until`."""
+        best, since = found, 0
+        while time.monotonic() < until and since < _GIVEN_UP * (len(best.base.gaps) + 1):
+            since += 1
+            (kind,) = self.chance.choices(range(len(self.kinds)), self.weights)
+            other = self.kinds[kind](best)
+            self.weights[kind] = max(0.5, 0.99 * self.weights[kind])
+            if other is not None and other.costs.time_ms < best.costs.time_ms:
+                best, since = other, 0
+                self.weights[kind] = min(8.0, self.weights[kind] + 1)
+        return best
+
+    def _other_gaps(self, found: Found) -> Found | None:
+        """Some are left out, put in or exchanged."""
+        gaps = _changed(found.base, found.gaps, self.chance)
+        return None if gaps is None else tried(found.base, gaps, self.budget_bytes, quick=True)
+
+    def _recompute_instead(self, found: Found) -> Found | None:
+        """A data that moves is computed again instead, or it is and nothing else changes."""
+        base = found.base
+        problem = base.problem
+        gaps = [gap for gap in base.gaps if problem.forward[problem.data[gap.data].producer].recomputable]
+        away = [gap for gap in found.gaps if problem.forward[problem.data[gap.data].producer].recomputable]
+        if not gaps:
+            return None
+        gap = self.chance.choice(away if away and self.chance.random() < 0.7 else gaps)
+        stage = base.steps[gap.after].stage
+        if stage < 0:
+            return None
+        groups = [set(group) for group in base.recompute]
+        groups[stage].add(problem.data[gap.data].producer)
+        return self._with(found, groups, [other for other in found.gaps if other.data != gap.data])
+
+    def _move_instead(self, found: Found) -> Found | None:
+        """What is computed again is kept or moved instead."""
+        stages = [stage for stage, group in enumerate(found.base.recompute) if group]
+        if not stages:
+            return None
+        groups = [set(group) for group in found.base.recompute]
+        stage = self.chance.choice(stages)
+        index = self.chance.choice(sorted(groups[stage]))
+        if self.chance.random() < 0.3:
+            groups[stage].clear()
+        groups[stage].discard(index)
+        return self._with(found, groups, found.gaps)
+
+    def _with(self, found: Found, groups: Sequence[set[int]], gaps: Sequence[Gap]) -> Found | None:
+        """With other recomputations, the same gaps where they are there still, and more where it takes them."""
+        before = found.base
+        recompute: Recompute = normalise(before.problem, tuple(tuple(sorted(group)) for group in groups))
+        if recompute == before.recompute:
+            return None
+        base = before.again(recompute)
+        if base.ends_ms[-1] >= found.costs.time_ms:
+            return None
+        same = {_ends_of(base, gap): gap for gap in base.gaps}
+        kept = (same.get(_ends_of(before, gap)) for gap in gaps)
+        return met(base, [gap for gap in kept if gap is not None], self.budget_bytes, quick=True)
+
+    def _return_at_another_step(self, found: Found) -> Found | None:
+        """A data is taken back earlier or later."""
+        if not found.moves:
+            return None
+        place = self.chance.randrange(len(found.moves))
+        move = found.moves[place]
+        if move.gap.after <= move.left + 1:
+            return None
+        recalled = self.chance.randint(move.left + 1, move.gap.after)
+        moves = list(found.moves)
+        moves[place] = replace(move, recalled=recalled)
+        if int(found.base.held(moves).max(initial=0)) > self.budget_bytes:
+            return None
+        return _found(found.base, found.gaps, moves)
+
+
+def _found(base: Base, gaps: list[Gap], moves: list[Move]) -> Found | None:
+    costs = base.costs(moves)
+    limit_bytes = base.memory.limit_bytes
+    return None if limit_bytes is not None and costs.stored_bytes > limit_bytes else Found(base, gaps, moves, costs)
+
+
+def _gap_for(base: Base, gaps: Sequence[Gap], step: int) -> Gap | None:
+    """Of the gaps around a step, the longest for what its data takes on the links."""
+    taken = set(gaps)
+    around = [gap for gap in base.gaps if gap.before < step < gap.after and gap not in taken]
+    return max(around, key=lambda gap: (base.length_ms(gap) - _transfer_ms(base, gap), gap), default=None)
+
+
+def _transfer_ms(base: Base, gap: Gap) -> float:
+    size_bytes = base.size_bytes(gap)
+    return base.memory.out.time_ms(size_bytes) + base.memory.back.time_ms(size_bytes)
+
+
+def _ends_of(base: Base, gap: Gap) -> tuple[int, Step, Step]:
+    """What tells a gap in plans of other recomputations, too."""
+    return gap.data, base.steps[gap.before], base.steps[gap.after]
+
+
+def _changed(base: Base, gaps: list[Gap], chance: random.Random) -> list[Gap] | None:
+    """Other gaps than these, by one or two of them; None where there is nothing to change."""
+    others = [gap for gap in base.gaps if gap not in gaps]
+    way = chance.randrange(3)
+    if (way != 1 and not gaps) or (way != 0 and not others):
+        return None
+    changed = list(gaps)
+    if way != 1:
+        changed.pop(chance.randrange(len(changed)))
+    if way != 0:
+        changed.append(chance.choice(others))
+    return changed
