@@ -233,10 +233,10 @@ def memory_curve(problem: Problem, plan: Plan) -> Bytes:
     Raises `ValueError` if it is no plan for `problem`.
     """
     recompute = recompute_of(problem, plan)
-    return _curve(problem, steps_of(problem, recompute), instances_of(problem, recompute))
+    return curve_of(problem, steps_of(problem, recompute), instances_of(problem, recompute))
 
 
-def _curve(problem: Problem, steps: list[Step], instances: list[Instance]) -> Bytes:
+def curve_of(problem: Problem, steps: list[Step], instances: list[Instance]) -> Bytes:
     """Highest bytes during each step, where these instances are alive."""
     change = np.zeros(len(steps) + 1, np.int64)
     if instances:
@@ -273,7 +273,7 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     """Peak in bytes, time in milliseconds and place of the peak of a plan; raises as `memory_curve`."""
     recompute = recompute_of(problem, plan)
     steps = steps_of(problem, recompute)
-    curve = _curve(problem, steps, instances_of(problem, recompute))
+    curve = curve_of(problem, steps, instances_of(problem, recompute))
     time_ms = problem.keep_all_time_ms + recompute_time_ms(problem, recompute)
     if len(curve) == 0:
         return Evaluation(problem.base_bytes, time_ms, "")
@@ -402,7 +402,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
     pairs = _steps_in(problem, schedule)
     steps = [step for step, _ in pairs]
     instances = _instances_in(problem, pairs)
-    curve = _curve(problem, steps, instances).tolist()
+    curve = curve_of(problem, steps, instances).tolist()
     moments: list[Moment] = []
     now = 0.0
     made = _made_at(problem, instances, steps)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rk_solvers.groups import normalise
-from rk_solvers.liveness import Step
+from rk_solvers.liveness import Step, recompute_time_ms
 from rk_solvers.problem import Recompute
 from rk_solvers.transfers.moves import Base, Costs, Gap, Move
 from rk_solvers.transfers.placing import least_held, placed
@@ -36,19 +36,27 @@ def tried(base: Base, gaps: list[Gap], budget_bytes: int, *, quick: bool = False
 
 def met(base: Base, gaps: Iterable[Gap], budget_bytes: int, *, quick: bool = False) -> Found | None:
     """The base with these gaps, and more where they do not bring it within the budget; None where no gaps do."""
-    gaps = list(gaps)
-    held = least_held(base, gaps)
+    chosen = list(gaps)
+    held = least_held(base, chosen)
+    taken = set(chosen)
+    left = [gap for gap in base.gaps if gap not in taken]
     while int(held.max(initial=0)) > budget_bytes:
-        gap = _gap_for(base, gaps, int(np.argmax(held)))
-        if gap is None:
+        step = int(np.argmax(held))
+        around = [gap for gap in left if gap.before < step < gap.after]
+        if not around:
             return None
-        gaps.append(gap)
-        held = least_held(base, gaps)
-    return tried(base, gaps, budget_bytes, quick=quick)
+        # the longest for what its data takes on the links
+        gap = max(around, key=lambda gap: (base.length_ms(gap) - _transfer_ms(base, gap), gap))
+        if not chosen:
+            held += base.memory.staging_bytes
+        held[gap.before + 1 : gap.after] -= base.size_bytes(gap)
+        chosen.append(gap)
+        left.remove(gap)
+    return tried(base, chosen, budget_bytes, quick=quick)
 
 
 class Improver:
-    """Changes a plan as long as that makes it faster. Each kind of change is tried the more the more often it serves."""
+    """Changes a plan as long as that makes it faster. A kind of change that serves is tried more often."""
 
     def __init__(self, budget_bytes: int, chance: random.Random) -> None:
         self.budget_bytes, self.chance = budget_bytes, chance
@@ -113,9 +121,10 @@ class Improver:
         recompute: Recompute = normalise(before.problem, tuple(tuple(sorted(group)) for group in groups))
         if recompute == before.recompute:
             return None
-        base = before.again(recompute)
-        if base.ends_ms[-1] >= found.costs.time_ms:
+        problem = before.problem
+        if problem.keep_all_time_ms + recompute_time_ms(problem, recompute) >= found.costs.time_ms:
             return None
+        base = before.again(recompute)
         same = {_ends_of(base, gap): gap for gap in base.gaps}
         kept = (same.get(_ends_of(before, gap)) for gap in gaps)
         return met(base, [gap for gap in kept if gap is not None], self.budget_bytes, quick=True)
@@ -140,13 +149,6 @@ def _found(base: Base, gaps: list[Gap], moves: list[Move]) -> Found | None:
     costs = base.costs(moves)
     limit_bytes = base.memory.limit_bytes
     return None if limit_bytes is not None and costs.stored_bytes > limit_bytes else Found(base, gaps, moves, costs)
-
-
-def _gap_for(base: Base, gaps: Sequence[Gap], step: int) -> Gap | None:
-    """Of the gaps around a step, the longest for what its data takes on the links."""
-    taken = set(gaps)
-    around = [gap for gap in base.gaps if gap.before < step < gap.after and gap not in taken]
-    return max(around, key=lambda gap: (base.length_ms(gap) - _transfer_ms(base, gap), gap), default=None)
 
 
 def _transfer_ms(base: Base, gap: Gap) -> float:
