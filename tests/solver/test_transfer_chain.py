@@ -8,12 +8,15 @@ import pytest
 from rk_solvers import BackwardOp, Data, ForwardOp, Problem, check, peak_and_time
 from rk_solvers.chain.rotor import Rotor
 from rk_solvers.links import Link, SecondMemory
+from rk_solvers.liveness import recompute_of
 from rk_solvers.problem import Chain
 from rk_solvers.transfers.chain_labels import Queue
 from rk_solvers.transfers.chain_program import ChainPlan, ChainProgram
+from rk_solvers.transfers.improving import Improver, met
 from rk_solvers.transfers.moves import Base
 from rk_solvers.transfers.oracle import least_time_with_moves
 from rk_solvers.transfers.placing import placed
+from rk_solvers.transfers.search import MoveSearch
 
 EXACT = 1_000_000  # labels: more than there are
 
@@ -156,6 +159,48 @@ def test_the_limit_of_the_second_memory_is_kept():
         memory = SecondMemory(Link(50), Link(50), limit_bytes=limit_bytes)
         plan = fastest(problem, chain, memory, int(0.8 * peak_bytes))
         assert plan is None or plan.base.costs(plan.moves).stored_bytes <= limit_bytes
+
+
+@pytest.mark.parametrize("kind", ["_other_gaps", "_recompute_instead", "_move_instead", "_return_at_another_step"])
+def test_each_kind_of_change_leads_to_plans_within_the_budget_that_take_what_they_say(kind):
+    changed = 0
+    for seed in range(8):
+        chance = random.Random(seed)
+        problem, chain = chain_of(seed, 7)
+        memory = memory_of(chance)
+        peak_bytes, _ = peak_and_time(problem, problem.no_recompute)
+        budget_bytes = int(0.8 * peak_bytes)
+        alone = recompute_of(problem, Rotor(chain).solve(problem, int(0.9 * peak_bytes)).schedule)
+        improver = Improver(budget_bytes, chance)
+        for recompute in (problem.no_recompute, alone):
+            found = met(Base(problem, recompute, memory, over_the_turn=seed % 2 == 0), [], budget_bytes)
+            for _ in range(15):
+                other = None if found is None else getattr(improver, kind)(found)
+                if other is None:
+                    continue
+                told = check(problem, other.base.schedule(other.moves), budget_bytes, memory)
+                assert told.time_ms == pytest.approx(other.costs.time_ms, rel=1e-12)
+                changed += 1
+    assert changed > 10
+
+
+def test_search_is_never_slower_than_the_program_nor_than_recomputation_alone():
+    for seed in range(8):
+        problem, chain = chain_of(seed, 6)
+        memory = memory_of(random.Random(seed))
+        peak_bytes, _ = peak_and_time(problem, problem.no_recompute)
+        budget_bytes = int(0.75 * peak_bytes)
+        alone = Rotor(chain).solve(problem, budget_bytes)
+        plans = ChainProgram(problem, chain, memory).plans(budget_bytes)
+        search = MoveSearch(problem, memory, lambda _, chain=chain: Rotor(chain), chain=chain, time_limit_s=1.0)
+        found = search.solve(budget_bytes)
+        if found is not None:
+            told = check(problem, found.schedule, budget_bytes, memory)
+            assert told.time_ms == pytest.approx(found.costs.time_ms, rel=1e-12)
+        least_ms = min([plan.time_ms for plan in plans] + [alone.time_ms] * alone.status.fits, default=None)
+        if least_ms is not None:
+            assert found is not None
+            assert found.costs.time_ms <= least_ms + 1e-9
 
 
 def test_a_queue_waits_for_as_much_room_as_is_asked_for():

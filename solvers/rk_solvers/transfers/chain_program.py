@@ -69,20 +69,28 @@ class ChainProgram:
     problem: Problem
     chain: Chain
     memory: SecondMemory
-    slots: int = 250
+    slots: int = 800  # of what the step takes with everything kept
     labels: int = 25  # at each place
+    over_the_turn: bool = True  # whether the bases of its plans have these gaps alone; it uses no others
     _table: RotorTable | None = field(default=None, init=False)
+
+    def prepare(self, deadline: float = math.inf) -> RotorTable:
+        """Rotor's table, made when first asked for. Raises `TimeoutError` where it is not ready at `deadline`."""
+        if self._table is None:
+            most_bytes, _ = peak_and_time(self.problem, self.problem.no_recompute)
+            rotor = Rotor(self.chain, self.slots, time_limit_s=deadline - time.monotonic())
+            self._table = rotor.prepare(self.problem, most_bytes)
+        return self._table
+
+    def recompute(self, budget_bytes: int) -> Recompute:
+        """What the table recomputes where nothing moves."""
+        return recompute_of(self.problem, self.prepare().solve(budget_bytes).schedule)
 
     def plans(self, budget_bytes: int, deadline: float = math.inf) -> list[ChainPlan]:
         """Different plans within `budget_bytes`, the fastest first; of what was begun before `deadline`."""
-        if self._table is None:
-            most_bytes, _ = peak_and_time(self.problem, self.problem.no_recompute)
-            limit_s = max(0.1, deadline - time.monotonic())
-            rotor = Rotor(self.chain, self.slots, time_limit_s=limit_s)
-            self._table = rotor.prepare(self.problem, min(most_bytes, budget_bytes))
-        table = self._table
+        table = self.prepare(deadline)
         found: dict[tuple[Recompute, frozenset[int]], ChainPlan | None] = {}
-        keep_all, alone = self.problem.no_recompute, recompute_of(self.problem, table.solve(budget_bytes).schedule)
+        keep_all, alone = self.problem.no_recompute, self.recompute(budget_bytes)
         for key in (
             (keep_all, frozenset()),
             (keep_all, frozenset(range(len(self.problem.data)))),
@@ -102,8 +110,9 @@ class ChainProgram:
         return sorted((plan for plan in found.values() if plan is not None), key=lambda plan: plan.time_ms)
 
     def _plan(self, recompute: Recompute, moved: frozenset[int], budget_bytes: int) -> ChainPlan | None:
-        base = Base(self.problem, recompute, self.memory, over_the_turn=True)
-        gaps = [gap for gap in base.gaps if gap.data in moved]
+        base = Base(self.problem, recompute, self.memory, over_the_turn=self.over_the_turn)
+        turn = len(self.problem.forward)
+        gaps = [gap for gap in base.gaps if gap.data in moved and gap.before < turn <= gap.after]
         moves = placed(base, gaps, budget_bytes)
         if moves is None:
             return None

@@ -71,12 +71,16 @@ class Improver:
     def improved(self, found: Found, until: float) -> Found:
         """What is faster than `found`, or that, once `time.monotonic` reaches `until`."""
         best, since = found, 0
+        current = found  # as fast as the best: a change that costs nothing may lead to one that serves
         while time.monotonic() < until and since < _GIVEN_UP * (len(best.base.gaps) + 1):
             since += 1
             (kind,) = self.chance.choices(range(len(self.kinds)), self.weights)
-            other = self.kinds[kind](best)
+            other = self.kinds[kind](current)
             self.weights[kind] = max(0.5, 0.99 * self.weights[kind])
-            if other is not None and other.costs.time_ms < best.costs.time_ms:
+            if other is None or other.costs.time_ms > best.costs.time_ms:
+                continue
+            current = other
+            if other.costs.time_ms < best.costs.time_ms:
                 best, since = other, 0
                 self.weights[kind] = min(8.0, self.weights[kind] + 1)
         return best
@@ -87,7 +91,7 @@ class Improver:
         return None if gaps is None else tried(found.base, gaps, self.budget_bytes, quick=True)
 
     def _recompute_instead(self, found: Found) -> Found | None:
-        """A data that moves is computed again instead, or it is and nothing else changes."""
+        """A data is computed again that moves, mostly; and where that is slower, some others are not any more."""
         base = found.base
         problem = base.problem
         gaps = [gap for gap in base.gaps if problem.forward[problem.data[gap.data].producer].recomputable]
@@ -99,7 +103,14 @@ class Improver:
         if stage < 0:
             return None
         groups = [set(group) for group in base.recompute]
-        groups[stage].add(problem.data[gap.data].producer)
+        producer = problem.data[gap.data].producer
+        groups[stage].add(producer)
+        more_ms = problem.forward[producer].recompute_ms - found.costs.waiting_ms
+        again = [(other, index) for other, group in enumerate(base.recompute) for index in group]
+        while more_ms >= 0 and again:
+            other, index = again.pop(self.chance.randrange(len(again)))
+            groups[other].discard(index)
+            more_ms -= problem.forward[index].recompute_ms
         return self._with(found, groups, [other for other in found.gaps if other.data != gap.data])
 
     def _move_instead(self, found: Found) -> Found | None:

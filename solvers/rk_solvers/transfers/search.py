@@ -21,13 +21,14 @@ from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.schedule import Schedule
 from rk_solvers.solver import Solver
 from rk_solvers.transfers.chain_program import ChainProgram
-from rk_solvers.transfers.improving import Found, Improver, met
+from rk_solvers.transfers.improving import Found, Improver, met, tried
 from rk_solvers.transfers.moves import Base, Costs, Move
 
 _LEVELS = 8
-_IMPROVED = 3  # of all plans
+_IMPROVED = 4  # of all plans
 _PROGRAM_S = 0.15  # of the time, for the chain's program
-_LEVELS_S = 0.45  # of it, for other solvers
+_LEVELS_S = 0.2  # of it, for other solvers
+_ROUND_S = 0.6  # of what remains, for all that are improved; for the best of them the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,46 +59,77 @@ class MoveSearch:
         keep_all = Base(self.problem, self.problem.no_recompute, self.memory, over_the_turn=self.over_the_turn)
         found = [met(keep_all, [], budget_bytes)]
         if int(keep_all.curve.max(initial=0)) > budget_bytes:
-            found += self._of_program(budget_bytes, began + _PROGRAM_S * self.time_limit_s)
-            found += self._of_levels(keep_all, budget_bytes)
-        ranked = sorted((one for one in found if one is not None), key=lambda one: one.costs.time_ms)
+            program = self._program(began + _PROGRAM_S * self.time_limit_s)
+            found += self._of_levels(keep_all, budget_bytes, program)
+            if program is not None:
+                deadline = time.monotonic() + _PROGRAM_S * self.time_limit_s
+                found += self._of_program(program, budget_bytes, deadline)
+        ranked = sorted((one for one in found if one is not None), key=_time_ms)
         if not ranked:
             return None
-        improver = Improver(budget_bytes, random.Random(self.seed))
-        for place, one in enumerate(ranked[:_IMPROVED]):
-            left_s = began + self.time_limit_s - time.monotonic()
-            if one.costs.time_ms > self.problem.keep_all_time_ms:
-                ranked[place] = improver.improved(one, time.monotonic() + left_s / (_IMPROVED - place))
-        best = min(ranked, key=lambda one: one.costs.time_ms)
+        best = self._improved(ranked[:_IMPROVED], budget_bytes, began + self.time_limit_s)
+        again = tried(best.base, best.gaps, budget_bytes)  # improvements are placed in the quick ways
+        best = min((one for one in (best, again) if one is not None), key=_time_ms)
         return Moved(best.base.schedule(best.moves), best.costs, tuple(best.moves), best.base.recompute)
 
-    def _of_program(self, budget_bytes: int, deadline: float) -> list[Found | None]:
-        """Plans of the chain's program."""
+    def _improved(self, found: list[Found], budget_bytes: int, deadline: float) -> Found:
+        """The best once all are improved, and then that one alone."""
+        improver = Improver(budget_bytes, random.Random(self.seed))
+        each_s = _ROUND_S * max(0.0, deadline - time.monotonic()) / len(found)
+        best = found[0]
+        for one in found:
+            if best.costs.time_ms > self.problem.keep_all_time_ms:  # nothing is faster than that
+                best = min(best, improver.improved(one, time.monotonic() + each_s), key=_time_ms)
+        return improver.improved(best, deadline) if best.costs.time_ms > self.problem.keep_all_time_ms else best
+
+    def _program(self, deadline: float) -> ChainProgram | None:
+        """The chain's program, ready to be asked; None where there is no chain, or no time for its table."""
         if self.chain is None:
-            return []
+            return None
+        program = ChainProgram(self.problem, self.chain, self.memory, over_the_turn=self.over_the_turn)
         try:
-            plans = ChainProgram(self.problem, self.chain, self.memory).plans(budget_bytes, deadline)
+            program.prepare(deadline)
         except TimeoutError:
-            return []
+            return None
+        return program
+
+    def _of_program(self, program: ChainProgram, budget_bytes: int, deadline: float) -> list[Found | None]:
+        """Plans of the chain's program."""
+        plans = program.plans(budget_bytes, deadline)
         return [Found(plan.base, list(plan.gaps), list(plan.moves), plan.base.costs(plan.moves)) for plan in plans]
 
-    def _of_levels(self, keep_all: Base, budget_bytes: int) -> list[Found | None]:
+    def _of_levels(self, keep_all: Base, budget_bytes: int, program: ChainProgram | None) -> list[Found | None]:
         """Plans of recomputations alone, and what they move beside: from the budget up to where nothing is recomputed.
 
-        Levels are shares of what there is between.
+        Levels are shares of what there is between. Where there is a program, its table has plans for them at once, and
+        the other solver is asked for the budget and for the best level alone.
         """
-        most_bytes = int(keep_all.curve.max(initial=0))
-        each_s = self.time_limit_s * _LEVELS_S / _LEVELS
+        above_bytes = int(keep_all.curve.max(initial=0)) - budget_bytes
         found: dict[Recompute, Found | None] = {}
         times = {1.0: float("inf")}
-        for level in self._levels(times, keep_all, most_bytes - budget_bytes):
-            solver = self.solver_for(each_s)
-            level_bytes = budget_bytes + int(level * (most_bytes - budget_bytes))
-            recompute = recompute_of(self.problem, solver.solve(self.problem, level_bytes).schedule)
+
+        def met_by(level: float, plan_for: Callable[[int], Recompute]) -> None:
+            recompute = plan_for(budget_bytes + int(level * above_bytes))
             if recompute not in found:
                 found[recompute] = met(keep_all.again(recompute), [], budget_bytes)
             one = found[recompute]
-            times[level] = float("inf") if one is None else one.costs.time_ms
+            times[level] = min(times.get(level, float("inf")), float("inf") if one is None else one.costs.time_ms)
+
+        def solved(level_bytes: int) -> Recompute:
+            solution = self.solver_for(self.time_limit_s * _LEVELS_S / count).solve(self.problem, level_bytes)
+            return recompute_of(self.problem, solution.schedule)
+
+        if program is None:
+            count = _LEVELS
+            for level in self._levels(times, keep_all, above_bytes):
+                met_by(level, solved)
+        else:
+            for level in self._levels(times, keep_all, above_bytes):
+                met_by(level, program.recompute)
+            asked = {0.0, min(times, key=lambda level: times[level])} - {1.0}
+            count = len(asked)
+            for level in sorted(asked):
+                met_by(level, solved)
         return list(found.values())
 
     def _levels(self, times: dict[float, float], keep_all: Base, above_bytes: int) -> Iterator[float]:
@@ -105,9 +137,7 @@ class MoveSearch:
         forward_ms = keep_all.ends_ms[len(self.problem.forward)]
         backward_ms = keep_all.ends_ms[-1] - forward_ms
         hidden = min(forward_ms * self.memory.out.bytes_per_ms, backward_ms * self.memory.back.bytes_per_ms)
-        spread = {0.0: None, 0.25: None, 0.5: None, 0.75: None}
-        if hidden < above_bytes:
-            spread[hidden / above_bytes] = None
+        spread = dict.fromkeys([0.0, 0.25, 0.5, 0.75, min(0.875, hidden / above_bytes)])
         yield from spread
         for _ in range(_LEVELS - len(spread)):
             known = sorted(times)
@@ -115,3 +145,7 @@ class MoveSearch:
             around = [(known[place], known[place + 1]) for place in (best - 1, best) if 0 <= place < len(known) - 1]
             low, high = max(around, key=lambda pair: pair[1] - pair[0])
             yield (low + high) / 2
+
+
+def _time_ms(found: Found) -> float:
+    return found.costs.time_ms
