@@ -125,6 +125,7 @@ def ways_of(
         measured.problem,
         links,
         lambda limit_s: Auto(measured.chain, time_limit_s=limit_s),
+        chain=measured.chain,
         time_limit_s=seconds,
         over_the_turn=True,
     )

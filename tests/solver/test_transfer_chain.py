@@ -171,7 +171,7 @@ def test_each_kind_of_change_leads_to_plans_within_the_budget_that_take_what_the
         peak_bytes, _ = peak_and_time(problem, problem.no_recompute)
         budget_bytes = int(0.8 * peak_bytes)
         alone = recompute_of(problem, Rotor(chain).solve(problem, int(0.9 * peak_bytes)).schedule)
-        improver = Improver(budget_bytes, chance)
+        improver = Improver(budget_bytes, 0.0, chance)
         for recompute in (problem.no_recompute, alone):
             found = met(Base(problem, recompute, memory, over_the_turn=seed % 2 == 0), [], budget_bytes)
             for _ in range(15):

@@ -9,8 +9,8 @@ table (`chain.rotor`) has the least time to solve them in the bytes that there a
 input of what runs again, is kept or moved: it leaves during the forward and is back during the backward. Both ways are
 planned at once, outermost blocks first, for the backward seen from its end is a forward: see `chain_labels`.
 
-Class. Where each block is one operation whose backward needs the block's input and what is saved for it alone, no
-bound on labels is reached, and sizes are whole slots, none of these plans is faster by prediction:
+Class. Where each block is one operation whose backward needs the block's input and at most two data that are saved for
+it alone, no bound on labels is reached, and sizes are whole slots, none of these plans is faster by prediction:
 * schedules are persistent (see `chain.rotor`), and what a block saves for itself is computed again where its input is;
 * data move between their last use in the forward and their first after it, from the first time that they are computed;
 * what leaves has left by the end of the forward, and bytes for returns are taken from then on, in the order of need;
@@ -21,9 +21,9 @@ all that can follow the other; and waiting before memory asks for it serves noth
 `transfers.oracle` tries all of this class. Plans of the program are placed without these bounds on when data leave and
 return, and can thus be faster than the class's.
 
-Elsewhere the numbers of a block are on the safe side of what its
-operations hold, or a little off it (as in rotor), so several budgets are tried, and what counts is what `Base.costs`
-says of the plan. Nothing is proven of it.
+Elsewhere the numbers of a block are on the safe side of what its operations hold, or a little off it (as in rotor), so
+several budgets are tried. What counts is what `Base.costs` says of a plan, and nothing is proven of it. Plans that move
+nothing, or move all and recompute nothing, are among those compared.
 
 Complexity: for each of L places and each of the `labels` kept there, L steps for what runs again and one for each
 option and each share of it that is moved, of some microseconds. Of more labels, those stay that would end earliest if

@@ -55,7 +55,6 @@ class Spine:
         self.last = len(blocks) - 1
         self.pinned = pinned_bytes(blocks)[:, self.last].tolist()
         self.first_ms = [sum(problem.forward[index].time_ms for index in block.forward) for block in blocks]
-        self.beyond_ms = sum(self.first_ms) - sum(block.forward_ms for block in blocks)  # of first computations
         users = _last_users(problem, blocks)
         self.inputs = [
             _inputs(problem, users, blocks[place - 1], place) if place else () for place in range(len(blocks))
@@ -68,7 +67,7 @@ class Spine:
         self.known: dict[tuple[int, ...], tuple[list[tuple[float, int]], list[tuple[float, int]], int]] = {}
 
     def ended(self, deadline: float = math.inf) -> list[Label]:
-        """Whole plans, the fastest last; none where nothing fits, or where `time.monotonic` reaches `deadline`."""
+        """Whole plans, the fastest last; those found until `time.monotonic` reaches `deadline`."""
         found: list[Label] = []
         places: list[list[Label]] = [[] for _ in range(self.last + 1)]
         places[0].append(Label(Queue(), Queue()))
@@ -82,7 +81,7 @@ class Spine:
                     places[after].append(more)
             labels.clear()
             if time.monotonic() >= deadline:
-                return []
+                break
         return found
 
     def recompute(self, label: Label) -> Recompute:

@@ -58,8 +58,9 @@ def met(base: Base, gaps: Iterable[Gap], budget_bytes: int, *, quick: bool = Fal
 class Improver:
     """Changes a plan as long as that makes it faster. A kind of change that serves is tried more often."""
 
-    def __init__(self, budget_bytes: int, chance: random.Random) -> None:
+    def __init__(self, budget_bytes: int, least_ms: float, chance: random.Random) -> None:
         self.budget_bytes, self.chance = budget_bytes, chance
+        self.least_ms = least_ms  # no plan is faster
         self.kinds: list[Callable[[Found], Found | None]] = [
             self._other_gaps,
             self._recompute_instead,
@@ -72,7 +73,8 @@ class Improver:
         """What is faster than `found`, or that, once `time.monotonic` reaches `until`."""
         best, since = found, 0
         current = found  # as fast as the best: a change that costs nothing may lead to one that serves
-        while time.monotonic() < until and since < _GIVEN_UP * (len(best.base.gaps) + 1):
+        most = _GIVEN_UP * (len(best.base.gaps) + 1)
+        while best.costs.time_ms > self.least_ms and since < most and time.monotonic() < until:
             since += 1
             (kind,) = self.chance.choices(range(len(self.kinds)), self.weights)
             other = self.kinds[kind](current)

@@ -55,32 +55,40 @@ class MoveSearch:
 
     def solve(self, budget_bytes: int) -> Moved | None:
         """The fastest plan that was found within `budget_bytes`; None where none was."""
-        began = time.monotonic()
+        deadline = time.monotonic() + self.time_limit_s
         keep_all = Base(self.problem, self.problem.no_recompute, self.memory, over_the_turn=self.over_the_turn)
-        found = [met(keep_all, [], budget_bytes)]
-        if int(keep_all.curve.max(initial=0)) > budget_bytes:
-            program = self._program(began + _PROGRAM_S * self.time_limit_s)
-            found += self._of_levels(keep_all, budget_bytes, program)
-            if program is not None:
-                deadline = time.monotonic() + _PROGRAM_S * self.time_limit_s
-                found += self._of_program(program, budget_bytes, deadline)
-        ranked = sorted((one for one in found if one is not None), key=_time_ms)
-        if not ranked:
+        least_ms = keep_all.ends_ms[-1]  # nothing is faster
+        found: list[Found] = []
+        for one in self._found(keep_all, budget_bytes):
+            if one is not None:
+                found.append(one)
+                if one.costs.time_ms <= least_ms:
+                    break
+        if not found:
             return None
-        best = self._improved(ranked[:_IMPROVED], budget_bytes, began + self.time_limit_s)
-        again = tried(best.base, best.gaps, budget_bytes)  # improvements are placed in the quick ways
-        best = min((one for one in (best, again) if one is not None), key=_time_ms)
+        best = min(found, key=_time_ms)
+        if best.costs.time_ms > least_ms:
+            improver = Improver(budget_bytes, least_ms, random.Random(self.seed))
+            best = self._improved(sorted(found, key=_time_ms)[:_IMPROVED], improver, deadline)
+            again = tried(best.base, best.gaps, budget_bytes)  # improvements are placed in the quick ways
+            best = min((one for one in (best, again) if one is not None), key=_time_ms)
         return Moved(best.base.schedule(best.moves), best.costs, tuple(best.moves), best.base.recompute)
 
-    def _improved(self, found: list[Found], budget_bytes: int, deadline: float) -> Found:
+    def _found(self, keep_all: Base, budget_bytes: int) -> Iterator[Found | None]:
+        """Plans to begin with; the quickest to find first."""
+        yield met(keep_all, [], budget_bytes)
+        if int(keep_all.curve.max(initial=0)) <= budget_bytes:
+            return
+        program = self._program(time.monotonic() + _PROGRAM_S * self.time_limit_s)
+        yield from self._of_levels(keep_all, budget_bytes, program)
+        if program is not None:
+            yield from self._of_program(program, budget_bytes, time.monotonic() + _PROGRAM_S * self.time_limit_s)
+
+    def _improved(self, found: list[Found], improver: Improver, deadline: float) -> Found:
         """The best once all are improved, and then that one alone."""
-        improver = Improver(budget_bytes, random.Random(self.seed))
         each_s = _ROUND_S * max(0.0, deadline - time.monotonic()) / len(found)
-        best = found[0]
-        for one in found:
-            if best.costs.time_ms > self.problem.keep_all_time_ms:  # nothing is faster than that
-                best = min(best, improver.improved(one, time.monotonic() + each_s), key=_time_ms)
-        return improver.improved(best, deadline) if best.costs.time_ms > self.problem.keep_all_time_ms else best
+        improved = [improver.improved(one, time.monotonic() + each_s) for one in found]
+        return improver.improved(min(improved, key=_time_ms), deadline)
 
     def _program(self, deadline: float) -> ChainProgram | None:
         """The chain's program, ready to be asked; None where there is no chain, or no time for its table."""
@@ -98,7 +106,7 @@ class MoveSearch:
         plans = program.plans(budget_bytes, deadline)
         return [Found(plan.base, list(plan.gaps), list(plan.moves), plan.base.costs(plan.moves)) for plan in plans]
 
-    def _of_levels(self, keep_all: Base, budget_bytes: int, program: ChainProgram | None) -> list[Found | None]:
+    def _of_levels(self, keep_all: Base, budget_bytes: int, program: ChainProgram | None) -> Iterator[Found | None]:
         """Plans of recomputations alone, and what they move beside: from the budget up to where nothing is recomputed.
 
         Levels are shares of what there is between. Where there is a program, its table has plans for them at once, and
@@ -108,12 +116,13 @@ class MoveSearch:
         found: dict[Recompute, Found | None] = {}
         times = {1.0: float("inf")}
 
-        def met_by(level: float, plan_for: Callable[[int], Recompute]) -> None:
+        def met_by(level: float, plan_for: Callable[[int], Recompute]) -> Found | None:
             recompute = plan_for(budget_bytes + int(level * above_bytes))
             if recompute not in found:
                 found[recompute] = met(keep_all.again(recompute), [], budget_bytes)
             one = found[recompute]
             times[level] = min(times.get(level, float("inf")), float("inf") if one is None else one.costs.time_ms)
+            return one
 
         def solved(level_bytes: int) -> Recompute:
             solution = self.solver_for(self.time_limit_s * _LEVELS_S / count).solve(self.problem, level_bytes)
@@ -122,15 +131,14 @@ class MoveSearch:
         if program is None:
             count = _LEVELS
             for level in self._levels(times, keep_all, above_bytes):
-                met_by(level, solved)
+                yield met_by(level, solved)
         else:
             for level in self._levels(times, keep_all, above_bytes):
-                met_by(level, program.recompute)
+                yield met_by(level, program.recompute)
             asked = {0.0, min(times, key=lambda level: times[level])} - {1.0}
             count = len(asked)
             for level in sorted(asked):
-                met_by(level, solved)
-        return list(found.values())
+                yield met_by(level, solved)
 
     def _levels(self, times: dict[float, float], keep_all: Base, above_bytes: int) -> Iterator[float]:
         """`_LEVELS` of them, given the times found so far."""
