@@ -4,9 +4,10 @@ A transfer that is begun early and waited for late is behind the computation. Bo
 go of, and from its recall on, it holds them beside what has taken its place.
 
 Two ways are tried. By bytes, as much room as there is goes to the first that asks. By the clock, a data is let go of
-once it is there, or once the next step has no room for it: whatever is done on a link, it is done in the same order, so
-waiting earlier than that serves nothing, and returns are the same seen from the end. With departures that are over
-before the first return has bytes, no other departures and returns of the same gaps are faster than those by the clock.
+once it is there, or once the next step has no room for it: the order on
+a link is given, so waiting earlier than that serves nothing, and returns are the same seen from the end. Where the last
+departure is over before the first return has bytes, nothing in that order is faster for the same gaps. Returns of other
+orders can be: two data that the same operation wants come back in the order of their indices.
 """
 
 from __future__ import annotations
