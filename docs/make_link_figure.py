@@ -1,7 +1,7 @@
 """Draw where data should move, and where they should be computed again, from benchmarks/results/link-speeds.json.
 
-    python docs/make_link_figure.py                              # docs/images/link_speeds.svg
-    python docs/make_link_figure.py results.json picture.svg
+python docs/make_link_figure.py                              # docs/images/link_speeds.svg
+python docs/make_link_figure.py results.json picture.svg
 """
 # a script, not a package
 

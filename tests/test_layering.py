@@ -71,8 +71,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "baselines": ("problem", "groups", "liveness", "solver"),
         "local": ("problem", "schedule", "groups", "liveness", "solver", "baselines"),
         "exact": ("problem", "groups", "liveness", "solver", "milp", "local"),
-        "transfers": ("problem", "schedule", "groups", "links", "liveness", "solver"),
         "chain": ("problem", "groups", "liveness", "solver", "local", "exact"),
+        "transfers": ("problem", "schedule", "groups", "links", "liveness", "solver", "chain"),
         "intervals": (
             "problem", "groups", "liveness", "solver", "milp", "side_process", "baselines", "local", "chain",
         ),

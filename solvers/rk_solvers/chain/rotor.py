@@ -170,18 +170,21 @@ class RotorTable:
 
     def sequence(self, memory: int) -> Sequence:
         """The operations of the table with `memory` slots. Raises `ValueError` if there are none."""
-        table = self.table
-        if not np.isfinite(table.times[0, 0, -1, memory]):
+        if not np.isfinite(self.table.times[0, 0, -1, memory]):
             raise ValueError(f"the chain does not fit in {memory} slots; ask for more")
+        return Sequence(tuple(self.operations(0, 0, len(self.blocks) - 1, memory)))
+
+    def operations(self, state: int, first: int, last: int, memory: int) -> list[Operation]:
+        """The operations of a cell of the table whose time is finite."""
         operations: list[Operation] = []
-        todo: list[_Cell | Operation] = [_Cell(0, 0, len(self.blocks) - 1, memory)]
+        todo: list[_Cell | Operation] = [_Cell(state, first, last, memory)]
         while todo:
             entry = todo.pop()
             if isinstance(entry, Operation):
                 operations.append(entry)
             else:
-                todo.extend(reversed(_step(table, entry)))
-        return Sequence(tuple(operations))
+                todo.extend(reversed(_step(self.table, entry)))
+        return operations
 
     def _least_slots(self) -> int | None:
         finite = np.flatnonzero(np.isfinite(self.table.times[0, 0, -1]))

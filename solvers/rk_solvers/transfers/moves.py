@@ -7,13 +7,14 @@ step has run, and again from another on. Links decide on time alone, by how long
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rk_solvers.links import SecondMemory
-from rk_solvers.liveness import Bytes, Instance, Step, instances_of, memory_curve, schedule_of, steps_of
+from rk_solvers.liveness import Bytes, Instance, Step, curve_of, instances_of, schedule_of, steps_of
 from rk_solvers.problem import Problem, Recompute
 from rk_solvers.schedule import Arrive, Backward, Compute, Leave, Offload, Op, Recall, Schedule
 
@@ -57,14 +58,20 @@ class Base:
         self, problem: Problem, recompute: Recompute, memory: SecondMemory, *, over_the_turn: bool = False
     ) -> None:
         self.problem, self.recompute, self.memory = problem, recompute, memory
+        self.over_the_turn = over_the_turn
         self.steps = steps_of(problem, recompute)
-        self.curve: Bytes = memory_curve(problem, recompute)
+        instances = instances_of(problem, recompute)
+        self.curve: Bytes = curve_of(problem, self.steps, instances)
         self.times_ms = [_time_ms(problem, step) for step in self.steps]
         ends = itertools.accumulate(self.times_ms)
         self.ends_ms = [0.0, *ends]  # by step: when it begins where nothing waits; and the end of the last
         turn = len(problem.forward)
-        gaps = self._gaps(instances_of(problem, recompute))
+        gaps = self._gaps(instances)
         self.gaps = sorted(gap for gap in gaps if not over_the_turn or gap.before < turn <= gap.after)
+
+    def again(self, recompute: Recompute) -> Base:
+        """The same with other recomputations."""
+        return Base(self.problem, recompute, self.memory, over_the_turn=self.over_the_turn)
 
     def size_bytes(self, gap: Gap) -> int:
         """Of its data."""
@@ -89,6 +96,10 @@ class Base:
         held = self.held(moves)
         return Costs(int(held.max(initial=self.problem.base_bytes)), *self._clock(moves), self._stored_bytes(moves))
 
+    def time_ms(self, moves: Sequence[Move]) -> float:
+        """Of `costs`."""
+        return self._clock(moves)[0]
+
     def schedule(self, moves: Sequence[Move]) -> Schedule:
         """The plan as a schedule, whose operations at one place are in the order of `_clock`."""
         names = [data.name for data in self.problem.data]
@@ -99,9 +110,9 @@ class Base:
             after[move.gap.before].append(Offload(names[move.gap.data]))
         for move in sorted(moves, key=_by_gap):
             after[move.left].append(Leave(names[move.gap.data]))
-        for move in sorted(moves, key=_by_need):
+        for move in sorted(moves, key=by_need):
             before[move.recalled].append(Recall(names[move.gap.data]))
-        for move in sorted(moves, key=_by_need):
+        for move in sorted(moves, key=by_need):
             before[move.gap.after].append(Arrive(names[move.gap.data]))
         ops: list[Op] = []
         position = -1
@@ -130,35 +141,36 @@ class Base:
 
     def _clock(self, moves: Sequence[Move]) -> tuple[float, float]:
         """The time of the step, and how much of it is waited for."""
-        count = len(self.steps)
-        sent: list[list[int]] = [[] for _ in range(count)]  # by step, and so on: the moves
-        left: list[list[int]] = [[] for _ in range(count)]
-        recalled: list[list[int]] = [[] for _ in range(count)]
-        taken: list[list[int]] = [[] for _ in range(count)]
-        sending = _first_of_each(moves)
+        sent: defaultdict[int, list[int]] = defaultdict(list)  # by step, and so on: the moves
+        left: defaultdict[int, list[int]] = defaultdict(list)
+        recalled: defaultdict[int, list[int]] = defaultdict(list)
+        taken: defaultdict[int, list[int]] = defaultdict(list)
+        first: set[int] = set()  # data that are sent
         for index in sorted(range(len(moves)), key=lambda index: _by_gap(moves[index])):
-            if moves[index] in sending:
-                sent[moves[index].gap.before].append(index)
+            gap = moves[index].gap
+            if gap.data not in first:
+                first.add(gap.data)
+                sent[gap.before].append(index)
             left[moves[index].left].append(index)
-        for index in sorted(range(len(moves)), key=lambda index: _by_need(moves[index])):
+        for index in sorted(range(len(moves)), key=lambda index: by_need(moves[index])):
             recalled[moves[index].recalled].append(index)
             taken[moves[index].gap.after].append(index)
         out_ms = [self.memory.out.time_ms(self.size_bytes(move.gap)) for move in moves]
         back_ms = [self.memory.back.time_ms(self.size_bytes(move.gap)) for move in moves]
         there_ms, here_ms = [0.0] * len(moves), [0.0] * len(moves)
         now = waiting = out_free = back_free = 0.0
-        for position in range(count):
-            for index in recalled[position]:
+        for position, time_ms in enumerate(self.times_ms):
+            for index in recalled.get(position, ()):
                 back_free = here_ms[index] = max(now, back_free) + back_ms[index]
                 now += self.memory.back.burden * back_ms[index]
-            for index in taken[position]:
+            for index in taken.get(position, ()):
                 waiting += max(0.0, here_ms[index] - now)
                 now = max(now, here_ms[index])
-            now += self.times_ms[position]
-            for index in sent[position]:
+            now += time_ms
+            for index in sent.get(position, ()):
                 out_free = there_ms[index] = max(now, out_free) + out_ms[index]
                 now += self.memory.out.burden * out_ms[index]
-            for index in left[position]:
+            for index in left.get(position, ()):
                 waiting += max(0.0, there_ms[index] - now)
                 now = max(now, there_ms[index])
         return now, waiting
@@ -193,7 +205,8 @@ def _by_gap(move: Move) -> tuple[int, int, int]:
     return move.gap.before, -move.gap.after, move.gap.data
 
 
-def _by_need(move: Move) -> tuple[int, int, int]:
+def by_need(move: Move) -> tuple[int, int, int]:
+    """In the order in which data come back."""
     return move.gap.after, move.gap.before, move.gap.data
 
 
