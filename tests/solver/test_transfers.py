@@ -317,3 +317,18 @@ def test_a_solver_with_moves_is_never_slower_than_without_and_hands_on_no_proof_
             assert found.proven_bytes is None
             assert found.peak_bytes <= alone.peak_bytes
             assert check(problem, found.schedule, None, memory).peak_bytes == found.smallest_budget_bytes > budget_bytes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_moves_that_a_plan_is_as_fast_without(seed):
+    problem = layers(seed, 6)
+    memory = random_memory(random.Random(seed), 60)
+    budget_bytes = int(0.6 * peak_and_time(problem, problem.no_recompute)[0])
+    found = search(problem, memory).solve(budget_bytes)
+    if found is None:
+        return
+    base, moves = moves_in(problem, found.schedule, memory)
+    for move in moves:
+        others = [one.gap for one in moves if one != move]
+        fewer = placed(base, others, budget_bytes)
+        assert fewer is None or base.costs(fewer).time_ms > found.costs.time_ms

@@ -21,13 +21,14 @@ from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.schedule import Schedule
 from rk_solvers.solver import Solver
 from rk_solvers.transfers.chain_program import ChainProgram
-from rk_solvers.transfers.improving import Found, Improver, met, tried
+from rk_solvers.transfers.improving import Found, Improver, met, tried, without_needless
 from rk_solvers.transfers.moves import Base, Costs, Move
 
 _LEVELS = 8
 _IMPROVED = 4  # of all plans
 _PROGRAM_S = 0.15  # of the time, for the chain's program
 _LEVELS_S = 0.2  # of it, for other solvers
+_TRIM_S = 0.1  # beyond it, to move less
 _ROUND_S = 0.6  # of what remains, for all that are improved; for the best of them the rest
 
 
@@ -72,6 +73,7 @@ class MoveSearch:
             best = self._improved(sorted(found, key=_time_ms)[:_IMPROVED], improver, deadline)
             again = tried(best.base, best.gaps, budget_bytes)  # improvements are placed in the quick ways
             best = min((one for one in (best, again) if one is not None), key=_time_ms)
+        best = without_needless(best, budget_bytes, time.monotonic() + _TRIM_S * self.time_limit_s)
         return Moved(best.base.schedule(best.moves), best.costs, tuple(best.moves), best.base.recompute)
 
     def _found(self, keep_all: Base, budget_bytes: int) -> Iterator[Found | None]:
