@@ -71,7 +71,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "baselines": ("problem", "groups", "liveness", "solver"),
         "local": ("problem", "schedule", "groups", "liveness", "solver", "baselines"),
         "exact": ("problem", "groups", "liveness", "solver", "milp", "local"),
-        "transfers": ("problem", "schedule", "groups", "links", "liveness", "solver"),
+        "transfers": ("problem", "schedule", "groups", "links", "liveness", "solver", "milp", "bounds"),
         "chain": ("problem", "groups", "liveness", "solver", "local", "exact"),
         "intervals": (
             "problem", "groups", "liveness", "solver", "milp", "side_process", "baselines", "local", "chain",

@@ -30,12 +30,13 @@ _TRIES_S = 0.5  # of the time, for improvements
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A plan with moves. It was found, and nothing is proven of it."""
+    """A plan with moves. It was found, and nothing is proven of it, but what `bound.with_bound` adds."""
 
     schedule: Schedule
     costs: Costs
     moves: tuple[Move, ...]
     recompute: Recompute
+    lower_bound_ms: float | None = None  # no plan within the budget is faster, whatever it moves; None: not looked for
 
 
 @dataclass(slots=True)
