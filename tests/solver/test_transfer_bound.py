@@ -8,7 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from rk_solvers import BackwardOp, Data, ForwardOp, Greedy, Oracle, Problem, check, lower_bound_ms, peak_and_time
+from rk_solvers import (
+    BackwardOp,
+    Data,
+    ForwardOp,
+    Greedy,
+    Oracle,
+    Problem,
+    Schedule,
+    check,
+    lower_bound_ms,
+    peak_and_time,
+)
 from rk_solvers.bounds.relaxation import UNITS
 from rk_solvers.groups import normalise
 from rk_solvers.links import Link, SecondMemory
@@ -133,6 +144,43 @@ def test_the_bound_is_below_any_plan(seeds):
         assert problem.keep_all_time_ms <= told <= costs.time_ms * (1 + 1e-6)  # the back end's tolerance
 
 
+EARLY = """
+compute f0
+offload x0
+compute f1
+leave x0
+compute f2
+backward b2
+forget x2
+backward b1
+forget x1
+recall x0
+arrive x0
+backward b0
+forget x0
+"""
+
+
+def test_data_may_be_sent_before_the_use_after_which_they_leave():
+    """`Base` sends them after it; the checker, and so the bound, knows plans that do it before, and wait less."""
+    data = tuple(Data(f"x{place}", 100, place) for place in range(3))
+    times_ms = (1.0, 3.0, 1.0)
+    forward = tuple(
+        ForwardOp(f"f{place}", times_ms[place], (place - 1,) if place else (), (place,), recomputable=False)
+        for place in range(3)
+    )
+    backward = tuple(BackwardOp(f"b{place}", 1.0, (place,), 0, 0) for place in reversed(range(3)))
+    problem = Problem(data, forward, backward)
+    memory = SecondMemory(Link(25.0), Link(1e6))
+    checked = check(problem, Schedule.parse(EARLY), 200, memory)
+    best = least_time_with_moves(problem, memory, 200)
+    assert best is not None
+    assert checked.waiting_ms == pytest.approx(1.0, rel=1e-3)
+    assert best[0].costs(best[1]).waiting_ms == pytest.approx(4.0, rel=1e-3)
+    assert bound(problem, 200, memory) <= checked.time_ms * (1 + 1e-9)
+    assert bound(problem, 200, memory) == pytest.approx(9.0, rel=1e-3)
+
+
 # ---- not too low ------------------------------------------------------------------------------------------
 
 
@@ -212,7 +260,7 @@ def test_a_plan_that_was_found_carries_it_and_the_time_limit_holds():
     assert found.lower_bound_ms is None
     started = time.monotonic()
     found = with_bound(found, problem, peak_bytes // 2, memory, 1.0, chain)
-    assert time.monotonic() - started < 3.0  # programs are built before their clock begins, and the machine is shared
+    assert time.monotonic() - started < 5.0  # a program is built before its clock begins, and the machine is shared
     assert found.lower_bound_ms is not None
     assert keep_all_ms * 1.001 < found.lower_bound_ms <= found.costs.time_ms
 
