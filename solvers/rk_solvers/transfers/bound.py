@@ -27,7 +27,7 @@ from rk_solvers.transfers.search import Moved
 FULLEST = 30  # steps at which bytes are counted for the quick bound
 EACH_APART = 12  # backward operations, up to which a grouping has each of them apart
 CUTS = 3  # further groupings of larger problems, each with a group more
-BUILT_PER_S = 5_000  # data times groups and moments: a program for which there is no time is not even built
+BUILT_PER_S = 30_000  # data times groups and moments: a program for which there is no time is not even built
 MOST_EXTRA = 100.0  # of the step's time: a bound is not told beyond about that
 
 

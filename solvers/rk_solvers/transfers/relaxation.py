@@ -41,6 +41,7 @@ class MovesRelaxation(Relaxation):
     most_extra_ms: float = 0.0  # bound of the time that is waited for between two moments
     unlinked: bool = False  # whether transfers take no time: what is infeasible so is infeasible at any speed
     most_moments: int = MOMENTS
+    unit_ms: float = field(init=False)  # the objective's unit of time
     moments: list[int] = field(default_factory=list)  # forward operations: just before each is a moment
     sent: list[dict[int, int]] = field(default_factory=list)  # by moment of the forward: variable by data, share sent
     left: list[dict[int, int]] = field(default_factory=list)  # the same at the start of each group, and at the end
@@ -56,11 +57,6 @@ class MovesRelaxation(Relaxation):
     out_ms: list[float] = field(default_factory=list)
     back_ms: list[float] = field(default_factory=list)
 
-    @property
-    def unit_ms(self) -> float:
-        """Time in the unit of the objective."""
-        return self.problem.keep_all_time_ms / UNITS or 1.0
-
     def movable(self, item: int) -> bool:
         """Whether a data can be moved, and it is of any use."""
         assert self.memory is not None
@@ -71,6 +67,7 @@ class MovesRelaxation(Relaxation):
     def _add_variables(self) -> None:
         Relaxation._add_variables(self)
         assert self.memory is not None
+        self.unit_ms = self.problem.keep_all_time_ms / UNITS or 1.0
         self.moments = _moments(self.problem, self.most_moments)
         for data in self.problem.data:
             self.out_ms.append(self.memory.out.time_ms(data.size_bytes))
@@ -221,15 +218,17 @@ class MovesRelaxation(Relaxation):
     def _add_back(self) -> None:
         """Between the beginning of a group and the end of another the link back does what is recalled and due there."""
         count = len(self.stages)
+        used = [frozenset[int]().union(*needs) for needs in self.needs]
         transfers, time, given_ms = list[Term](), list[Term](), 0.0
         for last in range(count) if count <= MOST_WINDOWED else [count - 1]:
             transfers, time = [], []
             given_ms = -self.problem.backward[self.stages[last][-1]].time_ms  # all that is due is back before that
+            due = {item: self._due(item, last, used) for item in self.left[0]}
             for first in reversed(range(last + 1)):
                 transfers += [
                     (variable, self.back_ms[item])
                     for item, variable in self.returned[first].items()
-                    if first <= self._due(item, last)
+                    if first <= due[item]
                 ]
                 own_ms, own = self._time_of(first)
                 given_ms, time = given_ms + own_ms, [*time, *own, (self.pauses[first], 1.0)]
@@ -237,14 +236,17 @@ class MovesRelaxation(Relaxation):
         given_ms += math.fsum(op.time_ms for op in self.problem.forward)
         self._add_link_row(transfers + self.forward_returns, [*time, *((wait, 1.0) for wait in self.waits)], given_ms)
 
-    def _due(self, item: int, last: int) -> int:
-        """The last group whose recalls of a data are complete before the last backward operation of group `last`."""
+    def _due(self, item: int, last: int, used: list[frozenset[int]]) -> int:
+        """The last group whose recalls of a data are complete before the last backward operation of group `last`.
+
+        `used` is what the backward operations of each group need.
+        """
         if item not in self._after(last, self.alive):
             return last  # it is not wanted any more: a recall that serves nothing may be left out
         for group in range(last, -1, -1):
             if item in self.needs[group][-1]:
                 return group
-            if any(item in needs for needs in self.needs[group]):
+            if item in used[group]:
                 return group - 1
         return -1
 
