@@ -48,6 +48,7 @@ class Relaxation:
     recomputed: list[dict[int, int]] = field(default_factory=list)  # per group: variable by forward operation
     alive: list[dict[int, int]] = field(default_factory=list)  # at the start of each group: variable by data
     kept: list[dict[int, int]] = field(default_factory=list)  # per group: variable by data, alive throughout it
+    returned: list[dict[int, int]] = field(default_factory=list)  # per group: variable by data that comes back in it
     resident: list[dict[int, int]] = field(
         default_factory=list
     )  # at the start: variable by op of a state, here or later
@@ -130,15 +131,16 @@ class Relaxation:
             terms.append((recomputed[producer], -1.0))
         return terms
 
+    def _made(self, group: int, item: int, coefficient: float) -> list[Term]:
+        """Terms of a data's being recomputed in a group, or coming back in it."""
+        found = [self.recomputed[group].get(self.live.producer[item]), self._after(group - 1, self.returned).get(item)]
+        return [(variable, coefficient) for variable in found if variable is not None]
+
     def _add_availability(self, group: int) -> None:
-        """What is used in a group, or alive at its end, is alive at its beginning or recomputed in it."""
-        recomputed = self.recomputed[group]
-        self._add_uses(group, group, recomputed)
+        """What is used in a group, or alive at its end, is alive at its beginning or made in it."""
+        self._add_uses(group, group, self.recomputed[group])
         for item, variable in self._after(group, self.alive).items():
-            row = [(variable, 1.0), (self.kept[group][item], -1.0)]
-            producer = self.live.producer[item]
-            if producer in recomputed:
-                row.append((recomputed[producer], -1.0))
+            row = [(variable, 1.0), (self.kept[group][item], -1.0), *self._made(group, item, -1.0)]
             self.model.add_row(row, upper=0.0)
 
     def _add_uses(self, first: int, last: int, recomputed: dict[int, int]) -> None:
@@ -193,7 +195,7 @@ class Relaxation:
 
     def _add_group_memory(self, group: int) -> None:
         """The budget at the beginning, at each backward operation and at each recomputation of a group."""
-        problem, model, stages, recomputed = self.problem, self.model, self.stages[group], self.recomputed[group]
+        problem, model, stages = self.problem, self.model, self.stages[group]
         start = [(variable, self.size(item)) for item, variable in self.alive[group].items()]
         room = self.room(problem.backward[stages[0]].resident_bytes)
         model.add_row([*start, *self._replay(self.resident[group])], upper=room)
@@ -218,18 +220,15 @@ class Relaxation:
             room -= sum(self.size(item) for item in own - later)
             row = [(total, 1.0), *later_terms]
             row += [(kept[item], -self.size(item)) for item in own - later if item in kept]
-            producers = [(item, self.live.producer[item]) for item in own & later]
-            row += [(recomputed[index], self.size(item)) for item, index in producers if index in recomputed]
+            for item in own & later:
+                row += self._made(group, item, self.size(item))
             model.add_row(row, upper=room)
         self._add_recomputation_memory(group, total)
 
     def _elsewhere(self, group: int, item: int) -> list[Term]:
-        """What of a data needed in a group may be dead before, or counted already: recomputed in it, or kept."""
+        """What of a data needed in a group may be dead before, or counted already: made in it, or kept."""
         terms = [(self.kept[group][item], -self.size(item))] if item in self.kept[group] else []
-        producer = self.live.producer[item]
-        if producer in self.recomputed[group]:
-            terms.append((self.recomputed[group][producer], -self.size(item)))
-        return terms
+        return terms + self._made(group, item, -self.size(item))
 
     def _at_least(self, terms: list[Term]) -> int:
         """A variable that is at least the sum of the terms, whatever their signs."""
