@@ -16,6 +16,7 @@ import torch
 
 from rk_solvers import KeepAll, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
+from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.reading import costs_of, slowed
 from rkgb.devices.out_of_memory import if_it_fits, out_of_memory_told
 from rkgb.devices.registry import device_of
@@ -388,15 +389,21 @@ def _lower_bound_ms(
     allowed_bytes = max(budget_bytes, solution.peak_bytes)  # a plan is believed by its measured peak
     if not solution.schedule.recomputations and not solution.schedule.offloaded:
         return solution.time_ms
-    if memory_for(request, measured) is not None:  # what is proven of recomputation alone says nothing of moves
-        return min(measured.problem.keep_all_time_ms, solution.time_ms)
+    memory, problem = memory_for(request, measured), measured.problem
+    limit_s = min(request.limits.bound_s, request.limits.longest_s)
+    if memory is not None:  # what is proven of recomputation alone says nothing of moves
+        bound_ms = problem.keep_all_time_ms
+        if request.follow is None and not request.is_hurried:
+            bound_ms = lower_bound_with_moves_ms(
+                problem, allowed_bytes, memory, limit_s, chain=measured.chain, integer=False
+            )
+        return min(bound_ms, solution.time_ms)
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
     if request.follow is not None or request.is_hurried:
         return None
-    limit_s = min(request.limits.bound_s, request.limits.longest_s)
     plan = solution.schedule
-    bound_ms = lower_bound_ms(measured.problem, allowed_bytes, measured.chain, limit_s, plan=plan)
+    bound_ms = lower_bound_ms(problem, allowed_bytes, measured.chain, limit_s, plan=plan)
     return min(bound_ms, solution.time_ms)
 
 
