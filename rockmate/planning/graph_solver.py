@@ -41,7 +41,9 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
     if isinstance(request.solver, FixedPlan):
         return with_memory(request.solver, request, measured)
     if isinstance(request.solver, str):
-        alone = solver_named(request.solver, request.limits, measured.chain, progress)
+        # Beside plans that move data, one that only recomputes is rarely the best: it has no second wind.
+        limits = request.limits if memory_for(request, measured) is None else replace(request.limits, extra_s=0.0)
+        alone = solver_named(request.solver, limits, measured.chain, progress)
     elif isinstance(request.solver, GraphSolver):
         alone = request.solver.for_measured(measured)
     else:
@@ -50,7 +52,8 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
 
 
 def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
-    """What looks for moves once more, beside what was found of recomputation alone."""
+    """What looks for moves once more, for a shorter time, beside what was found of recomputation alone."""
+    request = replace(request, limits=request.limits.within(request.limits.search_s / 3))
     return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
 
 
