@@ -63,7 +63,8 @@ def _beside(alone: Solver, request: PlanRequest, measured: Measured) -> Solver:
         return alone
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
-    return WithMoves(alone, quick, memory, measured.chain, limits.search_s, limits.seed)
+    bound_s = 0.0 if request.is_hurried else min(limits.bound_s, limits.longest_s)
+    return WithMoves(alone, quick, memory, measured.chain, limits.search_s, limits.seed, bound_s)
 
 
 def with_memory(plan: FixedPlan, request: PlanRequest, measured: Measured) -> FixedPlan:

@@ -393,7 +393,9 @@ def _lower_bound_ms(
     limit_s = min(request.limits.bound_s, request.limits.longest_s)
     if memory is not None:  # what is proven of recomputation alone says nothing of moves
         bound_ms = problem.keep_all_time_ms
-        if request.follow is None and not request.is_hurried:
+        if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
+            bound_ms = solution.lower_bound_ms
+        elif request.follow is None and not request.is_hurried:
             bound_ms = lower_bound_with_moves_ms(
                 problem, allowed_bytes, memory, limit_s, chain=measured.chain, integer=False
             )
