@@ -5,9 +5,12 @@ Public ways compare two at a time, or tell addresses of data, which empty storag
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+
+from rkgb.torch_private.asked import nobody_asked
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -18,3 +21,29 @@ def storage_key(tensor: torch.Tensor) -> int:
 def generator_key(generator: Any) -> int:
     """Equal for all Python objects of one random generator."""
     return int(generator._cdata)
+
+
+# ---- how many hold a tensor's memory -----------------------------------------------------------------------
+# PyTorch counts holders in C++; its own code for graphs of CUDA asks in the same way.
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
+    with nobody_asked():
+        storage = tensor.untyped_storage()
+        in_cpp: int = torch._C._storage_Use_Count(storage._cdata)
+        return in_cpp, sys.getrefcount(storage), torch.Tensor._use_count(tensor)  # type: ignore[attr-defined]
+
+
+def _of_nobody_else() -> tuple[int, int, int]:
+    alone = torch.empty(1)
+    return _counts(alone)
+
+
+_ALONE = _of_nobody_else()  # Python's versions count differently
+
+
+def is_only_holder(tensor: torch.Tensor) -> bool:
+    """Whether nothing but `tensor` has its storage, and nothing in C++ has `tensor`: no view, no array, no graph."""
+    with nobody_asked():
+        can_be_freed = tensor.untyped_storage().resizable()
+    return can_be_freed and all(map(int.__le__, _counts(tensor), _ALONE))

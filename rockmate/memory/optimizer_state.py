@@ -77,6 +77,12 @@ def optimizer_state_bytes(
     return present + coming, present
 
 
+def state_bytes_of(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> int:
+    """Bytes of the state that one step makes for a parameter of that group. Raises as `optimizer_state_bytes`."""
+    tensors = _tensors_after_a_step(optimizer, group, parameter)
+    return _state_bytes(tensors, optimizer.param_groups[group], parameter.device)
+
+
 def with_parameters(optimizer: OptimizerLike | None, others: Mapping[int, torch.nn.Parameter]) -> OptimizerLike | None:
     """What is counted like `optimizer`, of other parameters: those that `others` names by the identities of its own.
 

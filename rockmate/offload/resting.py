@@ -1,0 +1,343 @@
+"""Tensors that live in a second memory, a few of them here at a time: within a *window* of so many bytes.
+
+A tensor comes when it is used, or ahead of that where it is known what is used next, and leaves once its place is
+needed and nothing else has its storage. What nobody has written is never sent again. What was written is, before its
+place here is given up: no write is lost, whoever wrote, through the tensor or through a view of it.
+
+All of it is safe without knowing the order of uses, which tells only what to fetch and whose place to give up.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from weakref import WeakSet
+
+import torch
+
+from rkgb.process.surroundings import surroundings_aside
+from rkgb.torch_private.asked import nobody_asked, not_asked
+from rkgb.torch_private.identity import is_only_holder
+from rockmate.offload import resting_tensor
+from rockmate.offload.resting_tensor import Owner, Place, Rested, rested_of
+from rockmate.offload.tier import Shape, Tier
+
+SMALLEST_BYTES = 64 << 10  # smaller ones stay: to ask for one takes as long as to read it
+
+
+class UseOrder:
+    """In which order tensors are used, over and over again."""
+
+    def __init__(self, uses: Sequence[Rested]) -> None:
+        self.uses = tuple(uses)
+        self._places: dict[Rested, list[int]] = {}
+        for place, rested in enumerate(self.uses):
+            self._places.setdefault(rested, []).append(place)
+
+    def until_next(self, rested: Rested, cursor: int) -> int:
+        """How many uses come before the next one of `rested`."""
+        places = self._places.get(rested)
+        if not places:
+            return 2 * len(self.uses) + 1
+        found = bisect.bisect_left(places, cursor)
+        return places[found] - cursor if found < len(places) else places[0] + len(self.uses) - cursor
+
+
+_NO_ORDER = UseOrder(())
+_OWNERS: WeakSet[RestingTensors] = WeakSet()
+
+
+class RestingTensors(Owner):
+    """Tensors of one device that rest in `tier`, with at most `window_bytes` of them here.
+
+    There are more only while one operation uses more, or where others hold on to them.
+    """
+
+    def __init__(self, tier: Tier, window_bytes: int) -> None:
+        self.tier = tier
+        self.window_bytes = window_bytes
+        self.held_bytes = 0
+        self.most_held_bytes = 0
+        self.read_bytes = self.sent_bytes = 0  # so far
+        self._all: dict[Rested, None] = {}
+        self._order, self._cursor = _NO_ORDER, 0
+        self._lock = threading.RLock()
+        _OWNERS.add(self)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        rested = rested_of(tensor)
+        return rested is not None and rested.owner is self
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all that rest, wherever they are."""
+        return sum(rested.size_bytes for rested in self._all)
+
+    def after_fork(self) -> None:
+        """In the process that came of it: a thread that it does not have may have held the lock."""
+        self._lock = threading.RLock()
+
+    # ---- who rests -----------------------------------------------------------------------------------------
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have these rest, but for those that cannot: small ones, and those whose storage others have, too.
+
+        Raises `OffloadError` where they cannot be sent; those that could not are as they were.
+        """
+        with self._lock:
+            for tensor in tensors:
+                if not can_rest(tensor):
+                    continue
+                rested = Rested(tensor, self)
+                self._make_room(rested.size_bytes)
+                self._send(rested)
+                self._all[rested] = None
+                self._hold(rested.size_bytes)
+                resting_tensor.begin(tensor, rested)
+            self._make_room(0)
+
+    def wake(self, rested: Rested) -> None:
+        """Have it here, and no longer rest."""
+        with self._lock:
+            self._arrive(rested)
+            self._drop(rested)
+            resting_tensor.end(rested.alive)
+
+    def wake_all(self) -> None:
+        """Have all of them here, and none rest."""
+        for rested in list(self._all):
+            self.wake(rested)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """All are here inside, as ordinary tensors; then they rest again."""
+        tensors = [rested.alive for rested in self._all]
+        self.wake_all()
+        try:
+            yield
+        finally:
+            self.take(tensors)
+
+    def forget(self, rested: Rested) -> None:
+        """Its tensor is gone."""
+        with self._lock:
+            self._drop(rested)
+
+    def _drop(self, rested: Rested) -> None:
+        if rested in self._all:
+            del self._all[rested]
+            if rested.place is not Place.AWAY:
+                self.held_bytes -= rested.size_bytes
+            if rested.parcel is not None:
+                rested.parcel.drop()
+                rested.parcel = None
+
+    # ---- uses ----------------------------------------------------------------------------------------------
+
+    def room_for(self, size_bytes: int) -> None:
+        """Leave so many bytes of the window for what is to rest next."""
+        with self._lock:
+            self._make_room(size_bytes)
+
+    def follow(self, order: UseOrder) -> None:
+        """Uses come in this order from now on, and are at its beginning."""
+        with self._lock:
+            self._order, self._cursor = order, 0
+            self._make_room(0)  # what others had hold of may be free now
+            self._fetch()
+
+    def use(self, used: Iterable[Rested], cursor: int) -> None:
+        """Have these here, as ordinary tensors: the uses from the place `cursor` of the order on.
+
+        Who uses them so keeps nothing of them, or asks nobody to free it.
+        """
+        with self._lock:
+            self._cursor = cursor
+            begun: list[Rested] = []
+            try:
+                for rested in used:
+                    rested.users += 1
+                    rested.readers += 1
+                    begun.append(rested)
+                    self._arrive(rested)
+                    rested.alive.__class__ = rested.kind
+                self._cursor = cursor + len(begun)
+                self._fetch()
+            except BaseException:
+                self.used(begun)
+                raise
+
+    def used(self, used: Iterable[Rested]) -> None:
+        """They are not used any more."""
+        with self._lock:
+            for rested in used:
+                rested.users -= 1
+                rested.readers -= 1
+                tensor = rested.tensor()
+                if not rested.readers and tensor is not None and rested in self._all:
+                    resting_tensor.go_on(tensor)
+
+    def hold(self, rested: Rested) -> None:
+        """Have it here, for a use that may be in no order."""
+        with self._lock:
+            if rested not in self._all:
+                return
+            rested.users += 1
+            try:
+                order = self._order
+                if order.uses and rested.place is Place.AWAY:
+                    self._cursor = (self._cursor + order.until_next(rested, self._cursor)) % len(order.uses)
+                follows = bool(order.uses) and order.uses[self._cursor % len(order.uses)] is rested
+                self._arrive(rested)
+                if follows:
+                    self._cursor += 1
+                    self._fetch()
+            except BaseException:
+                rested.users -= 1
+                raise
+
+    def let_go(self, rested: Rested, is_unseen: bool, is_replaced: bool) -> None:
+        """That use is over; it may have written, or others may yet, unseen, or it has put another storage in."""
+        with self._lock:
+            if rested not in self._all:
+                return
+            rested.users -= 1
+            tensor = rested.alive
+            if is_replaced:
+                rested.replaced += 1
+            if is_unseen or not is_only_holder(tensor):
+                rested.is_lent = True
+            if is_replaced or Shape.of(tensor) != rested.shape:
+                self._look_again(rested)
+            elif self.held_bytes > self.window_bytes and not rested.users:
+                self._leave(rested)
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begin to send what was just written, so that it can leave at once later."""
+        with self._lock:
+            for tensor in tensors:
+                rested = rested_of(tensor)
+                if rested is None or rested.owner is not self or rested.place is not Place.HERE:
+                    continue
+                rested.is_lent = True  # fused steps write without a new version
+                if rested.parcel is not None:
+                    rested.parcel.wait_sent()
+                if is_only_holder(tensor):
+                    self._send(rested)
+
+    def _look_again(self, rested: Rested) -> None:
+        """It was given another storage: it rests as that does, or not at all any more."""
+        tensor = rested.alive
+        with not_asked():
+            size_bytes = tensor.untyped_storage().nbytes()
+        rested.is_lent = True
+        if Shape.of(tensor) != rested.shape or size_bytes != rested.size_bytes:
+            self.wake(rested)
+
+    # ---- to and fro ----------------------------------------------------------------------------------------
+
+    def _arrive(self, rested: Rested) -> None:
+        if rested.place is Place.HERE:
+            if rested.parcel is not None:
+                rested.parcel.wait_sent()  # who uses it may write
+            return
+        if rested.place is Place.AWAY:
+            self._make_room(rested.size_bytes)
+            self._recall(rested)
+        assert rested.parcel is not None
+        storage = rested.parcel.take()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(surroundings_aside())
+            stack.enter_context(nobody_asked())
+            rested.alive.data = rested.shape.within(storage)
+        rested.place = Place.HERE
+
+    def _recall(self, rested: Rested) -> None:
+        assert rested.parcel is not None
+        rested.parcel.recall()
+        rested.place = Place.COMING
+        self.read_bytes += rested.size_bytes
+        self._hold(rested.size_bytes)
+
+    def _send(self, rested: Rested) -> None:
+        if rested.parcel is not None:
+            rested.parcel.wait_sent()
+            parcel, rested.parcel = rested.parcel, None
+            parcel.drop()
+        tensor = rested.alive
+        with not_asked():
+            rested.parcel = self.tier.send(tensor.untyped_storage())
+        rested.version, rested.is_lent = tensor._version, False
+        self.sent_bytes += rested.size_bytes
+
+    def _leave(self, rested: Rested) -> bool:
+        """Give up its place here; False where others have its storage."""
+        tensor = rested.alive
+        if rested.parcel is not None:
+            rested.parcel.wait_sent()  # which has its storage until then
+        handles, rested.handles = rested.handles, []
+        for holder in handles:
+            handle = holder()
+            if handle is not None:
+                handle.value = None
+        if not is_only_holder(tensor):
+            return False
+        if rested.is_written:
+            self._send(rested)
+        assert rested.parcel is not None
+        rested.parcel.wait_sent()
+        rested.place = Place.AWAY  # first: were it emptied, and this not said, its values would seem to be there
+        with not_asked():
+            tensor.untyped_storage().resize_(0)
+        self.held_bytes -= rested.size_bytes
+        return True
+
+    def _make_room(self, size_bytes: int, before: int = -1) -> bool:
+        """Give up places until there is one of so many bytes, of what is used after so many other uses."""
+        if self.held_bytes + size_bytes <= self.window_bytes:
+            return True
+        found = [
+            (self._order.until_next(rested, self._cursor), index, rested)
+            for index, rested in enumerate(self._all)
+            if rested.place is Place.HERE and not rested.users
+        ]
+        for distance, _, rested in sorted(found, reverse=True):
+            if distance <= before:
+                return False
+            if self._leave(rested) and self.held_bytes + size_bytes <= self.window_bytes:
+                return True
+        return False
+
+    def _fetch(self) -> None:
+        """Begin to bring what is used next, as far as there is room for it, or for what is used later."""
+        uses = self._order.uses
+        for ahead in range(len(uses)):
+            rested = uses[(self._cursor + ahead) % len(uses)]
+            if rested.place is Place.AWAY:
+                if not self._make_room(rested.size_bytes, ahead):
+                    return
+                self._recall(rested)
+
+    def _hold(self, size_bytes: int) -> None:
+        self.held_bytes += size_bytes
+        self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
+
+
+def can_rest(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is large enough, its storage's only one, and on a device that has a second memory."""
+    if not resting_tensor.can_rest(tensor) or not is_only_holder(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
+
+
+def _after_fork() -> None:
+    for owner in _OWNERS:
+        owner.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
