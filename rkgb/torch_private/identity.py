@@ -43,7 +43,13 @@ _ALONE = _of_nobody_else()  # Python's versions count differently
 
 
 def is_only_holder(tensor: torch.Tensor) -> bool:
-    """Whether nothing but `tensor` has its storage, and nothing in C++ has `tensor`: no view, no array, no graph."""
+    """Whether nothing but `tensor` has its storage, and nothing in C++ reads `tensor`: no view, no array, no graph.
+
+    Of a parameter that trains, one more in C++ is where its gradient is accumulated, which does not read it: whatever
+    else of a graph has it keeps that, too.
+    """
     with nobody_asked():
         can_be_freed = tensor.untyped_storage().resizable()
-    return can_be_freed and all(map(int.__le__, _counts(tensor), _ALONE))
+        in_cpp, in_python, tensors = _counts(tensor)
+        tensors -= tensor.requires_grad and tensor.is_leaf
+    return can_be_freed and all(map(int.__le__, (in_cpp, in_python, tensors), _ALONE))

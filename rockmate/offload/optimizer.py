@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -209,14 +210,22 @@ class OffloadedOptimizer(Optimizer):
         used = [rested for rested in used if rested.owner is self.resting]
         if not used:
             self.resting.room_for(self._state_bytes(index, parameter))
-        self.resting.use(used, self._places.get(parameter, 0))
-        try:
+        with self._here(parameter), self.resting.used_at(used, self._places.get(parameter)):
             self._one_step(index, parameter)
-        finally:
-            self.resting.used(used)
         tensors = self._tensors(parameter)
         self.resting.take(tensors)
         self.resting.written(tensors)
+
+    @contextlib.contextmanager
+    def _here(self, parameter: torch.Tensor) -> Iterator[None]:
+        """A parameter may rest itself, with others of its model."""
+        rested = rested_of(parameter)
+        if rested is None:
+            yield
+            return
+        with rested.owner.used_at([rested], None):
+            yield
+        rested.owner.written([parameter])
 
     def _one_step(self, index: int, parameter: torch.Tensor) -> None:
         """The optimizer's own step of one parameter."""

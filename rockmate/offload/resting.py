@@ -149,13 +149,13 @@ class RestingTensors(Owner):
             self._make_room(0)  # what others had hold of may be free now
             self._fetch()
 
-    def use(self, used: Iterable[Rested], cursor: int) -> None:
-        """Have these here, as ordinary tensors: the uses from the place `cursor` of the order on.
+    def use(self, used: Iterable[Rested], cursor: int | None) -> None:
+        """Have these here, as ordinary tensors: the uses from the place `cursor` of the order on, if it has them.
 
         Who uses them so keeps nothing of them, or asks nobody to free it.
         """
         with self._lock:
-            self._cursor = cursor
+            self._cursor = self._cursor if cursor is None else cursor
             begun: list[Rested] = []
             try:
                 for rested in used:
@@ -164,8 +164,9 @@ class RestingTensors(Owner):
                     begun.append(rested)
                     self._arrive(rested)
                     rested.alive.__class__ = rested.kind
-                self._cursor = cursor + len(begun)
-                self._fetch()
+                if cursor is not None:
+                    self._cursor += len(begun)
+                    self._fetch()
             except BaseException:
                 self.used(begun)
                 raise
@@ -179,6 +180,15 @@ class RestingTensors(Owner):
                 tensor = rested.tensor()
                 if not rested.readers and tensor is not None and rested in self._all:
                     resting_tensor.go_on(tensor)
+
+    @contextlib.contextmanager
+    def used_at(self, used: Sequence[Rested], cursor: int | None) -> Iterator[None]:
+        """Context in which these are here, as `use` and `used` say."""
+        self.use(used, cursor)
+        try:
+            yield
+        finally:
+            self.used(used)
 
     def hold(self, rested: Rested) -> None:
         """Have it here, for a use that may be in no order."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
@@ -33,6 +34,14 @@ class Owner(abc.ABC):
     @abc.abstractmethod
     def wake(self, rested: Rested) -> None:
         """Have it here, and no longer rest."""
+
+    @abc.abstractmethod
+    def used_at(self, used: Sequence[Rested], cursor: int | None) -> AbstractContextManager[None]:
+        """Context in which these are here as ordinary tensors, from a place of the order of uses on."""
+
+    @abc.abstractmethod
+    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begin to send what was just written, so that it can leave at once later."""
 
     @abc.abstractmethod
     def forget(self, rested: Rested) -> None:

@@ -335,14 +335,10 @@ def again(op: DNode, segment: int) -> str:
     return f"{op.name} in {segment}"
 
 
-def may_rest(graph: KGraph, trains: bool = False) -> list[str]:
-    """Names of the parameters of `graph` whose reads and saved tensors are all in our hands; frozen ones alone."""
+def may_rest(graph: KGraph) -> list[str]:
+    """Names of the parameters of `graph` whose reads and saved tensors are all in our hands."""
     dgraph = graph.sgraph.dgraph
     opaque = {
         dgraph.owner(name) for op in dgraph.nodes if isinstance(op.call.function, OpaqueCall) for name in op.inputs
     }
-    return [
-        name
-        for name, leaf in dgraph.leaves.items()
-        if leaf.kind is LeafKind.PARAMETER and name not in opaque and (trains or not dgraph.values[name].requires_grad)
-    ]
+    return [name for name, leaf in dgraph.leaves.items() if leaf.kind is LeafKind.PARAMETER and name not in opaque]
