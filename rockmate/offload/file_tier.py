@@ -226,7 +226,11 @@ class _FileParcel(Parcel):
         self.recall()
         assert self._read is not None
         assert self._target is not None
-        self._result(self._read, "read from")
+        try:
+            self._result(self._read, "read from")
+        except OffloadError:
+            self._target = self._read = None  # it may be read another time
+            raise
         target, self._target, self._read = self._target, None, None
         return target
 

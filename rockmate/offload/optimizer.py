@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -107,11 +108,9 @@ class OffloadedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.optimizer.__reduce_ex__(protocol)
+        return _ordinary, (self.optimizer,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        import copy
-
         return copy.deepcopy(self.optimizer, memo)
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,3 +267,8 @@ class OffloadedOptimizer(Optimizer):
         if parameter not in self._bytes:
             self._bytes[parameter] = state_bytes_of(self.optimizer, index, parameter)
         return self._bytes[parameter]
+
+
+def _ordinary(optimizer: Optimizer) -> Optimizer:
+    """What an offloaded optimizer is where it is loaded."""
+    return optimizer

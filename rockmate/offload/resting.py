@@ -21,6 +21,7 @@ import torch
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.torch_private.asked import nobody_asked, not_asked
 from rkgb.torch_private.identity import is_only_holder
+from rockmate.errors import OffloadError
 from rockmate.offload import resting_tensor
 from rockmate.offload.resting_tensor import Owner, Place, Rested, rested_of
 from rockmate.offload.tier import Shape, Tier
@@ -110,6 +111,14 @@ class RestingTensors(Owner):
         """Have all of them here, and none rest."""
         for rested in list(self._all):
             self.wake(rested)
+
+    def empty(self) -> None:
+        """Send all away, whatever the window has room for, but for what others hold."""
+        with self._lock:
+            for rested in self._all:
+                if rested.place is not Place.AWAY and not rested.users:
+                    self._arrive(rested)
+                    self._leave(rested)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -233,8 +242,7 @@ class RestingTensors(Owner):
                 if rested is None or rested.owner is not self or rested.place is not Place.HERE:
                     continue
                 rested.is_lent = True  # fused steps write without a new version
-                if rested.parcel is not None:
-                    rested.parcel.wait_sent()
+                self._settle(rested)
                 if is_only_holder(tensor):
                     self._send(rested)
 
@@ -251,14 +259,19 @@ class RestingTensors(Owner):
 
     def _arrive(self, rested: Rested) -> None:
         if rested.place is Place.HERE:
-            if rested.parcel is not None:
-                rested.parcel.wait_sent()  # who uses it may write
+            self._settle(rested)  # who uses it may write
             return
-        if rested.place is Place.AWAY:
+        was_ahead = rested.place is Place.COMING
+        if not was_ahead:
             self._make_room(rested.size_bytes)
             self._recall(rested)
         assert rested.parcel is not None
-        storage = rested.parcel.take()
+        try:
+            storage = rested.parcel.take()
+        except OffloadError:
+            if not was_ahead:
+                raise
+            storage = rested.parcel.take()  # what went wrong ahead of time may go well now
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(surroundings_aside())
@@ -274,8 +287,8 @@ class RestingTensors(Owner):
         self._hold(rested.size_bytes)
 
     def _send(self, rested: Rested) -> None:
+        self._settle(rested)
         if rested.parcel is not None:
-            rested.parcel.wait_sent()
             parcel, rested.parcel = rested.parcel, None
             parcel.drop()
         tensor = rested.alive
@@ -284,11 +297,28 @@ class RestingTensors(Owner):
         rested.version, rested.is_lent = tensor._version, False
         self.sent_bytes += rested.size_bytes
 
+    def _settle(self, rested: Rested) -> None:
+        """Wait until it is sent. What could not be is as if nobody had tried: it is here."""
+        if rested.parcel is None:
+            return
+        try:
+            rested.parcel.wait_sent()
+        except OffloadError:
+            parcel, rested.parcel = rested.parcel, None
+            parcel.drop()
+
+    def _cancel(self, rested: Rested) -> None:
+        """What comes is not needed so soon after all."""
+        assert rested.parcel is not None
+        with contextlib.suppress(OffloadError):  # nobody needs it
+            rested.parcel.take()
+        rested.place = Place.AWAY
+        self.held_bytes -= rested.size_bytes
+
     def _leave(self, rested: Rested) -> bool:
         """Give up its place here; False where others have its storage."""
         tensor = rested.alive
-        if rested.parcel is not None:
-            rested.parcel.wait_sent()  # which has its storage until then
+        self._settle(rested)  # what is on its way has its storage until then
         handles, rested.handles = rested.handles, []
         for holder in handles:
             handle = holder()
@@ -313,12 +343,16 @@ class RestingTensors(Owner):
         found = [
             (self._order.until_next(rested, self._cursor), index, rested)
             for index, rested in enumerate(self._all)
-            if rested.place is Place.HERE and not rested.users
+            if not rested.users and (rested.place is Place.HERE or (rested.place is Place.COMING and before < 0))
         ]
         for distance, _, rested in sorted(found, reverse=True):
             if distance <= before:
                 return False
-            if self._leave(rested) and self.held_bytes + size_bytes <= self.window_bytes:
+            if rested.place is Place.COMING:
+                self._cancel(rested)
+            else:
+                self._leave(rested)
+            if self.held_bytes + size_bytes <= self.window_bytes:
                 return True
         return False
 

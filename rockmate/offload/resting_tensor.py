@@ -203,6 +203,9 @@ def _torch_function(
 class RestingTensor(torch.Tensor):
     """A tensor that rests."""
 
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return repr(self.detach())
+
     __torch_function__: Any = classmethod(_torch_function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -216,6 +219,9 @@ class RestingTensor(torch.Tensor):
 
 class RestingParameter(torch.nn.Parameter):
     """A parameter that rests."""
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
     __torch_function__: Any = classmethod(_torch_function)
 
