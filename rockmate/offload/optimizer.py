@@ -15,9 +15,10 @@ from torch.optim import LBFGS, Optimizer
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import check_optimizer, state_bytes_of
-from rockmate.offload.resting import RestingTensors, UseOrder
+from rockmate.offload.resting import RestingTensors
 from rockmate.offload.resting_tensor import Rested, rested_of
 from rockmate.offload.tier import Tier
+from rockmate.offload.window import UseOrder
 
 _AT_ONCE = 3  # parameters whose state is here: one leaves, one is stepped, one comes
 

@@ -9,7 +9,6 @@ All of it is safe without knowing the order of uses, which tells only what to fe
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import os
 import threading
@@ -23,48 +22,27 @@ from rkgb.torch_private.asked import nobody_asked, not_asked
 from rkgb.torch_private.identity import is_only_holder
 from rockmate.errors import OffloadError
 from rockmate.offload import resting_tensor
-from rockmate.offload.resting_tensor import Owner, Place, Rested, rested_of
+from rockmate.offload.resting_tensor import Owner, Rested, rested_of
 from rockmate.offload.tier import Shape, Tier
+from rockmate.offload.window import Place, UseOrder, Window
 
 SMALLEST_BYTES = 64 << 10  # smaller ones stay: to ask for one takes as long as to read it
 
 
-class UseOrder:
-    """In which order tensors are used, over and over again."""
-
-    def __init__(self, uses: Sequence[Rested]) -> None:
-        self.uses = tuple(uses)
-        self._places: dict[Rested, list[int]] = {}
-        for place, rested in enumerate(self.uses):
-            self._places.setdefault(rested, []).append(place)
-
-    def until_next(self, rested: Rested, cursor: int) -> int:
-        """How many uses come before the next one of `rested`."""
-        places = self._places.get(rested)
-        if not places:
-            return 2 * len(self.uses) + 1
-        found = bisect.bisect_left(places, cursor)
-        return places[found] - cursor if found < len(places) else places[0] + len(self.uses) - cursor
-
-
-_NO_ORDER = UseOrder(())
 _OWNERS: WeakSet[RestingTensors] = WeakSet()
 
 
-class RestingTensors(Owner):
+class RestingTensors(Window[Rested], Owner):
     """Tensors of one device that rest in `tier`, with at most `window_bytes` of them here.
 
     There are more only while one operation uses more, or where others hold on to them.
     """
 
     def __init__(self, tier: Tier, window_bytes: int) -> None:
+        super().__init__(window_bytes)
         self.tier = tier
-        self.window_bytes = window_bytes
-        self.held_bytes = 0
-        self.most_held_bytes = 0
         self.read_bytes = self.sent_bytes = 0  # so far
-        self._all: dict[Rested, None] = {}
-        self._order, self._cursor = _NO_ORDER, 0
+        self._gone: list[Rested] = []  # whose tensors are gone, while somebody else had the lock
         self._lock = threading.RLock()
         _OWNERS.add(self)
 
@@ -75,7 +53,7 @@ class RestingTensors(Owner):
     @property
     def all_bytes(self) -> int:
         """Of all that rest, wherever they are."""
-        return sum(rested.size_bytes for rested in self._all)
+        return sum(rested.size_bytes for rested in list(self._all))
 
     def after_fork(self) -> None:
         """In the process that came of it: a thread that it does not have may have held the lock."""
@@ -115,7 +93,7 @@ class RestingTensors(Owner):
     def empty(self) -> None:
         """Send all away, whatever the window has room for, but for what others hold."""
         with self._lock:
-            for rested in self._all:
+            for rested in list(self._all):
                 if rested.place is not Place.AWAY and not rested.users:
                     self._arrive(rested)
                     self._leave(rested)
@@ -123,7 +101,7 @@ class RestingTensors(Owner):
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
         """All are here inside, as ordinary tensors; then they rest again."""
-        tensors = [rested.alive for rested in self._all]
+        tensors = [rested.alive for rested in list(self._all)]
         self.wake_all()
         try:
             yield
@@ -131,18 +109,28 @@ class RestingTensors(Owner):
             self.take(tensors)
 
     def forget(self, rested: Rested) -> None:
-        """Its tensor is gone."""
-        with self._lock:
-            self._drop(rested)
+        """Its tensor is gone. A collection of garbage tells that, in any thread: one that is waited for cannot wait."""
+        self._gone.append(rested)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_gone()
+            finally:
+                self._lock.release()
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            self._drop(self._gone.pop())
 
     def _drop(self, rested: Rested) -> None:
-        if rested in self._all:
-            del self._all[rested]
-            if rested.place is not Place.AWAY:
-                self.held_bytes -= rested.size_bytes
-            if rested.parcel is not None:
-                rested.parcel.drop()
-                rested.parcel = None
+        if rested not in self._all:
+            return
+        del self._all[rested]
+        if rested.place is not Place.AWAY:
+            self.held_bytes -= rested.size_bytes
+        rested.place = Place.HERE  # an order of uses may still have it
+        parcel, rested.parcel = rested.parcel, None
+        if parcel is not None:
+            parcel.drop()
 
     # ---- uses ----------------------------------------------------------------------------------------------
 
@@ -151,9 +139,10 @@ class RestingTensors(Owner):
         with self._lock:
             self._make_room(size_bytes)
 
-    def follow(self, order: UseOrder) -> None:
+    def follow(self, order: UseOrder[Rested]) -> None:
         """Uses come in this order from now on, and are at its beginning."""
         with self._lock:
+            self._forget_gone()
             self._order, self._cursor = order, 0
             self._make_room(0)  # what others had hold of may be free now
             self._fetch()
@@ -279,12 +268,10 @@ class RestingTensors(Owner):
             rested.alive.data = rested.shape.within(storage)
         rested.place = Place.HERE
 
-    def _recall(self, rested: Rested) -> None:
-        assert rested.parcel is not None
-        rested.parcel.recall()
-        rested.place = Place.COMING
-        self.read_bytes += rested.size_bytes
-        self._hold(rested.size_bytes)
+    def _begin(self, item: Rested) -> None:
+        assert item.parcel is not None
+        item.parcel.recall()
+        self.read_bytes += item.size_bytes
 
     def _send(self, rested: Rested) -> None:
         self._settle(rested)
@@ -307,68 +294,37 @@ class RestingTensors(Owner):
             parcel, rested.parcel = rested.parcel, None
             parcel.drop()
 
-    def _cancel(self, rested: Rested) -> None:
+    def _cancel(self, item: Rested) -> None:
         """What comes is not needed so soon after all."""
-        assert rested.parcel is not None
+        if item.parcel is None:
+            return  # it is gone
         with contextlib.suppress(OffloadError):  # nobody needs it
-            rested.parcel.take()
-        rested.place = Place.AWAY
-        self.held_bytes -= rested.size_bytes
+            item.parcel.take()
+        item.place = Place.AWAY
+        self.held_bytes -= item.size_bytes
 
-    def _leave(self, rested: Rested) -> bool:
+    def _leave(self, item: Rested) -> bool:
         """Give up its place here; False where others have its storage."""
-        tensor = rested.alive
-        self._settle(rested)  # what is on its way has its storage until then
-        handles, rested.handles = rested.handles, []
+        tensor = item.tensor()
+        if tensor is None:
+            return False
+        self._settle(item)  # what is on its way has its storage until then
+        handles, item.handles = item.handles, []
         for holder in handles:
             handle = holder()
             if handle is not None:
                 handle.value = None
         if not is_only_holder(tensor):
             return False
-        if rested.is_written:
-            self._send(rested)
-        assert rested.parcel is not None
-        rested.parcel.wait_sent()
-        rested.place = Place.AWAY  # first: were it emptied, and this not said, its values would seem to be there
+        if item.is_written:
+            self._send(item)
+        assert item.parcel is not None
+        item.parcel.wait_sent()
+        item.place = Place.AWAY  # first: were it emptied, and this not said, its values would seem to be there
         with not_asked():
             tensor.untyped_storage().resize_(0)
-        self.held_bytes -= rested.size_bytes
+        self.held_bytes -= item.size_bytes
         return True
-
-    def _make_room(self, size_bytes: int, before: int = -1) -> bool:
-        """Give up places until there is one of so many bytes, of what is used after so many other uses."""
-        if self.held_bytes + size_bytes <= self.window_bytes:
-            return True
-        found = [
-            (self._order.until_next(rested, self._cursor), index, rested)
-            for index, rested in enumerate(self._all)
-            if not rested.users and (rested.place is Place.HERE or (rested.place is Place.COMING and before < 0))
-        ]
-        for distance, _, rested in sorted(found, reverse=True):
-            if distance <= before:
-                return False
-            if rested.place is Place.COMING:
-                self._cancel(rested)
-            else:
-                self._leave(rested)
-            if self.held_bytes + size_bytes <= self.window_bytes:
-                return True
-        return False
-
-    def _fetch(self) -> None:
-        """Begin to bring what is used next, as far as there is room for it, or for what is used later."""
-        uses = self._order.uses
-        for ahead in range(len(uses)):
-            rested = uses[(self._cursor + ahead) % len(uses)]
-            if rested.place is Place.AWAY:
-                if not self._make_room(rested.size_bytes, ahead):
-                    return
-                self._recall(rested)
-
-    def _hold(self, size_bytes: int) -> None:
-        self.held_bytes += size_bytes
-        self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
 
 
 def can_rest(tensor: torch.Tensor) -> bool:

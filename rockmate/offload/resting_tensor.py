@@ -8,7 +8,6 @@ values, as long as it runs; and for as long as anything else has its storage, su
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +16,9 @@ from weakref import ref
 import torch
 
 from rkgb.torch_private.asked import ADDRESSES, METADATA, SET_DATA, SET_REQUIRES_GRAD, not_asked
+from rockmate.errors import OffloadError
 from rockmate.offload.tier import Parcel, Shape
+from rockmate.offload.window import Place
 
 
 class Owner(abc.ABC):
@@ -46,14 +47,6 @@ class Owner(abc.ABC):
     @abc.abstractmethod
     def forget(self, rested: Rested) -> None:
         """Its tensor is gone."""
-
-
-class Place(enum.Enum):
-    """Where the values of a tensor are."""
-
-    AWAY = "away"
-    COMING = "coming"
-    HERE = "here"
 
 
 class Rested:
@@ -186,8 +179,14 @@ def _resting_in(arguments: Any) -> Iterable[Rested]:
     """What rests in arguments of a function, which lists may hold."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
-            if (rested := rested_of(argument)) is not None:
-                yield rested
+            if type(argument) not in _CLASSES:
+                continue
+            if id(argument) not in _rested:
+                raise OffloadError(
+                    "a tensor that rests was put in another one's place by torch.utils.swap_tensors, and its values "
+                    "are not known any more. Have none rest where tensors are swapped."
+                )
+            yield _rested[id(argument)]
         elif isinstance(argument, (list, tuple)):
             yield from _resting_in(argument)
         elif not isinstance(argument, (str, bytes, int, float)) and type(argument).__name__ == "dict_values":
@@ -203,7 +202,7 @@ def _torch_function(
 class RestingTensor(torch.Tensor):
     """A tensor that rests."""
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return repr(self.detach())
 
     __torch_function__: Any = classmethod(_torch_function)
@@ -220,7 +219,7 @@ class RestingTensor(torch.Tensor):
 class RestingParameter(torch.nn.Parameter):
     """A parameter that rests."""
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
     __torch_function__: Any = classmethod(_torch_function)

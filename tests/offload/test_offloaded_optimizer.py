@@ -189,8 +189,9 @@ def test_a_scaler_is_refused_where_steps_are_in_the_backward(tier):
 
 def test_a_state_that_cannot_be_read_is_told_and_is_not_lost(tier, monkeypatch):
     model, eager = network(), network()
-    optimizer, plain = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), tier), torch.optim.AdamW(
-        eager.parameters()
+    optimizer, plain = (
+        OffloadedOptimizer(torch.optim.AdamW(model.parameters()), tier),
+        torch.optim.AdamW(eager.parameters()),
     )
     train(model, optimizer, 1), train(eager, plain, 1)
     optimizer.resting.empty()
