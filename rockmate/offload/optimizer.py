@@ -14,8 +14,8 @@ from torch.optim import LBFGS, Optimizer
 
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
-from rockmate.memory.optimizer_state import check_optimizer, state_bytes_of
-from rockmate.offload.resting import RestingTensors
+from rockmate.memory.optimizer_state import StateRests, check_optimizer, state_sizes_of, step_bytes_of
+from rockmate.offload.resting import SMALLEST_BYTES, RestingTensors
 from rockmate.offload.resting_tensor import Rested, rested_of
 from rockmate.offload.tier import Tier
 from rockmate.offload.window import UseOrder
@@ -23,7 +23,7 @@ from rockmate.offload.window import UseOrder
 _AT_ONCE = 3  # parameters whose state is here: one leaves, one is stepped, one comes
 
 
-class OffloadedOptimizer(Optimizer):
+class OffloadedOptimizer(StateRests):
     """`optimizer`, stepped as ever, with its state in `tier` but for `window_bytes` of it at a time.
 
         optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), FileTier("/scratch"))
@@ -167,6 +167,21 @@ class OffloadedOptimizer(Optimizer):
                 self._step_of(index, parameter)
         return loss
 
+    def here_bytes(self, device: torch.device) -> tuple[int, int]:
+        """The window, state that is too small to rest, and what one step computes with."""
+        members = [(index, p) for index, p in self._members() if p.requires_grad and p.device == device]
+        small_bytes = 0
+        for index, parameter in members:
+            sizes = state_sizes_of(self.optimizer, index, parameter)
+            small_bytes += sum(size_bytes for size_bytes in sizes if size_bytes < SMALLEST_BYTES)
+        largest = max(members, key=lambda member: member[1].nbytes, default=None)
+        working_bytes = 0 if largest is None else step_bytes_of(self.optimizer, *largest)
+        known = {id(parameter) for _, parameter in members}
+        state = [t for _, p in self._members() if id(p) in known for t in self._tensors(p)]
+        there_bytes = self.resting.held_bytes + sum(t.nbytes for t in state if rested_of(t) is None)
+        most_bytes = min(self.resting.window_bytes, sum(self._bytes.values()))
+        return most_bytes + small_bytes + working_bytes + self.resting.tier.staging_bytes, there_bytes
+
     def close(self) -> None:
         """Have all state here, and none rest: the optimizer itself is to be used from now on."""
         for hook in self._hooks.values():
@@ -266,7 +281,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _state_bytes(self, index: int, parameter: torch.Tensor) -> int:
         if parameter not in self._bytes:
-            self._bytes[parameter] = state_bytes_of(self.optimizer, index, parameter)
+            self._bytes[parameter] = sum(state_sizes_of(self.optimizer, index, parameter))
         return self._bytes[parameter]
 
 

@@ -327,6 +327,17 @@ class RestingTensors(Window[Rested], Owner):
         return True
 
 
+@contextlib.contextmanager
+def all_awake(model: torch.nn.Module) -> Iterator[None]:
+    """Parameters of `model` are all here inside, as ordinary ones; then those that rested do so again."""
+    found = [rested_of(parameter) for parameter in model.parameters()]
+    owners = {rested.owner: None for rested in found if rested is not None and isinstance(rested.owner, RestingTensors)}
+    with contextlib.ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(owner.awake())
+        yield
+
+
 def can_rest(tensor: torch.Tensor) -> bool:
     """Whether a tensor is large enough, its storage's only one, and on a device that has a second memory."""
     if not resting_tensor.can_rest(tensor) or not is_only_holder(tensor):

@@ -202,7 +202,7 @@ def _torch_function(
 class RestingTensor(torch.Tensor):
     """A tensor that rests."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self.detach())
 
     __torch_function__: Any = classmethod(_torch_function)
@@ -219,7 +219,7 @@ class RestingTensor(torch.Tensor):
 class RestingParameter(torch.nn.Parameter):
     """A parameter that rests."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
     __torch_function__: Any = classmethod(_torch_function)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from rk_solvers import SOLVERS, Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
+from rk_solvers.links import SecondMemory
 from rockmate.errors import LossError, SolverError
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -34,6 +35,7 @@ class PlanRequest:
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
     in_background: bool = True  # searches may go on while training does
     is_hurried: bool = False  # with little time for a search, as a better plan is looked for in the background
+    rest: SecondMemory | None = None  # where parameters may be that no operation reads, under a budget for all
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
 
 

@@ -7,7 +7,7 @@ forward's instance is eager autograd; a use by a later one goes through a handle
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -299,12 +299,12 @@ def dropped_after(ops: list[DNode], kept: list[str], leaves: Iterable[str]) -> l
 def rests_of(program: Program, places: dict[str, Placed]) -> Rests | None:
     """How a program uses what is in these `places` and rests; None where nothing does."""
     resting = {name: place for name, place in places.items() if rested_of(place[0][place[1]]) is not None}
-    return uses_of(program, resting) if resting else None
+    return uses_of(program.graph, resting, program.segments) if resting else None
 
 
-def uses_of(program: Program, places: dict[str, Placed]) -> Rests:
+def uses_of(graph: KGraph, places: dict[str, Placed], segments: Sequence[Segment] = ()) -> Rests:
     """How a program uses the parameters in these `places`, if they rest."""
-    rests, graph = Rests(places), program.graph
+    rests = Rests(places)
     dgraph = graph.sgraph.dgraph
 
     def note(event: str, names: Iterable[str]) -> None:
@@ -321,7 +321,7 @@ def uses_of(program: Program, places: dict[str, Placed]) -> Rests:
     # Autograd takes what was called last first; stages tell of those operations alone that read more than leaves.
     op_of = {comp.name: comp.op for comp in graph.backward}
     for op in reversed(dgraph.nodes):
-        for segment in program.segments:
+        for segment in segments:
             if op_of[segment.stage] == op.name:
                 for repeated in segment.ops:
                     note(again(repeated, segment.index), map(dgraph.owner, repeated.call.inputs))

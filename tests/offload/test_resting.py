@@ -354,10 +354,15 @@ def test_a_write_that_cannot_be_stored_is_not_lost(model, resting, monkeypatch):
         write(self, *args)
 
     monkeypatch.setattr(file_tier.ScratchFile, "write", sometimes)
-    with pytest.raises(OffloadError, match="disk is full"), torch.no_grad():
-        for parameter in frozen(model):
-            parameter.add_(1)
+
+    def write_all():
+        with torch.no_grad():
+            for parameter in frozen(model):
+                parameter.add_(1)
         train(model, 1)
+
+    with pytest.raises(OffloadError, match="disk is full"):
+        write_all()
     full[0] = False
     eager = lora()
     with torch.no_grad():
@@ -375,22 +380,18 @@ def test_an_interrupted_step_leaves_the_model_usable(model, resting, at):
     class Interrupt(BaseException):
         pass
 
-    calls = [0]
-
     def raising(*_):
-        calls[0] += 1
         raise Interrupt
 
-    tokens = batch()
+    hooked = model.original.blocks[2].norm if at == "forward" else trained(model)[2]
+    hook = (hooked.register_forward_pre_hook if at == "forward" else hooked.register_hook)(raising)
+    if at == "forward":
+        model.original.eval(), model.eval()
     with pytest.raises(Interrupt):
-        output = model(tokens)
-        if at == "backward":
-            trained(model)[2].register_hook(raising)
-            next_token_loss(output, tokens).backward()
-        raise Interrupt
-    trained(model)[2]._backward_hooks = None
+        next_token_loss(model(batch()), batch()).backward()
+    hook.remove()
+    model.train()
     model.zero_grad()
-    del output
     same(train(model), train(lora()))
     assert resting.held_bytes <= WINDOW_BYTES
 
