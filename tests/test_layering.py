@@ -104,8 +104,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
         "families": ("errors", "guards", "offload", "planning", "runtime", "plan_files"),
         "calls": (
-            "errors", "units", "progress", "memory", "guards", "offload", "runtime", "planning", "options", "plan_files",
-            "families",
+            "errors", "units", "progress", "memory", "guards", "offload", "runtime", "planning", "options",
+            "plan_files", "families",
         ),
         "module": ("errors", "progress", "proxy", "memory", "planning", "options", "plan_files", "reports", "calls"),
         "queries": (

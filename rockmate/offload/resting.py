@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -42,6 +42,7 @@ class RestingTensors(Window[Rested], Owner):
         super().__init__(window_bytes)
         self.tier = tier
         self.read_bytes = self.sent_bytes = 0  # so far
+        self._later: list[ref[torch.Tensor]] = []  # to rest again, once nobody else has their storages
         self._gone: list[Rested] = []  # whose tensors are gone, while somebody else had the lock
         self._lock = threading.RLock()
         _OWNERS.add(self)
@@ -107,6 +108,7 @@ class RestingTensors(Window[Rested], Owner):
             yield
         finally:
             self.take(tensors)
+            self._later = [ref(tensor) for tensor in tensors if tensor not in self]  # whose storage others have yet
 
     def forget(self, rested: Rested) -> None:
         """Its tensor is gone. A collection of garbage tells that, in any thread: one that is waited for cannot wait."""
@@ -143,6 +145,11 @@ class RestingTensors(Window[Rested], Owner):
         """Uses come in this order from now on, and are at its beginning."""
         with self._lock:
             self._forget_gone()
+            if self._later:
+                later, self._later = self._later, []
+                tensors = [tensor for known in later if (tensor := known()) is not None]
+                self.take(tensors)
+                self._later = [ref(tensor) for tensor in tensors if tensor not in self]
             self._order, self._cursor = order, 0
             self._make_room(0)  # what others had hold of may be free now
             self._fetch()
