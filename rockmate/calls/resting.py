@@ -19,5 +19,6 @@ def rest_as_planned(model: torch.nn.Module, measured: Measured, plan: Plan, tier
         return None
     leaves = measured.graphs.D_graph.leaves
     owner = RestingTensors(tier, plan.memory_split.residents.window_bytes - tier.staging_bytes)
-    owner.take(model.get_parameter(leaves[name].path) for name in measured.may_rest)
+    paths = [leaves[name].path if name in leaves else name for name in measured.may_rest]
+    owner.take(map(model.get_parameter, paths))
     return owner

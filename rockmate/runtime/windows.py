@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rk_solvers.links import Link, SecondMemory
-from rkgb import KGraph
+from rkgb import KGraph, LeafKind
 from rockmate.offload.resting import can_rest
 from rockmate.offload.window import SimulatedWindow
 from rockmate.runtime.lowering import may_rest, uses_of
@@ -32,9 +32,14 @@ def window_for(graph: KGraph, sizes_bytes: Mapping[str, int], memory: SecondMemo
 
 
 def parameters_that_may_rest(model: torch.nn.Module, graph: KGraph, trains: bool) -> dict[str, int]:
-    """By name in the graph: bytes of parameters that may rest; without those that train, or with them."""
+    """By name in the graph: bytes of parameters that may rest; without those that train, or with them.
+
+    Those that the forward does not read have the names that the model gives them.
+    """
     leaves = graph.sgraph.dgraph.leaves
     parameters = {name: model.get_parameter(leaves[name].path) for name in may_rest(graph)}
+    read = {id(model.get_parameter(leaf.path)) for leaf in leaves.values() if leaf.kind is LeafKind.PARAMETER}
+    parameters |= {path: held for path, held in model.named_parameters() if id(held) not in read}
     return {
         name: parameter.untyped_storage().nbytes()
         for name, parameter in parameters.items()
