@@ -45,7 +45,8 @@ class OffloadedOptimizer(StateRests):
 
     Raises:
         OptimizerError: for what is no optimizer, or does not treat parameters one by one.
-        OffloadError: in a step, where state can be neither stored nor read. What it was is not lost.
+        OffloadError: in a step, where state can be neither stored nor read. It is not lost; parameters that came before
+            have made the step.
     """
 
     def __init__(

@@ -248,7 +248,8 @@ class RestingTensors(Window[Rested], Owner):
         with not_asked():
             size_bytes = tensor.untyped_storage().nbytes()
         rested.is_lent = True
-        if Shape.of(tensor) != rested.shape or size_bytes != rested.size_bytes:
+        is_alike = Shape.of(tensor) == rested.shape and tensor.device == rested.device
+        if not is_alike or size_bytes != rested.size_bytes:
             self.wake(rested)
 
     # ---- to and fro ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 
+from rkgb.process.uncompiled import never_compiled
 from rkgb.torch_private.asked import ADDRESSES, METADATA, SET_DATA, SET_REQUIRES_GRAD, not_asked
 from rockmate.errors import OffloadError
 from rockmate.offload.tier import Parcel, Shape
@@ -54,6 +55,7 @@ class Rested:
 
     __slots__ = (
         "__weakref__",
+        "device",
         "handles",
         "is_lent",
         "kind",
@@ -84,6 +86,7 @@ class Rested:
         self.kind = type(tensor)
         self.trains = tensor.requires_grad
         self.shape = Shape.of(tensor)
+        self.device = tensor.device
         self.size_bytes = tensor.untyped_storage().nbytes()
         self.parcel: Parcel | None = None
         self.version = -1  # of the tensor, as the second memory has it
@@ -150,6 +153,7 @@ def can_rest(tensor: torch.Tensor) -> bool:
     return type(tensor) in _KINDS and tensor.layout is torch.strided and not tensor.is_meta and tensor._base is None
 
 
+@never_compiled
 def _asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of PyTorch's on what rests."""
     if function in METADATA:

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -207,7 +208,7 @@ def test_copies_and_files_are_ordinary(model, resting):
     torch.save(model.original, file)
     file.seek(0)
     for twin in (copy.deepcopy(model), copy.deepcopy(model.original), torch.load(file, weights_only=False),
-                 pickle.loads(pickle.dumps(model.original))):  # fmt: skip
+                 pickle.loads(pickle.dumps(model.original)), pickle.loads(pickle.dumps(model))):  # fmt: skip
         assert all(type(parameter) is nn.Parameter for parameter in twin.parameters())
         same(list(twin.parameters()), list(eager.parameters()))
     same(train(copy.deepcopy(model), first=1), train(eager, first=1))
@@ -277,6 +278,12 @@ def test_what_begins_to_train_or_has_another_type_rests_no_more(model, resting):
     model.original.double()
     assert resting.all_bytes == 0
     same(list(model.parameters()), list(eager.double().parameters()))
+
+
+def test_what_goes_to_another_device_rests_no_more(model, resting):
+    model.original.to("meta")
+    assert resting.all_bytes == resting.tier.held_bytes == 0
+    assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters())
 
 
 def test_what_shares_a_storage_does_not_rest(tier):
@@ -397,7 +404,23 @@ def test_an_interrupted_step_leaves_the_model_usable(model, resting, at):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has none")
-def test_a_process_that_came_of_a_fork_has_them(model, resting):
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_a_process_that_came_of_a_fork_has_them(model, resting, monkeypatch, way):
+    """Also those that are on their way then: its threads stay behind."""
+    moves, parent = getattr(file_tier.ScratchFile, way), os.getpid()
+
+    def slowly(*arguments):
+        if os.getpid() == parent:
+            time.sleep(0.05)
+        moves(*arguments)
+
+    train(model, 1)
+    monkeypatch.setattr(file_tier.ScratchFile, way, slowly)
+    with torch.no_grad():
+        for parameter in frozen(model):
+            parameter.add_(0)
+    resting.written(frozen(model))
+    train(model, 1)
     wanted = lora().blocks[2].narrow.weight.sum().item()
     child = os.fork()
     if child == 0:
