@@ -48,7 +48,7 @@ class Specialization:
     @property
     def runner(self) -> Runner:
         """What calls the plan's code, which reads the parts that the module has now."""
-        if self._runner is None:
+        if self._runner is None or not self._runner.is_of_now:
             self._runner = self.planned.runner_for(self.model, self.measured, self._settings)
             self._settings = self._runner.settings
         return self._runner

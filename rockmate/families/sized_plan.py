@@ -15,6 +15,7 @@ from rockmate.families.aligned import AtPoint, numbers_in
 from rockmate.families.family import Family
 from rockmate.families.polynomials import Point
 from rockmate.guards.attributes import BoundSettings
+from rockmate.offload.resting_tensor import changes
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
@@ -43,7 +44,8 @@ class SizedPlan:
         }
         self._code = self._sized(graph)
         self._saved_at, self._functions_at = AtPoint(self._saved), AtPoint(self._functions)
-        self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, dict[bool, CompiledProgram]] = (
+        # By module: for parameters that rested at a time, checked or not.
+        self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[int, bool], CompiledProgram]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -54,14 +56,14 @@ class SizedPlan:
 
     def _compiled_for(self, module: torch.nn.Module, checked: bool) -> CompiledProgram:
         known = self._compiled.setdefault(module, {})
-        if checked not in known:
+        if (key := (changes(), checked)) not in known:
+            for other in [other for other in known if other[0] != key[0]]:
+                del known[other]
             header = (
                 f"{type(module).__name__} for calls of several sizes: generated code, to be read and stepped through."
             )
-            known[checked] = compile_program(
-                self.program, module, header, sized=replace(self._code, is_checked=checked)
-            )
-        return known[checked]
+            known[key] = compile_program(self.program, module, header, sized=replace(self._code, is_checked=checked))
+        return known[key]
 
     def _sized(self, graph: KGraph) -> SizedCode:
         family = self.family

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.registry import device_of
 from rkgb.torch_private.identity import storage_key
 from rkgb.tree import leaves
@@ -24,6 +25,17 @@ _ADVICE = (
     "Give an optimizer of this model's parameters, a class such as torch.optim.AdamW, or a function that makes one "
     "from a list of parameters."
 )
+
+
+class StateRests(Optimizer):
+    """An optimizer whose state is in a second memory, but for a part of it at a time."""
+
+    in_backward: bool  # whether a parameter's step is made, and its gradient freed, as soon as that is complete
+    optimizer: Optimizer  # which makes the steps
+
+    def here_bytes(self, device: torch.device) -> tuple[int, int]:
+        """What of state, and of what steps compute with, is on `device` at most; and what is there now."""
+        raise NotImplementedError
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -48,6 +60,8 @@ def optimizer_state_bytes(
     if optimizer is None:
         return 0, 0
     check_optimizer(optimizer)
+    if isinstance(optimizer, StateRests):
+        return optimizer.here_bytes(device)
     trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.device == device]
     if isinstance(optimizer, Optimizer):
         known = {id(parameter) for parameter in trained}
@@ -77,12 +91,29 @@ def optimizer_state_bytes(
     return present + coming, present
 
 
+def state_sizes_of(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> list[int]:
+    """Bytes of each tensor of state that one step makes for a parameter of that group: `OptimizerError` if unknown."""
+    tensors = _tensors_after_a_step(optimizer, group, parameter)
+    return [_state_bytes([tensor], optimizer.param_groups[group], parameter.device) for tensor in tensors]
+
+
+def step_bytes_of(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> int:
+    """What a step of one parameter computes with, and does not keep: as of one like it on the CPU."""
+    stand_in = _stand_in(parameter, "cpu")
+    with AllocationLog(torch.device("cpu")) as log:
+        kept = _state_after_a_step(optimizer, group, stand_in)
+    kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in leaves(kept))
+    return max(0, log.peak_bytes - kept_bytes - stand_in.nbytes)  # which has a gradient
+
+
 def with_parameters(optimizer: OptimizerLike | None, others: Mapping[int, torch.nn.Parameter]) -> OptimizerLike | None:
     """What is counted like `optimizer`, of other parameters: those that `others` names by the identities of its own.
 
     An optimizer becomes one without state, of the same groups and options; parameters that `others` does not name are
     left out of it. Whatever makes an optimizer makes one of any parameters, and is returned as it is.
     """
+    if isinstance(optimizer, StateRests):
+        optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         return optimizer
     twin = object.__new__(type(optimizer))  # its constructor may do anything

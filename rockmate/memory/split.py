@@ -31,6 +31,13 @@ class Residents:
     buffer_bytes: int  # and other tensors of the module that its forward reads
     input_bytes: int  # one batch like the sample
     present_bytes: int  # of all these, what is allocated already
+    window_bytes: int = 0  # of parameters that rest in a second memory, which are no others here
+    gradients_go: bool = False  # each as soon as it is complete, to a step of its parameter: then none is resident
+
+    def with_window(self, resting_bytes: int, window_bytes: int) -> Residents:
+        """With so many bytes of the parameters in a second memory, but for a window of them."""
+        left_bytes = self.parameter_bytes - resting_bytes
+        return replace(self, parameter_bytes=left_bytes, window_bytes=self.window_bytes + window_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -39,8 +46,10 @@ class Residents:
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """What there is, with its bytes."""
+        window = (("parameters that rest, of which there are", self.window_bytes),) if self.window_bytes else ()
         return (
             ("parameters", self.parameter_bytes),
+            *window,
             ("gradients", self.gradient_bytes),
             ("optimizer state", self.optimizer_bytes),
             ("buffers", self.buffer_bytes),
@@ -97,10 +106,12 @@ def count_residents(
     constants: Iterable[torch.Tensor],
     device: torch.device,
     optimizer_bytes: tuple[int, int],
+    gradients_go: bool = False,
 ) -> Residents:
     """Count what training `model` holds on `device`: storages once, gradients of what trains alone.
 
-    `optimizer_bytes` are those of its state, and of that part of it which is there already.
+    `optimizer_bytes` are those of its state, and of that part of it which is there already. Gradients that go as soon
+    as they are complete are no residents.
     """
     seen: set[int] = set()
     parameters = list(model.parameters())
@@ -109,11 +120,13 @@ def count_residents(
     input_bytes = _new_storage_bytes(inputs, device, seen)
     # A gradient is as large as its parameter, however that lies in its storage.
     trained = [p for p in parameters if p.requires_grad and p.device == device]
-    gradient_bytes = sum(device_of(device).allocated_bytes(p.nbytes) for p in trained)
+    gradient_bytes = 0 if gradients_go else sum(device_of(device).allocated_bytes(p.nbytes) for p in trained)
+    trained = [] if gradients_go else trained
     gradients_there = _new_storage_bytes([p.grad for p in trained if p.grad is not None], device, seen)
     state_bytes, state_there_bytes = optimizer_bytes
     there = parameter_bytes + buffer_bytes + input_bytes + gradients_there + state_there_bytes
-    return Residents(parameter_bytes, gradient_bytes, state_bytes, buffer_bytes, input_bytes, there)
+    found = Residents(parameter_bytes, gradient_bytes, state_bytes, buffer_bytes, input_bytes, there)
+    return replace(found, gradients_go=gradients_go)
 
 
 def _new_storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> int:

@@ -236,6 +236,8 @@ class _FileParcel(Parcel):
     def wait_sent(self) -> None:
         if self._source is None:
             return
+        if self._is_left_behind(self._written):
+            self._written = self._here_and_now("out", self._source)
         self._result(self._written, "written to", "Free some space, or give another path.")
         self._source = None
 
@@ -250,8 +252,14 @@ class _FileParcel(Parcel):
         self.recall()
         assert self._read is not None
         assert self._target is not None
+        if self._is_left_behind(self._read):
+            self._read = self._here_and_now("in", self._target)
         lost = "Is the disk still there? The step has no result: run it again, or give another path."
-        self._result(self._read, "read from", lost)
+        try:
+            self._result(self._read, "read from", lost)
+        except OffloadError:
+            self._target = self._read = None  # it may be read another time
+            raise
         target, self._target, self._read = self._target, None, None
         return target
 
@@ -268,16 +276,29 @@ class _FileParcel(Parcel):
         self.drop()
 
     def _begin(self, direction: _Direction, move: _Move, storage: torch.UntypedStorage) -> Future[None]:
-        storages = [storage]
-        if self._opened.process != os.getpid():  # its threads are another process's: what it wrote is read here and now
-            done: Future[None] = Future()
-            _Direction("in", self._opened.file).read(storages, self._layout)
-            done.set_result(None)
-            return done
+        if self._opened.process != os.getpid():  # its threads are another process's
+            return self._here_and_now("in", storage)
         try:
-            return direction.pool.submit(_without_traces, move, storages, self._layout)
+            return direction.pool.submit(_without_traces, move, [storage], self._layout)
         except RuntimeError as error:  # the pool has ended
             raise self._closed() from error
+
+    def _is_left_behind(self, moving: Future[None]) -> bool:
+        """Whether it was on its way when this process came of another one, whose threads are not here."""
+        return self._opened.process != os.getpid() and not moving.done()
+
+    def _here_and_now(self, way: str, storage: torch.UntypedStorage) -> Future[None]:
+        """What a thread would do. What two processes write is the same, and in the same place."""
+        done: Future[None] = Future()
+        direction = _Direction(way, self._opened.file)
+        move = direction.write if way == "out" else direction.read
+        try:
+            move([storage], self._layout)
+        except OSError as error:
+            done.set_exception(error.with_traceback(None))
+        else:
+            done.set_result(None)
+        return done
 
     def _result(self, moving: Future[None], how: str, advice: str) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.sharded import refuse_collectives
 from rockmate.memory.allocators import refuse_uncounted
-from rockmate.memory.optimizer_state import optimizer_state_bytes
+from rockmate.memory.optimizer_state import StateRests, optimizer_state_bytes
 from rockmate.memory.split import (
     Residents,
     Scope,
@@ -45,6 +45,7 @@ from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, 
 from rockmate.planning.pins import check_pins, pinned_operations, reading_what_is_written
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
+from rockmate.runtime.windows import parameters_that_may_rest
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +78,8 @@ class Measured:
     checkpointed_peak_bytes: int | None = None
     reserved_now_bytes: int | None = None  # by the step as the user has the model; None where nobody asked
     asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
+    # Bytes of parameters that may be in a second memory until they are read, by name; none where nobody asked.
+    may_rest: Mapping[str, int] = field(default_factory=dict)
     threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
 
     def was_measured_as_now(self) -> bool:
@@ -198,8 +201,14 @@ def measure_traced(
     if traced.state_bytes is not None:
         leaves = graphs.D_graph.leaves.values()
         constants = [leaf.constant for leaf in leaves if leaf.constant is not None]
-        residents = count_residents(model, traced.sample.tensors, constants, traced.device, traced.state_bytes)
+        gradients_go = isinstance(request.optimizer, StateRests) and request.optimizer.in_backward
+        residents = count_residents(
+            model, traced.sample.tensors, constants, traced.device, traced.state_bytes, gradients_go
+        )
     measured = joined(traced, graphs, residents)
+    if residents is not None and request.tiers is not None:
+        trains = isinstance(request.optimizer, StateRests)  # others' steps would ask for all at once
+        measured.may_rest = parameters_that_may_rest(model, graphs.K_graph, trains)
     _measure_eager(model, measured, request)
     measured.measuring_s = traced.tracing_s + time.perf_counter() - started
     return measured

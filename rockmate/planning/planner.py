@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from rk_solvers import KeepAll, Solution, check, simulate
+from rk_solvers import KeepAll, SecondMemory, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.reading import costs_of, slowed
@@ -31,7 +31,8 @@ from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.allocators import StepPeak, allocated_now_bytes, fragmentation_text
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
-from rockmate.memory.split import MemorySplit
+from rockmate.memory.split import MemorySplit, Residents
+from rockmate.offload.resting import all_awake
 from rockmate.offload.tier import Tier
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan
@@ -46,6 +47,7 @@ from rockmate.runtime.codegen import CompiledProgram, compile_program
 from rockmate.runtime.lowering import Program, make_program
 from rockmate.runtime.moves import MovingStep
 from rockmate.runtime.runner import Runner
+from rockmate.runtime.windows import window_for
 from rockmate.units import format_apart, format_bytes
 
 _FOR_GAPS = 0.05  # of a budget, more each time: less for tensors where a real step finds no memory
@@ -375,8 +377,25 @@ def _resolved(measured: Measured, request: PlanRequest) -> tuple[int, MemorySpli
         return resolve_budget(request.budget, measured.step_now_bytes(request.scope), measured.device), None
     eager_bytes = held.total_bytes + measured.peak_now_bytes
     total_bytes = resolve_budget(request.budget, eager_bytes, measured.device, held.present_bytes, held.total_bytes)
+    memory = request.memory_to_rest_in(measured.device) if measured.may_rest else None
+    if memory is not None:
+        held = _with_window(measured, held, total_bytes, memory)
     split = MemorySplit(total_bytes, held)
     return max(0, split.step_bytes), split
+
+
+def _with_window(measured: Measured, held: Residents, total_bytes: int, memory: SecondMemory) -> Residents:
+    """What is held where parameters are in a second memory, if the budget asks for that."""
+    resting_bytes = sum(measured.may_rest.values())
+    keep_all_bytes = KeepAll().solve(measured.problem, sys.maxsize).peak_bytes
+    room_bytes = total_bytes - held.total_bytes - keep_all_bytes
+    if room_bytes >= 0 or not resting_bytes:
+        return held
+    room_bytes += resting_bytes - memory.staging_bytes
+    window_bytes = window_for(measured.graphs.K_graph, measured.may_rest, memory, room_bytes)
+    if window_bytes + memory.staging_bytes >= resting_bytes:
+        return held
+    return held.with_window(resting_bytes, window_bytes + memory.staging_bytes)
 
 
 def _lower_bound_ms(
@@ -505,6 +524,8 @@ def _steps_ms(
 def planning(model: torch.nn.Module) -> Iterator[None]:
     """Context in which `model` is planned: as it is without checkpointing of its own, and told of memory that ran out.
 
+    Parameters that rest in a second memory are all here meanwhile.
+
     What the user has around it (hooks on saved tensors, modes, anomaly detection) is aside meanwhile.
 
     Nothing is left in the cache of an allocator.
@@ -514,7 +535,7 @@ def planning(model: torch.nn.Module) -> Iterator[None]:
         doing = f"while {type(model).__name__} was planned"
         told = out_of_memory_told(doing, "Free some memory first.")
         with TURNS.planning(model), surroundings_aside(), own_garbage_collected(), told:
-            with OwnCheckpointing(model).switched_off():
+            with OwnCheckpointing(model).switched_off(), all_awake(model):
                 yield
     finally:
         for device in module_devices(model) if isinstance(model, torch.nn.Module) else ():

@@ -133,7 +133,8 @@ def _real_peak_bytes(
     without = peak_of(step, sample, loss, device)
     if residents is None:
         return without
-    return peak_of(step, sample, loss, device).or_higher(without.above(residents.gradient_bytes))
+    adding = peak_of(step, sample, loss, device)  # as where each gradient goes as soon as it is complete
+    return adding if residents.gradients_go else adding.or_higher(without.above(residents.gradient_bytes))
 
 
 def eager_peak_bytes(

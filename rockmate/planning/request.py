@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from rk_solvers import SOLVERS, Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
+from rk_solvers.links import SecondMemory
 from rockmate.errors import LossError, SolverError
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -37,6 +40,10 @@ class PlanRequest:
     is_hurried: bool = False  # with little time for a search, as a better plan is looked for in the background
     tiers: Tiers | None = None  # second memories, where data may be that nothing reads; None where all stay
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
+
+    def memory_to_rest_in(self, device: torch.device) -> SecondMemory | None:
+        """Where parameters may be that no operation reads, as under a budget for all of training; else None."""
+        return None if self.tiers is None or self.scope != "total" else self.tiers.links_on(device)
 
 
 def limits_of(time_limit: float | None = None, gap: float | None = None, limits: Limits | None = None) -> Limits:

@@ -23,7 +23,8 @@ from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.tree import leaves
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.runtime.expressions import Expressions
-from rockmate.runtime.lowering import Program, Segment, Slot, dropped_after
+from rockmate.runtime.lowering import Program, Segment, Slot, again, dropped_after, may_rest, rests_of
+from rockmate.runtime.resting import Rests
 from rockmate.runtime.sized import SizedCode
 from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
 
@@ -45,6 +46,7 @@ class CompiledProgram:
     code: GeneratedCode
     forward: Callable[..., tuple[torch.Tensor, ...]]  # (step, *input tensors) -> output tensors
     tables: StepTables
+    rests: Rests | None = None  # parameters that are in a second memory until they are read
 
 
 def compile_program(
@@ -58,7 +60,8 @@ def compile_program(
 
     What is `sized` is read from the tables, which have no sizes yet.
     """
-    writer = _Writer(program, module, numbers, sized)
+    rests = rests_of(program, _parameters(program, module))
+    writer = _Writer(program, module, numbers, sized, rests)
     code = GeneratedCode(writer.source(header), writer.expressions.namespace)
     functions = execute(code)
     dgraph = program.graph.sgraph.dgraph
@@ -68,7 +71,8 @@ def compile_program(
     whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
     tables = StepTables(
         saving={
-            op: _saving(program, op, op in whole) for op in sorted({*program.slots, *whole, *_with_moves(program)})
+            op: _saving(program, op, op in whole)
+            for op in sorted({*program.slots, *whole, *_with_moves(program), *(() if rests is None else rests.saved)})
         },
         segments=[
             SegmentCode(
@@ -94,7 +98,13 @@ def compile_program(
         packs={one.key: one.way.pack for one in program.restored.values()},
         unpacks={one.key: (one.way.unpack, one.kept) for one in program.restored.values()},
     )
-    return CompiledProgram(code, functions["forward"], tables)
+    return CompiledProgram(code, functions["forward"], tables, rests)
+
+
+def _parameters(program: Program, module: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where the parameters are found that may rest."""
+    graph = program.graph
+    return {name: _place(module, graph.sgraph.dgraph.leaves[name]) for name in may_rest(graph)}
 
 
 def _with_moves(program: Program) -> Iterable[str]:
@@ -166,12 +176,19 @@ class _Writer:
     """Writes the forward function and one function per segment."""
 
     def __init__(
-        self, program: Program, module: torch.nn.Module, numbers: RunTimeNumbers | None, sized: SizedCode | None
+        self,
+        program: Program,
+        module: torch.nn.Module,
+        numbers: RunTimeNumbers | None,
+        sized: SizedCode | None,
+        rests: Rests | None,
     ) -> None:
         self.program = program
         self.graph = program.graph.sgraph.dgraph
         self.expressions = Expressions(self.graph, module, numbers, sized)
         self._sized = sized
+        self._reads = {} if rests is None else rests.reads
+        self._saved_resting = {} if rests is None else rests.saved
         self._savers = program.graph.savers()
         self._lines: list[str] = []
 
@@ -207,7 +224,10 @@ class _Writer:
                 stream = f", {self._stream(op)}" if op.name in self.program.random_marks else ""
                 self._line(indent, f"with step.draws({op.name!r}{stream}):")
                 indent += 1
-            if op.name in self.program.slots or op.name in _with_moves(self.program):
+            if op.name in self._reads:
+                self._line(indent, f"with step.reads({op.name!r}):")
+                indent += 1
+            if op.name in self.program.slots or op.name in self._saved_resting or op.name in _with_moves(self.program):
                 self._line(indent, f"with step.forgets({op.name!r}):")
                 indent += 1
             if not op.grad_enabled:
@@ -263,7 +283,11 @@ class _Writer:
         fills = self._fills(segment)
         dropped = self._dropped(segment, fills)
         for position, op in enumerate(segment.ops):
-            self._lines += [f"    {line}" for line in self._lines_again(op, segment)]
+            indent = "    "
+            if again(op, segment.index) in self._reads:
+                self._line(1, f"with step.reads({again(op, segment.index)!r}):")
+                indent *= 2
+            self._lines += [f"{indent}{line}" for line in self._lines_again(op, segment)]
             for fill in fills:
                 if fill.position == position:
                     self._line(1, f"step.fill({fill.slot.op!r}, {fill.slot.index}, {fill.value})")

@@ -7,7 +7,7 @@ forward's instance is eager autograd; a use by a later one goes through a handle
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,9 @@ from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
 from rkgb.ir.restoration import Restoration
+from rockmate.offload.resting_tensor import rested_of
 from rockmate.runtime.moves import Moves, moves_of
+from rockmate.runtime.resting import Placed, Rests, backward_of
 from rockmate.runtime.tables import saved_key
 
 _aten = torch.ops.aten
@@ -289,3 +291,54 @@ def dropped_after(ops: list[DNode], kept: list[str], leaves: Iterable[str]) -> l
     """For each operation, the variables to delete once it has run."""
     given = set(leaves)
     return [[name for name in names if name not in given] for names in last_uses(ops, kept)]
+
+
+# ---- parameters that rest ----------------------------------------------------------------------------------
+
+
+def rests_of(program: Program, places: dict[str, Placed]) -> Rests | None:
+    """How a program uses what is in these `places` and rests; None where nothing does."""
+    resting = {name: place for name, place in places.items() if rested_of(place[0][place[1]]) is not None}
+    return uses_of(program.graph, resting, program.segments) if resting else None
+
+
+def uses_of(graph: KGraph, places: dict[str, Placed], segments: Sequence[Segment] = ()) -> Rests:
+    """How a program uses the parameters in these `places`, if they rest."""
+    rests = Rests(places)
+    dgraph = graph.sgraph.dgraph
+
+    def note(event: str, names: Iterable[str]) -> None:
+        names = tuple(dict.fromkeys(name for name in names if name in places))
+        if names:
+            rests.reads[event] = names
+
+    for op in dgraph.nodes:
+        note(op.name, map(dgraph.owner, op.inputs))
+    for op_name, profile in graph.op_profiles.items():
+        for index, tensor in enumerate(profile.saved):
+            if tensor.kind is SavedKind.LEAF and tensor.source in places:
+                rests.saved.setdefault(op_name, {})[index] = tensor.source
+    # Autograd takes what was called last first; stages tell of those operations alone that read more than leaves.
+    op_of = {comp.name: comp.op for comp in graph.backward}
+    for op in reversed(dgraph.nodes):
+        for segment in segments:
+            if op_of[segment.stage] == op.name:
+                for repeated in segment.ops:
+                    note(again(repeated, segment.index), map(dgraph.owner, repeated.call.inputs))
+        if op.name in rests.saved:
+            note(backward_of(op.name), rests.saved[op.name].values())
+    return rests
+
+
+def again(op: DNode, segment: int) -> str:
+    """The event that a segment repeats `op`."""
+    return f"{op.name} in {segment}"
+
+
+def may_rest(graph: KGraph) -> list[str]:
+    """Names of the parameters of `graph` whose reads and saved tensors are all in our hands."""
+    dgraph = graph.sgraph.dgraph
+    opaque = {
+        dgraph.owner(name) for op in dgraph.nodes if isinstance(op.call.function, OpaqueCall) for name in op.inputs
+    }
+    return [name for name, leaf in dgraph.leaves.items() if leaf.kind is LeafKind.PARAMETER and name not in opaque]

@@ -29,8 +29,10 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.transforms import refuse_transforms
+from rockmate.offload.resting_tensor import changes
 from rockmate.runtime.codegen import CompiledProgram
 from rockmate.runtime.double_backward import DoubleBackward
+from rockmate.runtime.resting import LeavesOfStep, OrderOfUses
 from rockmate.runtime.step import Step
 from rockmate.runtime.tables import StepTables
 
@@ -67,11 +69,18 @@ class Runner:
         self._written = _written_buffers(graph)
         self._double_backward = DoubleBackward(module)
         self.make_step: Callable[[StepTables], Step] = Step  # another one may watch what a step does
+        self._resting = None if compiled.rests is None else OrderOfUses(compiled.rests)
+        self._changes = changes()
 
     @property
     def original(self) -> torch.nn.Module:
         """The module that it stands for."""
         return self._module
+
+    @property
+    def is_of_now(self) -> bool:
+        """Whether the parameters that rest are those for which the code was written."""
+        return self._changes == changes()
 
     @property
     def source(self) -> str:
@@ -108,6 +117,8 @@ class Runner:
         tensors = call.tensors
         step = self.make_step(self._compiled.tables)
         step.double_backward = double_backward or self._double_backward
+        if self._resting is not None and self._compiled.rests is not None:
+            step.resting = LeavesOfStep(self._compiled.rests, self._resting)
         if self._numbers is not None:
             known = self._numbers.known(call, self._module)
             assert known is not None, "a call is compared with the plan before"

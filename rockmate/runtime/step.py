@@ -37,20 +37,11 @@ from rkgb.torch_private.autograd import (
 )
 from rkgb.torch_private.flags import autocast_is_on
 from rockmate.errors import PlanMismatch, SizeMismatch
+from rockmate.offload.resting_tensor import rested_of
 from rockmate.runtime.double_backward import DoubleBackward
+from rockmate.runtime.resting import LeavesOfStep, modified
 from rockmate.runtime.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
-
-
-class Handle:
-    """Stands for one saved tensor. Empty until its segment has run, if it is a forgotten one."""
-
-    __slots__ = ("__weakref__", "packed", "segment", "step", "value", "version")
-
-    value: torch.Tensor | None
-    version: int
-    packed: Any  # within hooks of the user's: what theirs made of a tensor that is kept
-    step: Step  # this and the segment: of forgotten tensors alone
-    segment: int
+from rockmate.runtime.tables import Handle as Handle
 
 
 # Hooks run where compiled submodules run, and in the backward of a compiled training step: they are not to be compiled.
@@ -63,11 +54,7 @@ def _unpack(handle: Handle) -> torch.Tensor:
         if value is None:
             raise PlanMismatch("a recomputation did not give back the tensor asked for: plan the module again.")
     elif value._version != handle.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an in-place operation: "
-            f"a tensor of shape {list(value.shape)} is at version {value._version}; expected version "
-            f"{handle.version} instead. Do not change what the forward used before the backward has run."
-        )
+        raise modified(value.shape, value._version, handle.version)
     return value
 
 
@@ -115,6 +102,7 @@ class Step:
         "double_backward",
         "hooks",
         "numbers",
+        "resting",
         "sizes",
     )
 
@@ -124,6 +112,7 @@ class Step:
         self.double_backward: DoubleBackward | None = None  # whom to tell that a graph of the backward is wanted
         self.numbers: dict[str, int | float] = {}  # what this call gives for expressions of arguments and settings
         self.sizes = tables.sizes
+        self.resting: LeavesOfStep | None = None  # parameters that are in a second memory until they are read
         self._values: dict[str, torch.Tensor] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._rewound: list[tuple[torch.Generator, torch.Tensor]] = []  # by the segment that runs: states to give back
@@ -209,6 +198,13 @@ class Step:
             handle.step = self
             handle.segment = forgotten.segment
             references[index] = ref(handle)
+        if self.resting is not None:
+            self.resting.accept(op, handles)
+
+    def reads(self, event: str) -> AbstractContextManager[object]:
+        """Context of an operation that reads parameters which rest: they are here inside."""
+        assert self.resting is not None
+        return self.resting.reads(event)
 
     def hand_on(self, op: str, handles: list[Handle], tensors: list[torch.Tensor]) -> None:
         """Let the user's hooks pack those of the `tensors` saved by `op` that are kept."""
@@ -356,7 +352,7 @@ class Step:
 class _Leaf:
     """A parameter or buffer as the forward found it."""
 
-    __slots__ = ("key", "offset", "place", "storage", "tensor", "version")
+    __slots__ = ("key", "offset", "place", "replaced", "storage", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, place: dict[str, Any], key: str) -> None:
         self.tensor = tensor
@@ -365,11 +361,16 @@ class _Leaf:
         self.version = tensor._version
         # `.data =` moves no version, but another storage in. The storage itself may be freed, and filled again at
         # another address: so does FSDP between the forward and the backward.
-        self.storage = tensor.untyped_storage()
+        rested = rested_of(tensor)
+        self.storage = None if rested is not None else tensor.untyped_storage()  # of what rests it comes and goes
+        self.replaced = 0 if rested is None else rested.replaced
         self.offset = tensor.storage_offset()
 
     def is_elsewhere(self) -> bool:
         """Whether the tensor has another storage now. A storage is held, so that no other comes by its address."""
+        if self.storage is None:
+            rested = rested_of(self.tensor)
+            return rested is None or rested.replaced != self.replaced
         return self.tensor.untyped_storage() != self.storage or self.tensor.storage_offset() != self.offset
 
 

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
 Unpack = tuple[Callable[..., Any], tuple[str, ...]]  # what makes values again, and keys of what is kept for it
+
+
+class GivesBack(Protocol):
+    """Who has what a handle stands for."""
+
+    def run(self, segment: int, /) -> None:
+        """Have it there again, with what comes with it."""
+
+
+class Handle:
+    """Stands for one saved tensor. Empty until its segment has run, if it is a forgotten one."""
+
+    __slots__ = ("__weakref__", "packed", "segment", "step", "value", "version")
+
+    value: torch.Tensor | None
+    version: int
+    packed: Any  # within hooks of the user's: what theirs made of a tensor that is kept
+    step: GivesBack  # this and the segment: of tensors that are not there
+    segment: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from rkgb.torch_private import (
     allocators,
+    asked,
     attributes,
     autograd,
     flags,
@@ -582,3 +584,87 @@ def test_ranks_have_the_store_that_they_met_by():
         assert store.get("found") == b"here"
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ---- what a class of tensors is asked ------------------------------------------------------------------------
+
+
+class Noting(torch.Tensor):
+    """Notes each function that is called with one."""
+
+    noted: ClassVar[list] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.noted.append(function)
+        with asked.not_asked():
+            return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def noting():
+    tensor = torch.ones(3)
+    tensor.__class__ = Noting  # as parameters that come late have it
+    Noting.noted.clear()
+    return tensor
+
+
+def test_a_class_is_asked_before_each_function_but_where_it_is_not_to_be(noting):
+    noting + 1, torch.add(noting, 1), aten.add.Tensor._op(noting, 1), torch._foreach_add([noting], 1)
+    assert len(Noting.noted) == 4
+    with asked.not_asked():
+        assert type(noting + 1) is torch.Tensor
+    with asked.nobody_asked(), Counting() as mode:
+        noting + 1
+    assert len(Noting.noted) == 4
+    assert mode.count == 0
+    noting.__class__ = torch.Tensor
+    noting + 1
+    assert len(Noting.noted) == 4
+
+
+class Counting(TorchFunctionMode):
+    """Counts what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_tells_of_a_tensor_and_what_sets_its_data_are_known_functions(noting):
+    noting.shape, noting.dtype, noting.device, noting.requires_grad, noting._version, noting.grad, noting.size()
+    noting.stride(), noting.dim(), noting.numel(), len(noting), torch.is_floating_point(noting), noting.layout
+    noting.grad = None
+    assert asked.METADATA.issuperset(Noting.noted)
+    assert len(Noting.noted) == 14
+    Noting.noted.clear()
+    noting.data = torch.ones(3)
+    noting.requires_grad = True
+    assert Noting.noted == [asked.SET_DATA, asked.SET_REQUIRES_GRAD]
+    Noting.noted.clear()
+    noting.requires_grad = False
+    del Noting.noted[:]
+    noting.data_ptr(), noting.numpy()
+    assert asked.ADDRESSES.issuperset(Noting.noted)
+    assert len(Noting.noted) == 2
+    assert not asked.ADDRESSES & asked.METADATA
+
+
+def test_who_is_the_only_holder_of_memory_is_seen():
+    tensor = torch.ones(3, requires_grad=True)
+    assert identity.is_only_holder(tensor)
+    for holder in (tensor.detach, tensor.t, tensor.untyped_storage, lambda: tensor.exp().mul(tensor)):
+        held = holder()
+        assert not identity.is_only_holder(tensor)
+        del held
+        assert identity.is_only_holder(tensor)
+    graph = tensor.exp()  # which has where its gradient is accumulated, and not the tensor
+    assert identity.is_only_holder(tensor)
+    del graph
+    array = tensor.detach().numpy()
+    assert not identity.is_only_holder(tensor)
+    del array
