@@ -26,11 +26,11 @@ from rockmate.calls.improvements import Better
 from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
 from rockmate.calls.remembered import RememberedCalls
+from rockmate.calls.resting import RestingParameters
 from rockmate.calls.specialization import InferenceCall, Specialization
 from rockmate.calls.told import Told
 from rockmate.errors import (
     BudgetTooSmall,
-    CheckpointingWarning,
     ExportWarning,
     FallbackWarning,
     NothingToTrain,
@@ -98,6 +98,7 @@ class Specializations:
         self._untrained: list[InferenceCall] = []
         self._turns = TurnsOf(model)
         self._by_size = PlansBySize(model, self._told, use_cache)
+        self._resting = RestingParameters(model)
         self._remembered = RememberedCalls(model, self.members, self.request)
         self._made = 0  # plans so far
         self._was_planned = False  # here, or what this is a copy of: from then on training goes on
@@ -170,12 +171,14 @@ class Specializations:
             self._remembered.keep()
             self.members.remove(self.members)
             self._by_size.forget()
+            self._resting.wake()
             self.request = replace(self.request, budget=budget)
             self._was_planned, self._share, self._given = False, None, GivenPlans()
             self._settled, self._failures = SettledCalls(), []
 
     def adopt(self, member: Specialization) -> None:
         """Take in a plan, as the one used last."""
+        self._resting.follow(member, self.request)
         dropped = self.members.add(member, _MOST_PLANS)
         self._made += 1
         self._was_planned = True
@@ -224,7 +227,7 @@ class Specializations:
             return self._by_the_module(call)
         if (around := reason_to_run_unplanned(self._model)) is not None:
             return self._by_itself(call, ByItself(TransformError(around), told=self._unbudgeted(around)))
-        self._tell_of_own_checkpointing()
+        self._told.of_checkpointing(self._own_checkpointing)
         if self._is_first_call():
             return self._by_the_module(call)
         with self._turns.running():
@@ -304,7 +307,7 @@ class Specializations:
 
     def _plan(self, call: Sample, request: PlanRequest, follow: PortablePlan | None) -> Specialization:
         refuse_what_spans_ranks(self._model)  # before any part of it runs
-        self._tell_of_own_checkpointing()
+        self._told.of_checkpointing(self._own_checkpointing)
         with progress_display(self.progress) as tell:
             request = hurried(asked_now(request, self._share, self._model))
             request = replace(request, progress=tell, follow=follow)
@@ -678,10 +681,6 @@ class Specializations:
         return near.decisions if near is not None else None
 
     # ---- messages ----------------------------------------------------------------------------------
-
-    def _tell_of_own_checkpointing(self) -> None:
-        if (news := self._own_checkpointing.news()) is not None:
-            self._told.tell(news, CheckpointingWarning)
 
     def tell_of_tracer(self, tracer: str) -> None:
         """Tell that what `tracer` makes of the module has no plan; not of planning itself, of what holds the module."""

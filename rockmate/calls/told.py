@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from rkgb.process.turns import warnings_collected
 from rockmate.calls.by_itself import first_clause
 from rockmate.calls.specialization import Specialization
-from rockmate.errors import ReplanWarning
+from rockmate.errors import CheckpointingWarning, ReplanWarning
+from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.runtime.double_backward import frames_to_the_user
 from rockmate.units import format_bytes
 
@@ -65,6 +66,11 @@ class Told:
                 "found for that. Training goes on as it is. Raise the budget, or give the loss (loss=), which is then "
                 "measured by itself."
             )
+
+    def of_checkpointing(self, own: OwnCheckpointing) -> None:
+        """What is new of the module's own checkpointing."""
+        if (news := own.news()) is not None:
+            self.tell(news, CheckpointingWarning)
 
     def warn(self, warning: Warning) -> None:
         """Warn, at the line of the user's that called."""

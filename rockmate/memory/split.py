@@ -46,7 +46,7 @@ class Residents:
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """What there is, with its bytes."""
-        window = (("parameters that rest, of which there are", self.window_bytes),) if self.window_bytes else ()
+        window = (("window of parameters that rest", self.window_bytes),) if self.window_bytes else ()
         return (
             ("parameters", self.parameter_bytes),
             *window,

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -15,9 +15,11 @@ from torch.optim import LBFGS, Optimizer
 from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import StateRests, check_optimizer, state_sizes_of, step_bytes_of
+from rockmate.offload.option import Offload, as_offload
 from rockmate.offload.resting import SMALLEST_BYTES, RestingTensors
 from rockmate.offload.resting_tensor import Rested, rested_of
 from rockmate.offload.tier import Tier
+from rockmate.offload.tiers import Tiers
 from rockmate.offload.window import UseOrder
 
 _AT_ONCE = 3  # parameters whose state is here: one leaves, one is stepped, one comes
@@ -26,7 +28,7 @@ _AT_ONCE = 3  # parameters whose state is here: one leaves, one is stepped, one 
 class OffloadedOptimizer(StateRests):
     """`optimizer`, stepped as ever, with its state in `tier` but for `window_bytes` of it at a time.
 
-        optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), FileTier("/scratch"))
+        optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), "disk")
 
     Values are those of the optimizer to the bit: its own code makes the step, of one parameter at a time. It has its
     groups, options, schedulers, hooks and `state_dict`; whoever reads its state is given the values, which come back
@@ -39,7 +41,7 @@ class OffloadedOptimizer(StateRests):
 
     Args:
         optimizer: any of `torch.optim` but LBFGS, or another one that treats each parameter by itself.
-        tier: the second memory.
+        offload: the second memory: "auto", "disk", "host", or an `Offload`, as for `rockmate.Rockmate`.
         window_bytes: most state here at a time; by default three times the most that one parameter has.
         in_backward: whether steps are made within the backward.
 
@@ -50,7 +52,11 @@ class OffloadedOptimizer(StateRests):
     """
 
     def __init__(
-        self, optimizer: Optimizer, tier: Tier, window_bytes: int | None = None, in_backward: bool = False
+        self,
+        optimizer: Optimizer,
+        offload: Offload | Tier | Literal["auto", "disk", "host"] = "auto",
+        window_bytes: int | None = None,
+        in_backward: bool = False,
     ) -> None:
         check_optimizer(optimizer)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, (LBFGS, OffloadedOptimizer)):
@@ -64,7 +70,7 @@ class OffloadedOptimizer(StateRests):
         found = [self._state_bytes(index, p) for index, p in self._members() if p.requires_grad]
         if window_bytes is None:
             window_bytes = _AT_ONCE * max(found, default=0)
-        self.resting = RestingTensors(tier, window_bytes)
+        self.resting = RestingTensors(self._tier(offload), window_bytes)
         self._round: dict[torch.Tensor, None] = {}  # parameters stepped since the round began, in order
         self._places: dict[torch.Tensor, int] = {}  # where their state is used in the order of the last round
         self._hooks: dict[torch.Tensor, Any] = {}
@@ -73,6 +79,17 @@ class OffloadedOptimizer(StateRests):
         self._patch_step_function()  # which has `step` call them
         self._rest()
         self._listen()
+
+    def _tier(self, offload: Offload | Tier | str) -> Tier:
+        if isinstance(offload, Tier):
+            return offload
+        option = as_offload(offload)
+        assert option is not None
+        devices = {parameter.device for _, parameter in self._members()}
+        if len(devices) != 1:
+            names = ", ".join(sorted(map(str, devices))) or "none"
+            raise OptimizerError(f"parameters of one device can have their state elsewhere; these are on {names}.")
+        return Tiers(option).on(devices.pop())
 
     # ---- what it is of the optimizer's -------------------------------------------------------------------
 
