@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
     from rockmate.module import Rockmate
+    from rockmate.offload.optimizer import OffloadedOptimizer
     from rockmate.offload.option import Offload
     from rockmate.options import PlanOptions
     from rockmate.plan_files.content import PlanFile
@@ -92,6 +93,7 @@ __all__ = [
     "Offload",
     "OffloadError",
     "OffloadWarning",
+    "OffloadedOptimizer",
     "OptimizerError",
     "PeakMemory",
     "PickleWarning",
@@ -179,6 +181,7 @@ _HOMES = {
         "reduce_fragmentation",
     ),
     "rockmate.offload.option": ("Offload",),
+    "rockmate.offload.optimizer": ("OffloadedOptimizer",),
     "rockmate.memory.peak": ("PeakMemory",),
     "rockmate.memory.split": ("MemorySplit",),
     "rockmate.module": ("Rockmate",),

@@ -16,6 +16,7 @@ import torch
 
 from rk_solvers import KeepAll, SecondMemory, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
+from rk_solvers.liveness import least_bytes
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.reading import costs_of, slowed
 from rkgb.devices.out_of_memory import if_it_fits, out_of_memory_told
@@ -56,6 +57,7 @@ _ATTEMPTS_BETWEEN = 4  # corrections back, where a plan was found after those
 _CLOSE = 0.02  # of a budget: plans for so much more are hardly faster
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
+_LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the step at least
 _STEPS_TO_COMPARE = 3  # of a plan that moves data, and of one that does not
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
 _LATE = 0.02  # of a step's time: links are corrected where transfers cost so much more than was predicted
@@ -392,7 +394,8 @@ def _with_window(measured: Measured, held: Residents, total_bytes: int, memory: 
     if room_bytes >= 0 or not resting_bytes:
         return held
     room_bytes += resting_bytes - memory.staging_bytes
-    window_bytes = window_for(measured.graphs.K_graph, measured.may_rest, memory, room_bytes)
+    most_bytes = room_bytes + keep_all_bytes - int(_LEAST_STEP * least_bytes(measured.problem))
+    window_bytes = window_for(measured.graphs.K_graph, measured.may_rest, memory, room_bytes, most_bytes)
     if window_bytes + memory.staging_bytes >= resting_bytes:
         return held
     return held.with_window(resting_bytes, window_bytes + memory.staging_bytes)

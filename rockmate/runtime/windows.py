@@ -20,14 +20,19 @@ _STEPS = 3  # of a simulation: then it goes on as it has begun
 Uses = list[tuple[float, list[int]]]
 
 
-def window_for(graph: KGraph, sizes_bytes: Mapping[str, int], memory: SecondMemory, room_bytes: int) -> int:
+def window_for(
+    graph: KGraph, sizes_bytes: Mapping[str, int], memory: SecondMemory, room_bytes: int, most_bytes: int | None = None
+) -> int:
     """What is to be here at a time of parameters, by their names in the graph, that rest in a second memory.
 
-    It is the smallest window for which hardly anything is waited for, and what there is room for above that.
+    It is the smallest window for which hardly anything is waited for, and what there is room for above that. Where that
+    is more than `most_bytes`, it is those, and waits are longer: but never less than one operation needs.
     """
     names, sizes = list(sizes_bytes), list(sizes_bytes.values())
     uses, step_ms = timed_uses(graph, names)
     found = _smallest(sizes, uses, step_ms, memory.back)
+    if most_bytes is not None and found > most_bytes:
+        return max(most_bytes, _least(sizes, uses))
     return found if room_bytes <= found else _fitted(sizes, uses, min(sum(sizes), room_bytes), memory.back)
 
 
@@ -86,12 +91,17 @@ def _simulated(sizes: list[int], uses: Uses, window_bytes: int, link: Link) -> S
 
 def _smallest(sizes: list[int], uses: Uses, step_ms: float, link: Link) -> int:
     """The smallest window for which hardly anything is waited for; where there is none, hardly more than for any."""
-    least = max((sum(sizes[index] for index in used) for _, used in uses), default=0)
+    least = _least(sizes, uses)
     most = max(least, sum(sizes))
     windows = [round(least * (most / least) ** (part / _SIZES)) for part in range(_SIZES)] if least else [0]
     waits = {window: _simulated(sizes, uses, window, link).wait_ms for window in windows}
     enough_ms = max(0.0, min(waits.values())) + _HIDDEN * step_ms
     return _fitted(sizes, uses, min(window for window, wait in waits.items() if wait <= enough_ms), link)
+
+
+def _least(sizes: list[int], uses: Uses) -> int:
+    """What one operation needs at most."""
+    return max((sum(sizes[index] for index in used) for _, used in uses), default=0)
 
 
 def _fitted(sizes: list[int], uses: Uses, window_bytes: int, link: Link) -> int:

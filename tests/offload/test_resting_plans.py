@@ -167,3 +167,16 @@ def test_a_slow_link_has_a_larger_window(tier):
     ]
     assert windows[-1] < windows[1] <= sum(measured.may_rest.values())
     assert windows[1:] == sorted(windows[1:], reverse=True)
+
+
+def test_a_window_leaves_the_step_what_it_needs_though_a_slow_link_is_waited_for_then(tier):
+    from rockmate.runtime.windows import window_for
+
+    model = whole(trains=False)
+    measured = measure(model, (TOKENS,), request_of(None, tier, torch.optim.AdamW(trained(model))))
+    slow, sizes = SecondMemory(Link(1e4), Link(1e4)), measured.may_rest
+    wanted_bytes = window_for(measured.graphs.K_graph, sizes, slow, 0)
+    assert window_for(measured.graphs.K_graph, sizes, slow, 0, wanted_bytes) == wanted_bytes
+    assert window_for(measured.graphs.K_graph, sizes, slow, 0, wanted_bytes // 2) == wanted_bytes // 2
+    least_bytes = window_for(measured.graphs.K_graph, sizes, slow, 0, 0)
+    assert max(sizes.values()) <= least_bytes < wanted_bytes // 2
