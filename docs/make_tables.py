@@ -362,6 +362,60 @@ def zoo_cell(plan: dict[str, Any] | None) -> str:
     return f"{100 * plan['overhead']:+.1f} %{gap}"
 
 
+def offload_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of steps that move data, by turns with others: a table of all models and budgets."""
+    where, links = report["circumstances"], report["circumstances"]["links"]
+    speeds = " and ".join(
+        f"{links[way]['bytes_per_ms'] / 1e6:.2f} GB/s {way}, at {links[way]['burden']:.0%} of a computation's time"
+        for way in ("out", "back")
+    )
+    yield (
+        f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, {where['processor']}; "
+        f"a file, {speeds}; code at {where['code']}."
+    )
+    yield ""
+    headings = [
+        "",
+        "budget",
+        "",
+        "peak",
+        "moved",
+        "time",
+        "of eager's",
+        "predicted",
+        "gap",
+        "recomputed",
+        "tensors moved",
+    ]
+    yield row(headings)
+    yield row(["---", "---", *["--:"] * (len(headings) - 2)])
+    for result in report["rows"]:
+        predicted, gap = result["predicted_over_eager"], result["gap"]
+        yield row(
+            [
+                f"{result['model'].removesuffix('-demo')} at {result['share']:g}",
+                optional_bytes(result["budget_bytes"]),
+                OFFLOAD_WAYS[result["way"]],
+                format_bytes(result["peak_bytes"]),
+                optional_bytes(result["stored_bytes"] or None),
+                format_ms(result["median_ms"]),
+                f"{result['over_eager']:.3f}",
+                "–" if predicted is None else f"{predicted:.3f}",
+                "–" if gap is None else f"{100 * gap:.1f} %",
+                str(result["recomputations"] or "–"),
+                str(result["moves"] or "–"),
+            ]
+        )
+
+
+OFFLOAD_WAYS = {
+    "eager": "eager",
+    "save_on_cpu": "`save_on_cpu`",
+    "moved": "everything moved",
+    "recomputed": "recomputed",
+    "both": '`offload="disk"`',
+}
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -370,6 +424,7 @@ SECTIONS = {
     "lengths-cpu.json": lengths_sections,
     "new-sizes-cpu.json": new_size_sections,
     "planning-cpu.json": planning_sections,
+    "offload-cpu.json": offload_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

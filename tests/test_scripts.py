@@ -146,3 +146,25 @@ def test_a_processor_is_told_with_its_largest_cache(tmp_path: Path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("model\t\t: 7\nmodel name\t: A Chip\n\nflags\t\t: fast\n", encoding="utf-8")
     assert processor(tmp_path) == "A Chip, model 7, 33 MiB of cache"
+
+
+@pytest.mark.slow
+def test_offload_benchmark_writes_its_results(tmp_path):
+    run_script("benchmarks/offload.py", "--quick", "--shares", "0.7", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "offload-cpu.json").read_text("utf-8"))
+    ways = [row["way"] for row in report["rows"]]
+    assert ways == ["eager", "save_on_cpu", "moved", "recomputed", "both"]
+    page = "\n".join(load_script("docs/make_tables.py").offload_sections(report))
+    assert "everything moved" in page
+
+
+@pytest.mark.slow
+def test_link_speeds_are_simulated_and_drawn(tmp_path):
+    run_script("benchmarks/link_speeds.py", "--quick", "--shares", "0.7", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "link-speeds.json").read_text("utf-8"))
+    overheads = [row["overhead"] for row in report["rows"]]
+    assert overheads == sorted(overheads, reverse=True)  # none for a faster link is slower
+    assert len(report["throttled"]) == 5
+    picture = tmp_path / "links.svg"
+    run_script("docs/make_link_figure.py", str(tmp_path / "link-speeds.json"), str(picture))
+    assert picture.stat().st_size > 5_000
