@@ -113,6 +113,22 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, owners: l
     return bytes_of(stays) + in_flight + here + owners[0].tier.staging_bytes  # they share it
 
 
+def at_rest(
+    task: str, model: nn.Module, tier: FileTier, window: float
+) -> tuple[torch.optim.Optimizer, list[RestingTensors]]:
+    """The optimizer of `model`, and what rests from now on."""
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    owners: list[RestingTensors] = []
+    if task != "lora":
+        optimizer = OffloadedOptimizer(optimizer, tier, in_backward=True)
+        owners.append(optimizer.resting)
+    if task != "state":
+        weights = RestingTensors(tier, int(window * bytes_of(model.parameters())))
+        weights.take(p for p in model.parameters() if task == "adamw" or not p.requires_grad)
+        owners.append(weights)
+    return optimizer, owners
+
+
 def rows_of(task: str, config: GPT2Config, options: argparse.Namespace) -> list[Row]:
     """Eager and resting by turns."""
     torch.manual_seed(0)
@@ -132,16 +148,8 @@ def rows_of(task: str, config: GPT2Config, options: argparse.Namespace) -> list[
         plan_in_background=False,
     )
     plain = torch.optim.AdamW([parameter for parameter in eager.parameters() if parameter.requires_grad])
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    owners: list[RestingTensors] = []
     tier = FileTier(options.folder)
-    if task != "lora":
-        optimizer = OffloadedOptimizer(optimizer, tier, in_backward=True)
-        owners.append(optimizer.resting)
-    if task != "state":
-        weights = RestingTensors(tier, int(options.window * bytes_of(model.parameters())))
-        weights.take(p for p in model.parameters() if task == "adamw" or not p.requires_grad)
-        owners.append(weights)
+    optimizer, owners = at_rest(task, model, tier, options.window)
     repeats = 2 if options.quick else options.repeats
     ways = {"eager": (eager, plain), "resting": (planned, optimizer)}
     for module, one in ways.values():
