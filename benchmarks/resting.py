@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
 from rockmate import Rockmate
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.optimizer import OffloadedOptimizer
-from rockmate.offload.resting import RestingTensors
 from rockmate.offload.speed import measured_links
+from rockmate.resting.optimizer import OffloadedOptimizer
+from rockmate.resting.tensors import RestingTensors
 from rockmate.units import format_bytes
 from rockmate.zoo.language.gpt2 import GPT2, GPT2Config, next_token_loss
 

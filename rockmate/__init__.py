@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
     from rockmate.module import Rockmate
-    from rockmate.offload.optimizer import OffloadedOptimizer
     from rockmate.offload.option import Offload
     from rockmate.options import PlanOptions
     from rockmate.plan_files.content import PlanFile
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from rockmate.queries.max_batch import max_batch
     from rockmate.queries.min_budget import CheapestBudget, smallest_budget
     from rockmate.queries.verification import Verification, verify
+    from rockmate.resting.optimizer import OffloadedOptimizer
 
 __all__ = [
     "AllocatorSettings",
@@ -181,7 +181,7 @@ _HOMES = {
         "reduce_fragmentation",
     ),
     "rockmate.offload.option": ("Offload",),
-    "rockmate.offload.optimizer": ("OffloadedOptimizer",),
+    "rockmate.resting.optimizer": ("OffloadedOptimizer",),
     "rockmate.memory.peak": ("PeakMemory",),
     "rockmate.memory.split": ("MemorySplit",),
     "rockmate.module": ("Rockmate",),

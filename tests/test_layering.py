@@ -96,15 +96,16 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "proxy": (),
         "memory": ("errors", "units"),
         "guards": ("errors",),
-        "offload": ("errors", "units", "memory"),
-        "runtime": ("errors", "guards", "offload"),
-        "planning": ("errors", "units", "progress", "memory", "guards", "offload", "runtime"),
+        "offload": ("errors", "units"),
+        "resting": ("errors", "memory", "offload"),
+        "runtime": ("errors", "guards", "offload", "resting"),
+        "planning": ("errors", "units", "progress", "memory", "guards", "offload", "resting", "runtime"),
         "options": ("errors", "progress", "memory", "offload", "planning"),
         "plan_files": ("errors", "units", "memory", "guards", "offload", "planning"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
-        "families": ("errors", "guards", "offload", "planning", "runtime", "plan_files"),
+        "families": ("errors", "guards", "resting", "planning", "runtime", "plan_files"),
         "calls": (
-            "errors", "units", "progress", "memory", "guards", "offload", "runtime", "planning", "options",
+            "errors", "units", "progress", "memory", "guards", "offload", "resting", "runtime", "planning", "options",
             "plan_files", "families",
         ),
         "module": (
@@ -124,8 +125,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "__main__": ("cli",),
         "": (
-            "moved", "errors", "memory", "offload", "planning", "options", "plan_files", "calls", "module", "queries",
-            "distributed",
+            "moved", "errors", "memory", "offload", "resting", "planning", "options", "plan_files", "calls", "module",
+            "queries", "distributed",
         ),
     },
 }  # fmt: skip

@@ -6,11 +6,11 @@ import torch
 
 from rockmate.calls.specialization import Specialization
 from rockmate.memory.optimizer_state import StateRests
-from rockmate.offload.resting import RestingTensors
 from rockmate.offload.tier import Tier
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
+from rockmate.resting.tensors import RestingTensors
 from rockmate.runtime.windows import parameters_that_may_rest
 
 

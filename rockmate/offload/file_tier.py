@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class FileTier(Tier):
         self.folder = tempfile.gettempdir() if folder is None else os.fspath(folder)
         self.name = f"a file in {self.folder}"
         self._lock = threading.Lock()
+        self._returned: deque[tuple[_Opened, _Layout]] = deque()  # places that nobody needs any more
         self._opened: _Opened | None = None
         free_bytes(self.folder)  # tells now that there is no such folder
         _TIERS.add(self)
@@ -51,6 +53,7 @@ class FileTier(Tier):
     def send(self, storage: torch.UntypedStorage) -> Parcel:
         if not device_of(storage.device).is_host:
             raise OffloadError(f"tensors on {storage.device} are not written to {self.name}: only the CPU's are.")
+        self._take_back()
         with self._lock:
             self._hold(storage.nbytes())
             try:
@@ -59,6 +62,7 @@ class FileTier(Tier):
             except BaseException:
                 self._let_go(storage.nbytes())
                 raise
+        self._take_back()  # what was told meanwhile
         return _FileParcel(self, self._opened, storage, layout)
 
     def open(self) -> None:
@@ -83,16 +87,29 @@ class FileTier(Tier):
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close_here()
+        self._take_back()
 
     def after_fork(self) -> None:
         """In the process that came of it: a thread that it does not have may have held the lock."""
         self._lock = threading.Lock()
 
     def given_back(self, opened: _Opened, layout: _Layout) -> None:
-        """A parcel's space, once nothing of it is on its way."""
-        with self._lock:
-            opened.extents.give_back(layout.place, layout.size_bytes)
-            self._let_go(layout.size_bytes)
+        """A parcel's space, once nothing of it is on its way.
+
+        A collection of garbage may tell that to a thread that has the lock: whoever has it takes it back then.
+        """
+        self._returned.append((opened, layout))
+        self._take_back()
+
+    def _take_back(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    opened, layout = self._returned.popleft()
+                    opened.extents.give_back(layout.place, layout.size_bytes)
+                    self._let_go(layout.size_bytes)
+            finally:
+                self._lock.release()
 
 
 def _after_fork() -> None:

@@ -33,7 +33,6 @@ from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.memory.allocators import StepPeak, allocated_now_bytes, fragmentation_text
 from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, resolve_budget
 from rockmate.memory.split import MemorySplit, Residents
-from rockmate.offload.resting import all_awake
 from rockmate.offload.tier import Tier
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan
@@ -44,6 +43,7 @@ from rockmate.planning.real_step import real_peak_bytes, step_ms, warm_step
 from rockmate.planning.refusal import too_small
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback
+from rockmate.resting.tensors import all_awake
 from rockmate.runtime.codegen import CompiledProgram, compile_program
 from rockmate.runtime.lowering import Program, make_program
 from rockmate.runtime.moves import MovingStep

@@ -20,7 +20,7 @@ from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
 from rkgb.ir.restoration import Restoration
-from rockmate.offload.resting_tensor import rested_of
+from rockmate.resting.tensor import rested_of
 from rockmate.runtime.moves import Moves, moves_of
 from rockmate.runtime.resting import Placed, Rests, backward_of
 from rockmate.runtime.tables import saved_key

@@ -15,10 +15,10 @@ import torch
 
 from rkgb.torch_private.asked import nobody_asked
 from rkgb.torch_private.identity import storage_key
-from rockmate.offload.resting import RestingTensors
-from rockmate.offload.resting_tensor import Rested, rested_of
 from rockmate.offload.tier import Shape
-from rockmate.offload.window import UseOrder
+from rockmate.resting.tensor import Rested, rested_of
+from rockmate.resting.tensors import RestingTensors
+from rockmate.resting.window import UseOrder
 from rockmate.runtime.tables import Handle
 
 Placed = tuple[dict[str, Any], str]  # the dictionary of a submodule in which a parameter is, and its name there

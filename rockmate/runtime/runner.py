@@ -29,7 +29,7 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.transforms import refuse_transforms
-from rockmate.offload.resting_tensor import changes
+from rockmate.resting.tensor import changes
 from rockmate.runtime.codegen import CompiledProgram
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.resting import LeavesOfStep, OrderOfUses

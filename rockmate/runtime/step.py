@@ -37,7 +37,7 @@ from rkgb.torch_private.autograd import (
 )
 from rkgb.torch_private.flags import autocast_is_on
 from rockmate.errors import PlanMismatch, SizeMismatch
-from rockmate.offload.resting_tensor import rested_of
+from rockmate.resting.tensor import rested_of
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.resting import LeavesOfStep, modified
 from rockmate.runtime.tables import ForgottenTensor, SegmentCode, StepTables, saved_key

@@ -8,8 +8,8 @@ import torch
 
 from rk_solvers.links import Link, SecondMemory
 from rkgb import KGraph, LeafKind
-from rockmate.offload.resting import can_rest
-from rockmate.offload.window import SimulatedWindow
+from rockmate.resting.tensors import can_rest
+from rockmate.resting.window import SimulatedWindow
 from rockmate.runtime.lowering import may_rest, uses_of
 from rockmate.runtime.resting import Rests, backward_of
 

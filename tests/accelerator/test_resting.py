@@ -7,8 +7,8 @@ import torch
 
 from rockmate import Rockmate
 from rockmate.offload.host_tier import HostTier
-from rockmate.offload.optimizer import OffloadedOptimizer
-from rockmate.offload.resting import RestingTensors
+from rockmate.resting.optimizer import OffloadedOptimizer
+from rockmate.resting.tensors import RestingTensors
 from tests.offload.lora import LoraModel, batch, frozen, next_token_loss, trained
 
 WINDOW_BYTES = 700_000

@@ -391,3 +391,15 @@ def test_alignment_is_a_page_where_the_system_does_not_tell(tmp_path, monkeypatc
     assert torch.equal(there_and_back(tier, some_bytes(MIB + 3)), some_bytes(MIB + 3))
     assert tier._opened.file.memory_bytes == tier._opened.file.block_bytes == 4096
     tier.close()
+
+
+def test_a_parcel_that_is_collected_while_its_tier_is_at_work_waits_for_nothing(tier):
+    """A collection of garbage runs wherever memory is taken: within what holds the lock, too."""
+    parcel = tier.send(torch.ones(1000).untyped_storage())
+    parcel.wait_sent()
+    with tier._lock:
+        parcel.drop()
+        assert tier.held_bytes == 4000
+    tier.send(torch.ones(10).untyped_storage()).drop()
+    tier.close()
+    assert tier.held_bytes == 0

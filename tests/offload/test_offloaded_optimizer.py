@@ -14,8 +14,8 @@ from rockmate import PeakMemory, Rockmate
 from rockmate.errors import OffloadError, OptimizerError
 from rockmate.offload import file_tier
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.optimizer import OffloadedOptimizer
-from rockmate.offload.resting import RestingTensors
+from rockmate.resting.optimizer import OffloadedOptimizer
+from rockmate.resting.tensors import RestingTensors
 from tests.offload.lora import LoraModel, batch, next_token_loss
 
 WIDTH = 160

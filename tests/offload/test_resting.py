@@ -17,8 +17,8 @@ from rockmate import PeakMemory, Rockmate
 from rockmate.errors import OffloadError, ReplanWarning
 from rockmate.offload import file_tier
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.resting import RestingTensors
-from rockmate.offload.resting_tensor import rested_of
+from rockmate.resting.tensor import rested_of
+from rockmate.resting.tensors import RestingTensors
 from tests.offload.lora import LoraModel, batch, frozen, next_token_loss, trained
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ from rk_solvers.links import Link, SecondMemory
 from rockmate import PeakMemory
 from rockmate.calls.resting import rest_as_planned
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.optimizer import OffloadedOptimizer
 from rockmate.offload.option import Offload
-from rockmate.offload.resting_tensor import rested_of
 from rockmate.offload.tiers import Tiers
-from rockmate.offload.window import Place
 from rockmate.planning.measured import measure
 from rockmate.planning.planner import make_plan
 from rockmate.planning.request import PlanRequest, limits_of
+from rockmate.resting.optimizer import OffloadedOptimizer
+from rockmate.resting.tensor import rested_of
+from rockmate.resting.window import Place
 from tests.offload.lora import LoraModel, batch, next_token_loss, trained
 
 TOKENS = batch()

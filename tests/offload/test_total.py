@@ -11,8 +11,8 @@ import torch
 from rk_solvers import Limits, Link, SecondMemory
 from rockmate import PeakMemory, Rockmate
 from rockmate.offload import tiers
-from rockmate.offload.optimizer import OffloadedOptimizer
-from rockmate.offload.resting_tensor import rested_of
+from rockmate.resting.optimizer import OffloadedOptimizer
+from rockmate.resting.tensor import rested_of
 from tests.offload.lora import LoraModel, batch, next_token_loss, trained
 
 TOKENS = batch()

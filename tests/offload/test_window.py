@@ -7,9 +7,9 @@ import torch
 
 from rk_solvers.links import Link
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.resting import RestingTensors
-from rockmate.offload.resting_tensor import rested_of
-from rockmate.offload.window import SimulatedWindow, UseOrder
+from rockmate.resting.tensor import rested_of
+from rockmate.resting.tensors import RestingTensors
+from rockmate.resting.window import SimulatedWindow, UseOrder
 
 FAST = Link(1e9, 0.0)
 

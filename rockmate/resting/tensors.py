@@ -21,10 +21,10 @@ from rkgb.process.surroundings import surroundings_aside
 from rkgb.torch_private.asked import nobody_asked, not_asked
 from rkgb.torch_private.identity import is_only_holder
 from rockmate.errors import OffloadError
-from rockmate.offload import resting_tensor
-from rockmate.offload.resting_tensor import Owner, Rested, rested_of
 from rockmate.offload.tier import Shape, Tier
-from rockmate.offload.window import Place, UseOrder, Window
+from rockmate.resting import tensor as resting_tensor
+from rockmate.resting.tensor import Owner, Rested, rested_of
+from rockmate.resting.window import Place, UseOrder, Window
 
 SMALLEST_BYTES = 64 << 10  # smaller ones stay: to ask for one takes as long as to read it
 

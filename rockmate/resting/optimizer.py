@@ -16,11 +16,11 @@ from rkgb.tree import leaves
 from rockmate.errors import OptimizerError
 from rockmate.memory.optimizer_state import StateRests, check_optimizer, state_sizes_of, step_bytes_of
 from rockmate.offload.option import Offload, as_offload
-from rockmate.offload.resting import SMALLEST_BYTES, RestingTensors
-from rockmate.offload.resting_tensor import Rested, rested_of
 from rockmate.offload.tier import Tier
 from rockmate.offload.tiers import Tiers
-from rockmate.offload.window import UseOrder
+from rockmate.resting.tensor import Rested, rested_of
+from rockmate.resting.tensors import SMALLEST_BYTES, RestingTensors
+from rockmate.resting.window import UseOrder
 
 _AT_ONCE = 3  # parameters whose state is here: one leaves, one is stepped, one comes
 

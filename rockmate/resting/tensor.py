@@ -19,7 +19,7 @@ from rkgb.process.uncompiled import never_compiled
 from rkgb.torch_private.asked import ADDRESSES, METADATA, SET_DATA, SET_REQUIRES_GRAD, not_asked
 from rockmate.errors import OffloadError
 from rockmate.offload.tier import Parcel, Shape
-from rockmate.offload.window import Place
+from rockmate.resting.window import Place
 
 
 class Owner(abc.ABC):
