@@ -367,7 +367,7 @@ def living_tensors():
 
 
 def has_storage(tensor):
-    """False for what PyTorch 2.9 leaves of some tensors that the collector has cleared: an object with nothing in it."""
+    """False for what PyTorch 2.9 leaves of some tensors that the collector has cleared: objects that hold nothing."""
     try:
         tensor.untyped_storage()
     except NotImplementedError:
