@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.capture.trace import FrontEnd, Tracer, trace
-from rkgb.devices.out_of_memory import is_out_of_memory, out_of_memory_told
+from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory, out_of_memory_told
 from rkgb.devices.registry import device_of
 from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
 from rkgb.ir.bgraph import BGraph, LeafKind
@@ -359,7 +358,7 @@ class _Check:
             except Exception as error:
                 if self.low_memory is False or not is_out_of_memory(error):
                     raise
-            gc.collect()  # of the step that was too large
+            collect_failed()
         self.tell("trace (checked on disk: a whole step may not fit the memory)", 3, 4)
         return replay_check(graph, model, sample, True, self.may_branch, self.is_still)
 

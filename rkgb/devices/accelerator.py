@@ -9,6 +9,7 @@ import torch
 
 from rkgb.devices.base import AllocationRecorder, Device, Result
 from rkgb.devices.caching_allocator import AllocationEvent, AllocatorLevels
+from rkgb.process.backward_threads import await_backwards
 from rkgb.process.turns import current_thread
 
 
@@ -35,6 +36,10 @@ class Accelerator(Device):
     def synchronize(self) -> None:
         """Wait for all of its streams."""
         self.module.synchronize(self.device)
+
+    def await_backwards(self) -> None:
+        """They run in a thread for each device, which lets go of an error a moment after it is told."""
+        await_backwards(self.device)
 
     def stamp(self) -> torch.Event:
         """An event between what the current stream was told before and what it is told next."""

@@ -83,6 +83,12 @@ class Device(abc.ABC):
     def synchronize(self) -> None:
         """Wait for all that it has been told to do."""
 
+    def await_backwards(self) -> None:
+        """Return once nothing holds any more what backwards held that have ended, failed ones too.
+
+        On the host they run in the thread of who calls them.
+        """
+
     def stamp(self) -> Any:
         """This moment on the device's own line of time."""
         return time.perf_counter()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from rkgb.devices.base import Result
-from rkgb.devices.registry import KINDS
+from rkgb.devices.registry import KINDS, device_of
 
 # What is said for all kinds of devices: C++'s own.
 _SAID = ("std::bad_alloc",)
@@ -45,8 +45,23 @@ def if_it_fits(run: Callable[[], Result]) -> Result | None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    gc.collect()  # once the error, which holds what it met, is gone
+    collect_failed()
     return None
+
+
+def collect_failed() -> None:
+    """Free what a step held that found no memory, once its error, which holds what it met, is gone.
+
+    What is tried next has all the memory that there was before.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and kind.type in KINDS:
+        for index in range(torch.accelerator.device_count()):
+            device = device_of(torch.device(kind.type, index))
+            levels = device.levels()
+            if levels is not None and levels.allocated_bytes:  # else nothing is started there
+                device.await_backwards()
+    gc.collect()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rkgb import GuardError, Sample
-from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.devices.out_of_memory import if_it_fits, is_out_of_memory
 from rkgb.recording.digest import digest
 from rkgb.replay.order import are_orderly, fixed_order
 from rkgb.state.module_state import for_planning, random_states
@@ -34,12 +34,9 @@ def gives_the_same(
     """
     step = partial(_digests, module, measured, sample, loss)
     with for_planning(module):
-        try:
-            expected = step(module)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return True
-            raise
+        expected = if_it_fits(lambda: step(module))
+        if expected is None:
+            return True
         try:
             if step(runner) == expected:
                 return True

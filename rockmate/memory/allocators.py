@@ -81,13 +81,15 @@ def start_peak(device: torch.device) -> int:
 
 
 def allocated_now_bytes(device: torch.device) -> int:
-    """As the allocator tells, which waits for nothing; 0 where it keeps no count. Garbage is none of it.
+    """As the allocator tells, which waits for no work; 0 where it keeps no count. Garbage is none of it.
 
-    What is garbage now would be freed within a step, and hide as much of its peak.
+    What is garbage now, or is still held of a backward that failed, would be freed within a step, and hide as much of
+    its peak.
     """
     at = device_of(device)
     if at.levels() is None:
         return 0
+    at.await_backwards()
     gc.collect()
     levels = at.levels()
     return 0 if levels is None else levels.allocated_bytes

@@ -10,7 +10,7 @@ from functools import partial
 from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time, schedule_of
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import make_sample
-from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.errors import BudgetError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
@@ -143,6 +143,7 @@ class BatchSearch:
             self._refused = BudgetTooSmall(f"a batch of {batch} cannot be planned: {why}", 0, "", 0)
         self._trials.append(Trial(batch, plan, why, eager_bytes, time.perf_counter() - started))
         if plan is None:
+            collect_failed()  # the next one is measured with all the memory that there is
             self._smallest = batch
         else:
             self._largest = batch

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.devices.registry import device_of
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import PlanOptions, Rockmate, verify
 from tests.module.models import Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.module_state import state_of
 from tests.module.steps import FEW_ROUNDS, assert_same, assert_same_step, recomputing, squares
-from tests.where import random_stream
+from tests.where import here, random_stream
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,6 +63,8 @@ def error_of(run: Callable[[], object]) -> Exception | None:
 
 
 def held_bytes() -> int:
+    """Bytes of the device in use, once autograd's thread has let go of what failed."""
+    device_of(here()).await_backwards()
     gc.collect()
     return torch.accelerator.memory.memory_allocated()
 

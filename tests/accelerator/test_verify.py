@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rockmate import plan_files
+from rockmate import Rockmate, plan_files
 from rockmate.cli import main
 from rockmate.cli.output import DIFFERENT, GOOD, WRONG_INPUT
 from rockmate.runtime.step import Step
@@ -148,6 +148,8 @@ def test_a_page_s_code_runs_where_the_device_is_the_default(device, page, tmp_pa
             test_docs.run(block, namespace)
     finally:
         torch.set_default_device(None)
-    model = namespace["model"]
-    assert {parameter.device for parameter in model.parameters()} == {device}
-    assert model.plan.measured_peak_bytes <= model.plan.budget_bytes
+    planned = [thing for thing in namespace.values() if isinstance(thing, Rockmate)]
+    assert planned
+    for model in planned:
+        assert {parameter.device for parameter in model.parameters()} == {device}
+        assert model.plan.measured_peak_bytes <= model.plan.budget_bytes
