@@ -38,8 +38,9 @@ class Accelerator(Device):
         self.module.synchronize(self.device)
 
     def await_backwards(self) -> None:
-        """They run in a thread for each device, which lets go of an error a moment after it is told."""
-        await_backwards(self.device)
+        """They run in one thread of the device, which lets go of an error a moment after it is told."""
+        if self.module.is_initialized():  # else nothing ran there
+            await_backwards(self.device)
 
     def stamp(self) -> torch.Event:
         """An event between what the current stream was told before and what it is told next."""
