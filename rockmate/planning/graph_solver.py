@@ -14,6 +14,8 @@ from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
 
+_SHARE_OF_TWO = 2 / 3  # of the time, for each of two searches
+
 
 class GraphSolver(Solver):
     """Is made anew for the graphs of each call that is planned: for its blocks, or for the layers of the module.
@@ -41,8 +43,7 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
     if isinstance(request.solver, FixedPlan):
         return with_memory(request.solver, request, measured)
     if isinstance(request.solver, str):
-        # Beside plans that move data, one that only recomputes is rarely the best: it has no second wind.
-        limits = request.limits if memory_for(request, measured) is None else replace(request.limits, extra_s=0.0)
+        limits = request.limits if memory_for(request, measured) is None else limits_beside_moves(request.limits)
         alone = solver_named(request.solver, limits, measured.chain, progress)
     elif isinstance(request.solver, GraphSolver):
         alone = request.solver.for_measured(measured)
@@ -52,8 +53,8 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
 
 
 def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
-    """What looks for moves once more, for a shorter time, beside what was found of recomputation alone."""
-    request = replace(request, limits=request.limits.within(request.limits.search_s / 3))
+    """What looks for moves once more, for half of the time, beside what was found of recomputation alone."""
+    request = replace(request, limits=request.limits.within(request.limits.search_s / 2))
     return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
 
 
@@ -64,7 +65,14 @@ def _beside(alone: Solver, request: PlanRequest, measured: Measured) -> Solver:
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
     bound_s = 0.0 if request.is_hurried else min(limits.bound_s, limits.longest_s)
-    return WithMoves(alone, quick, memory, measured.chain, limits.search_s, limits.seed, bound_s)
+    search_s = limits_beside_moves(limits).search_s
+    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, bound_s)
+
+
+def limits_beside_moves(limits: Limits) -> Limits:
+    """Of a search for recomputations beside one for moves, which share the time. Where data may move, the best plan
+    that only recomputes is rarely the best: so it has no second wind."""
+    return replace(limits, search_s=_SHARE_OF_TWO * limits.search_s, extra_s=0.0)
 
 
 def with_memory(plan: FixedPlan, request: PlanRequest, measured: Measured) -> FixedPlan:
