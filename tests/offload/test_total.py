@@ -11,6 +11,7 @@ import torch
 from rk_solvers import Limits, Link, SecondMemory
 from rockmate import PeakMemory, Rockmate
 from rockmate.offload import tiers
+from rockmate.planning import planner
 from rockmate.resting.optimizer import OffloadedOptimizer
 from rockmate.resting.tensor import rested_of
 from tests.offload.lora import LoraModel, batch, next_token_loss, trained
@@ -141,6 +142,17 @@ def test_all_is_here_again_where_a_larger_budget_asks_for_nothing():
     assert not module.memory_split.residents.window_bytes
     assert all(rested_of(p) is None for p in model.parameters())
     assert same(steps(module, optimizer), eager_steps())
+
+
+def test_weights_rest_while_saved_tensors_move(monkeypatch):
+    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
+    model = whole()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    module = planned(model, optimizer, 0.45)
+    assert module.plan.moves > 0
+    assert module.memory_split.residents.window_bytes > 0
+    assert same(steps(module, optimizer), eager_steps())
+    assert module.plan.measured_peak_bytes <= module.plan.budget_bytes
 
 
 def test_nothing_rests_under_a_budget_of_the_step():
