@@ -49,6 +49,7 @@ def named(peers, text):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_all_kinds_of_checkpoint_train_exactly_and_save_memory():
     eager, *others = contenders_of(chain_case(), *checkpointing.PEERS[1:])
     assert eager.status == "exact"
@@ -356,6 +357,7 @@ def report_of(case: Case) -> dict:
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_page_and_picture_show_what_the_result_file_holds(tmp_path):
     report = report_of(chain_case(norm=True, blocks=6))
     path = tmp_path / "peers-gpt2-cpu.json"

@@ -148,6 +148,7 @@ def _another_graph(*arguments):
     return msgspec.structs.replace(graph_record(*arguments), digest="0" * 64)
 
 
+@pytest.mark.slow
 def test_a_record_of_another_call_is_refused(lengths):
     """Each number that is changed in a place that the file's call has is seen, or changes nothing of that call."""
     model, planned, _ = lengths

@@ -105,6 +105,7 @@ def test_prepared_modules_train_as_the_module_itself(precision):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_a_module_that_was_planned_for_mixed_precision_ahead_is_not_planned_again():
     expected = after_two_epochs(built(), mixed_precision="bf16")
     planned = Rockmate(built(), budget=0.75)
