@@ -97,6 +97,7 @@ def test_another_version_of_the_code_runs_all_again(run, tmp_path, monkeypatch):
     assert (tmp_path / "one").read_text() == "ran\nran\n"
 
 
+@pytest.mark.slow
 def test_a_step_ends_at_its_limit_with_all_that_it_has_started(run, tmp_path):
     child = "import time, sys; time.sleep(3); open(sys.argv[1], 'w')"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, sys.argv[1]])"

@@ -63,6 +63,7 @@ def test_all_kinds_of_checkpoint_train_exactly_and_save_memory():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_a_batch_counted_twice_is_wrong_unless_it_is_mended():
     case = chain_case(norm=True)
     peers = [named(checkpointing.PEERS, text) for text in ("per block", "per block, BatchNorm", "matmuls, BatchNorm")]
@@ -136,6 +137,7 @@ def test_other_random_numbers_are_judged_by_the_slope_of_the_loss():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_sums_in_another_order_are_judged_by_the_loss_and_statistics_by_eagers():
     def built(
         case: Case, eager_peak_bytes: int, *, factor: float = 1.0, noise: float = 0.0, twice: bool = False
@@ -209,6 +211,7 @@ def test_compiled_code_is_compared_within_a_tolerance():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_every_round_times_all_that_run():
     contenders = contenders_of(chain_case(), *checkpointing.PEERS[1:4])
     time_all(chain_case(), contenders, 2, lambda text: None)

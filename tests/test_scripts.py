@@ -113,6 +113,7 @@ def test_new_sizes_benchmark_writes_its_results(tmp_path):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_replanning_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/replanning.py", "--quick", "--seconds", "1", "--output", str(tmp_path))
     result = json.loads((tmp_path / "replanning-cpu.json").read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ def found():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_every_solver_has_a_row_for_every_budget(found):
     assert found.solvers == SOME
     assert len(found.rows) == len(SOME) * len(FRACTIONS)

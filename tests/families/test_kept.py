@@ -98,6 +98,7 @@ def test_a_plan_of_one_size_says_nothing_of_others(tmp_path):
     assert "family" not in json.loads(plan_files.dumps(planned.plan_file()))
 
 
+@pytest.mark.slow
 def test_the_cache_keeps_families_for_a_first_batch_of_any_size(tmp_path, monkeypatch, request):
     monkeypatch.setenv("ROCKMATE_CACHE", "1")
     monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path))

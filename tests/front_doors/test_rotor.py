@@ -272,6 +272,7 @@ def test_a_relu_at_the_end_is_one_with_its_module():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_example_learns_its_digits():
     text = run_script("examples/train_mnist_rotor.py", "--steps", "12", "--batch-size", "32", "--mem-limit", "9MiB")
     losses = [float(line.split("loss ")[1].split()[0]) for line in text.splitlines() if "loss " in line]

@@ -143,6 +143,7 @@ def test_a_kind_that_is_registered_is_no_longer_refused(monkeypatch):
     assert main_device([CPU, ELSEWHERE]) == ELSEWHERE
 
 
+@pytest.mark.slow
 def test_a_kind_that_nobody_has_run_is_there_for_who_asks(monkeypatch):
     script = "from rkgb.devices.registry import KINDS; print(*sorted(KINDS))"
     monkeypatch.setenv("ROCKMATE_UNPROVEN", "xpu,other")

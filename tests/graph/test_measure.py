@@ -313,6 +313,7 @@ def test_progress_is_told_block_by_block():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_measuring_holds_the_input_of_a_block_and_no_earlier_values():
     module = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), nn.GELU())))
     sample = rows(7, 4)
@@ -333,6 +334,7 @@ def test_tracing_holds_no_activations_afterwards():
         assert storages_of(sample.shape) == before
 
 
+@pytest.mark.slow
 def test_making_graphs_again_and_again_leaks_nothing():
     entry = zoo.get("gpt2-tiny")
     graphs_of(entry.model, entry.sample)

@@ -77,6 +77,7 @@ def test_random_graphs_are_partitioned_too(seed, max_nodes):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("max_nodes", [3, 4])
+@pytest.mark.slow
 def test_no_other_ranges_let_fewer_bytes_pass(seed, max_nodes):
     graph = random_s_graph(seed, length=9)
     count = len(graph.nodes)

@@ -69,6 +69,7 @@ def test_every_text_of_the_picture_is_on_the_page():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_pdf_has_a_file_for_each_kind_and_a_page_for_each_picture(tmp_path):
     graphs = zoo_graphs("gpt2-tiny")
     paths = print_all_graphs(graphs, "gpt2", render_format="pdf", directory=tmp_path / "new" / "folder")

@@ -102,6 +102,7 @@ class WithPenalty(nn.Module):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_what_the_warning_advises_is_planned_within_its_budget_and_exact():
     model, expected = WithPenalty(), WithPenalty()
     planned = Rockmate(model, rows(), 0.9, cache=False, limits=FEW_ROUNDS)

@@ -198,6 +198,7 @@ def test_two_hundred_steps_leave_what_two_leave(make, batch):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_two_hundred_steps_of_which_every_other_fails_leave_nothing():
     model, fault = planned(Layers, rows), MemoryError
     data = rows(1)

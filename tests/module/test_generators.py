@@ -157,6 +157,7 @@ def test_a_generator_of_a_gpu_repeats_its_numbers():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_plans_within_budgets_and_refusals_leave_the_state_alone():
     network = noisy(OPERATIONS["rand"], seeded(), 4)
     begin = network.held.get_state()

@@ -125,6 +125,7 @@ def test_gradients_taken_inside_are_planned_and_exact(name):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_an_input_that_forward_lets_require_a_gradient_is_told_as_the_cause():
     class Within(Forces):
         def forward(self, x):

@@ -244,6 +244,7 @@ def cheapest():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_plan_of_the_smallest_budget_is_fast_enough_and_was_measured_to_fit(cheapest):
     for slowdown, found in cheapest.items():
         assert 1 <= found.slowdown <= slowdown * (1 + 1e-6)

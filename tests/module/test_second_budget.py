@@ -118,6 +118,7 @@ def test_what_was_measured_otherwise_is_measured_anew(change, nothing_measured):
     del first
 
 
+@pytest.mark.slow
 def test_nothing_is_remembered_of_modules_that_are_gone():
     model = network()
     module = planned(model, batch())

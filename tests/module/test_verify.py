@@ -235,6 +235,7 @@ class Leaving(nn.Module):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_what_forward_leaves_in_attributes_is_compared(monkeypatch):
     model = Leaving()
     assert verify(model, rows(), budget=0.8, loss=squares).exact
@@ -258,6 +259,7 @@ def test_what_forward_leaves_in_attributes_is_compared(monkeypatch):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_a_loss_that_reads_an_attribute_of_the_model_is_verified():
     model = Leaving()
     assert verify(model, rows(), budget=0.8, loss=lambda output: squares(output) + model.aux).exact

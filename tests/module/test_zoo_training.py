@@ -87,6 +87,7 @@ def test_the_default_solver_trains_exactly_on_batches_it_has_not_seen(name):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_smallest_budget_of_a_refusal_is_enough():
     entry, costs = measured("resnet18-tiny")
     with pytest.raises(BudgetTooSmall) as refusal:

@@ -357,6 +357,7 @@ def test_a_process_that_forks_reads_what_was_there_and_writes_to_its_own(tier):
     assert torch.equal(tensor_in(parcel.take()), first)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_folder(tmp_path):
     code = textwrap.dedent(
         f"""

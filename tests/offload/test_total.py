@@ -113,6 +113,7 @@ def test_state_and_weights_rest_beside_steps_in_the_backward():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_copies_pickles_files_and_another_budget(tmp_path):
     model = whole()
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
@@ -155,6 +156,7 @@ def test_weights_rest_while_saved_tensors_move(monkeypatch):
     assert module.plan.measured_peak_bytes <= module.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_nothing_rests_under_a_budget_of_the_step():
     model = whole()
     module = Rockmate(model, (TOKENS,), 0.8, loss=loss_of, limits=BRIEFLY, offload="auto")

@@ -87,6 +87,7 @@ def test_models_train_exactly_by_their_plans(model: str):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_script_makes_such_a_folder(tmp_path, monkeypatch):
     script = load_script("benchmarks/schedule_zoo.py")
     options = ["--models", "mixer-tiny", "--time-limit", "0.5", "--output", str(tmp_path)]

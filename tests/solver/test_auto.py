@@ -48,6 +48,7 @@ def test_schedules_pass_the_checker(seed, budget):
         assert QUICK.solve(problem, solution.peak_bytes).status.fits
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_that_of_the_oracle_on_nearly_all_small_problems():
     equal = 0
     for seed in range(60):

@@ -104,6 +104,7 @@ def test_spans_close_most_of_what_many_groups_lose():
 
 @given(st.integers(0, 10**9), st.integers(10, 30), st.floats(0.05, 0.6))
 @settings(max_examples=20, deadline=None)
+@pytest.mark.slow
 def test_below_any_plan_on_larger_problems(seed, count, rate):
     problem = random_problem(seed, count)
     plan = normalise(problem, random_plan(problem, seed, rate))

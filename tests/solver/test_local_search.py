@@ -10,6 +10,7 @@ from tests.solver.instances import chain_of
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_what_only_led_to_a_recomputation_goes_with_it_or_moves_to_its_next_use_in_a_chain_of_thousands():
     problem = chain_of(3000)
     state = PlanState(Tables(problem), (tuple(range(2999)), *((),) * 2999))  # all again for the first backward

@@ -184,6 +184,7 @@ def test_small_problems_are_solved_to_the_optimum():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_what_cannot_fit_is_proven_and_the_least_is_named():
     proven = 0
     for seed in range(30):
@@ -206,6 +207,7 @@ def test_no_search_is_longer_than_its_limit():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best(caplog):
     problem, chain = resnet50(layers=(3, 4, 23, 3))
     budget = budget_of(problem, 0.3)
@@ -234,6 +236,7 @@ def test_the_second_wind_follows_where_a_plan_may_be_far_from_the_best(caplog):
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do(monkeypatch):
     monkeypatch.setattr("rk_solvers.anytime.search.FAR", 0.0)
     entered = 0
@@ -251,6 +254,7 @@ def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_news_tell_of_better_plans_and_bounds():
     problem, chain = gpt2(layers=3, vocabulary=3000)
     news: list[str] = []

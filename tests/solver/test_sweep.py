@@ -91,6 +91,7 @@ def check_refusal(problem: Problem, solver: Solver, solution: Solution, place: s
     check(problem, again.schedule, smallest)
 
 
+@pytest.mark.slow
 def test_every_solver_keeps_its_promises():
     for seed in range(20):
         check_promises(seed)

@@ -137,6 +137,7 @@ def test_unwrapping_gives_the_planned_module_as_it_was():
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_a_saved_state_is_loaded_into_another_planned_module(tmp_path):
     torch.manual_seed(3)
     eager = Run(built())

@@ -112,6 +112,7 @@ class Logger:
         self.means.append(output.detach().mean())
 
 
+@pytest.mark.slow
 def test_hooks_on_submodules_before_planning_do_not_fire_in_planned_steps_and_a_warning_says_so():
     model, logger = built(Layers), Logger()
     expected = step(copy.deepcopy(model))
@@ -130,6 +131,7 @@ def test_hooks_on_submodules_before_planning_do_not_fire_in_planned_steps_and_a_
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_hooks_on_submodules_after_planning_are_told_of_too():
     planned, logger = planned_for(built(Layers)), Logger()
     expected = step(planned)

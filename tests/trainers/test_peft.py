@@ -163,6 +163,7 @@ def test_the_trainer_trains_adapters_and_goes_on_from_their_checkpoint(tmp_path)
 
 @pytest.mark.filterwarnings("ignore:.*has forward hooks:rkgb.TraceWarning")
 @pytest.mark.ci
+@pytest.mark.slow
 def test_inputs_made_to_require_gradients_change_nothing():
     """What users of checkpointing do for adapters. It is not needed, and does no harm."""
     inputs = batch("llama")

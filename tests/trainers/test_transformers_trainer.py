@@ -120,6 +120,7 @@ def test_sentences_of_every_length_train_alike(tmp_path, shapes):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
+@pytest.mark.slow
 def test_batches_padded_to_their_own_longest_row_train_alike_and_few_lengths_are_planned(tmp_path, name):
     """What the library's collators do: from the fourth length on, none is traced or measured."""
     lengths = iter([*(12, 6, 9), *(7, 11, 10, 8, 12, 6, 9, 5) * 8])
