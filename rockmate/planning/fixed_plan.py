@@ -133,8 +133,7 @@ class FixedPlan(Solver):
         if moves is None:
             moves = [Move(gap, gap.before, gap.after) for gap in gaps]
         costs = base.costs(moves)
-        limit_bytes = self.memory.limit_bytes
-        fits = fits and (limit_bytes is None or costs.stored_bytes <= limit_bytes)
+        fits = fits and self.memory.has_room_for(costs.stored_bytes)
         return Solution(
             Status.FEASIBLE if fits else Status.INFEASIBLE,
             base.schedule(moves),

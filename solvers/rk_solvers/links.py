@@ -56,6 +56,10 @@ class SecondMemory:
         if self.unit_bytes < 1:
             raise ValueError(f"a second memory has unit_bytes {self.unit_bytes}; that is at least 1")
 
+    def has_room_for(self, stored_bytes: int) -> bool:
+        """Whether so much may be there at once."""
+        return self.limit_bytes is None or stored_bytes <= self.limit_bytes
+
     def stored_bytes(self, size_bytes: int) -> int:
         """What a data takes there."""
         return -(-size_bytes // self.unit_bytes) * self.unit_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,6 @@ from rockmate.offload.tier import Tier
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import measured_peak, planned_as
-from rockmate.runtime.moves import MovingStep
 from rockmate.runtime.runner import Runner
 from tests.module.steps import Loss, measured_for, squares
 
@@ -82,8 +80,7 @@ def moving(
         ),
         measured,
         model,
+        tier,
     )
     runner = planned.runner_for(model, measured)
-    if planned.program.moves is not None:
-        runner.make_step = partial(MovingStep, moves=planned.program.moves, tier=tier)
     return Moving(runner, costs, len(moves), measured, model, loss)

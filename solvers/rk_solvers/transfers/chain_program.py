@@ -117,6 +117,6 @@ class ChainProgram:
         if moves is None:
             return None
         costs = base.costs(moves)
-        if self.memory.limit_bytes is not None and costs.stored_bytes > self.memory.limit_bytes:
+        if not self.memory.has_room_for(costs.stored_bytes):
             return None
         return ChainPlan(base, tuple(gaps), tuple(moves), costs.time_ms)

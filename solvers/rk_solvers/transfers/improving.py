@@ -171,8 +171,7 @@ class Improver:
 
 def _found(base: Base, gaps: list[Gap], moves: list[Move]) -> Found | None:
     costs = base.costs(moves)
-    limit_bytes = base.memory.limit_bytes
-    return None if limit_bytes is not None and costs.stored_bytes > limit_bytes else Found(base, gaps, moves, costs)
+    return Found(base, gaps, moves, costs) if base.memory.has_room_for(costs.stored_bytes) else None
 
 
 def _transfer_ms(base: Base, gap: Gap) -> float:

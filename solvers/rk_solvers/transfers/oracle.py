@@ -37,7 +37,7 @@ def least_time_with_moves(
             if int(base.held(moves).max(initial=0)) > budget_bytes:
                 continue
             costs = base.costs(moves)
-            within = memory.limit_bytes is None or costs.stored_bytes <= memory.limit_bytes
+            within = memory.has_room_for(costs.stored_bytes)
             if within and (best is None or costs.time_ms < best[0]):
                 best = costs.time_ms, base, moves
     return None if best is None else best[1:]

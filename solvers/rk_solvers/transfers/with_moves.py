@@ -99,9 +99,7 @@ class WithMoves(Solver):
             base = Base(problem, plan, self.memory, over_the_turn=True)
             moves = [Move(gap, gap.before, gap.after) for gap in base.gaps]
             costs = base.costs(moves)
-            if self.memory.limit_bytes is not None and costs.stored_bytes > self.memory.limit_bytes:
-                continue
-            if moves and costs.peak_bytes < best.peak_bytes:
+            if moves and self.memory.has_room_for(costs.stored_bytes) and costs.peak_bytes < best.peak_bytes:
                 at = base.steps[int(base.held(moves).argmax())]
                 best = replace(
                     alone,
