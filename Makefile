@@ -32,7 +32,7 @@ PYTEST_ARGS ?=
 # What machines with a GPU, PyTorch and the usual libraries beside it lack; name others as in LACKING="msgspec rich".
 LACKING ?= fast-sugiyama msgspec platformdirs psutil
 
-.PHONY: help setup test test-ci test-accelerator test-all test-torches test-torch gpu-site lint format types demo bench gpu gpu-wheels notebooks docs golden clean
+.PHONY: help setup test test-ci test-accelerator test-all test-torches test-torch test-oldest setup-oldest torch-env gpu-site lint format types demo bench gpu gpu-wheels notebooks docs golden clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,14 +77,33 @@ test-torches: ## Run the quick tests with each PyTorch of TORCHES; gigabytes are
 	@for version in $(TORCHES); do $(MAKE) --no-print-directory test-torch TORCH=$$version || failed="$$failed $$version"; \
 		done; if [ -n "$$failed" ]; then echo "not with PyTorch$$failed" >&2; exit 1; fi
 
-test-torch:
+test-torch: torch-env
+	$(IN_TORCH) -m "not ci and not slow" $(PYTEST_ARGS)
+
+# What CI runs with the oldest release that is supported: names of its own that PyTorch may change, and exactness.
+OLDEST := 2.9.1
+OLDEST_TESTS := tests/graph/test_torch_private.py tests/graph/test_torch_private_tracers.py \
+	tests/graph/test_undetected.py tests/module/test_exactness.py tests/module/test_transparent.py \
+	tests/module/test_offload.py tests/loops tests/test_tiny.py
+test-oldest setup-oldest: TORCH := $(OLDEST)
+test-oldest setup-oldest: EXTRAS := test
+test-oldest: torch-env ## Run the tests that tell most of it with the oldest PyTorch that is supported, as CI does
+	$(IN_TORCH) -m "not ci and not slow" $(OLDEST_TESTS) $(PYTEST_ARGS)
+
+setup-oldest: torch-env
+
+# One environment for each release; it takes gigabytes, as most releases come with the libraries of CUDA.
+EXTRAS ?= test,notebooks,docs
+IN_TORCH = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-torch/$(TORCH)/bin/python -m pytest $(IN_PARALLEL)
+
+torch-env:
 	@[ -n "$(TORCH)" ] || { echo "say which: make test-torch TORCH=2.11.0" >&2; exit 1; }
 	@[ -x .venv-torch/$(TORCH)/bin/python ] || $(PYTHON) -m venv .venv-torch/$(TORCH)
-	grep -v -E "^(torch|torchmetrics)==" constraints.txt > .venv-torch/$(TORCH)/constraints.txt
-	.venv-torch/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet \
-		-c .venv-torch/$(TORCH)/constraints.txt torch==$(TORCH) -e '.[test,notebooks,docs]'
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-torch/$(TORCH)/bin/python -m pytest $(IN_PARALLEL) \
-		-m "not ci and not slow" $(PYTEST_ARGS)
+	@grep -v -E "^(torch|torchmetrics)==" constraints.txt > .venv-torch/$(TORCH)/constraints.txt
+	@[ .venv-torch/$(TORCH)/.installed-$(EXTRAS) -nt pyproject.toml ] || { \
+		.venv-torch/$(TORCH)/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet \
+		-c .venv-torch/$(TORCH)/constraints.txt torch==$(TORCH) -e '.[$(EXTRAS)]' \
+		&& touch .venv-torch/$(TORCH)/.installed-$(EXTRAS); }
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
@@ -133,5 +152,5 @@ golden: $(STAMP) ## Rewrite the golden files from what the code does now; then r
 	$(PYTEST) --update-golden $(PYTEST_ARGS)
 
 clean: ## Remove what the other targets made, .venv too
-	rm -rf $(VENV) build dist demo_output docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch build dist demo_output docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
