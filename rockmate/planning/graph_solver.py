@@ -14,7 +14,8 @@ from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
 
-_SHARE_OF_TWO = 2 / 3  # of the time, for each of two searches
+_SHARE_ALONE = 2 / 3  # of the time, for the search for recomputations
+_SHARE_OF_MOVES = 1 / 3  # of it, for that for moves: links are known by far less well than what it would gain with more
 
 
 class GraphSolver(Solver):
@@ -64,15 +65,14 @@ def _beside(alone: Solver, request: PlanRequest, measured: Measured) -> Solver:
         return alone
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
-    bound_s = 0.0 if request.is_hurried else min(limits.bound_s, limits.longest_s)
-    search_s = limits_beside_moves(limits).search_s
-    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, bound_s)
+    search_s = _SHARE_OF_MOVES * limits.search_s
+    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed)
 
 
 def limits_beside_moves(limits: Limits) -> Limits:
     """Of a search for recomputations beside one for moves, which share the time. Where data may move, the best plan
-    that only recomputes is rarely the best: so it has no second wind."""
-    return replace(limits, search_s=_SHARE_OF_TWO * limits.search_s, extra_s=0.0)
+    that only recomputes is rarely the best, and often there is none: so it has no second wind, and looks for no proof."""
+    return replace(limits, search_s=_SHARE_ALONE * limits.search_s, extra_s=0.0, least_peak_s=0.0)
 
 
 def with_memory(plan: FixedPlan, request: PlanRequest, measured: Measured) -> FixedPlan:
@@ -86,5 +86,10 @@ def memory_for(request: PlanRequest, measured: Measured) -> SecondMemory | None:
 
 
 def _quick(solver: Solver | str, limits: Limits, chain: Chain | None, seconds: float) -> Solver:
-    """A solver like the one that was asked for, which takes no more than so many seconds where it can be told."""
-    return solver_named(solver, limits.within(seconds), chain) if isinstance(solver, str) else solver
+    """A solver like the one that was asked for, which takes no more than so many seconds where it can be told.
+
+    It proves nothing of budgets that are too small: data may move there.
+    """
+    if not isinstance(solver, str):
+        return solver
+    return solver_named(solver, replace(limits.within(seconds), least_peak_s=0.0, proof_s=0.0, bound_s=0.0), chain)

@@ -58,8 +58,10 @@ _CLOSE = 0.02  # of a budget: plans for so much more are hardly faster
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
 _LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the step at least
-_STEPS_TO_COMPARE = 4  # of a plan that moves data, and of one that does not
+_STEPS_TO_COMPARE = range(2, 5)  # of a plan that moves data, and of one that does not: four where they are quick
+_COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
+_COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
 _LATE = 0.02  # of a step's time: links are corrected where transfers cost so much more than was predicted
 _WORTH_MOVING = 0.01  # of a step's time: what is quicker by less may not be
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
@@ -302,6 +304,7 @@ def _the_quicker(
         return tried
     assert best is not None
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
+    deadline = time.perf_counter() + min(_COMPARISONS_S, request.limits.search_s)
     for attempt in range(_COMPARISONS):
         moving_ms, alone_ms = _steps_ms(
             module, [one.planned.runner_for(module, measured) for one in (tried, other)], measured, request.loss
@@ -311,12 +314,14 @@ def _the_quicker(
             best, share = tried, moving_ms / alone_ms
         solution = tried.solution
         late_ms = moving_ms / alone_ms * alone.time_ms - solution.time_ms
-        if late_ms <= _LATE * alone.time_ms or attempt + 1 == _COMPARISONS:
+        if late_ms <= _LATE * alone.time_ms:
             break
         assert solution.memory is not None
         corrected = slowed(measured.problem, solution.schedule, solution.memory, late_ms)
         assert request.tiers is not None
         request.tiers.correct(measured.device, corrected)
+        if attempt + 1 == _COMPARISONS or time.perf_counter() >= deadline:
+            break
         again = moves_beside(alone, request, measured).solve(measured.problem, tried.target_bytes)
         if not again.schedule.offloaded or again.schedule == solution.schedule:
             break
@@ -414,13 +419,11 @@ def _lower_bound_ms(
     memory, problem = memory_for(request, measured), measured.problem
     limit_s = min(request.limits.bound_s, request.limits.longest_s)
     if memory is not None:  # what is proven of recomputation alone says nothing of moves
-        bound_ms = problem.keep_all_time_ms
-        if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
-            bound_ms = solution.lower_bound_ms
-        elif request.follow is None and not request.is_hurried:
-            bound_ms = lower_bound_with_moves_ms(
-                problem, allowed_bytes, memory, limit_s, chain=measured.chain, integer=False
-            )
+        if request.follow is not None or request.is_hurried:
+            return problem.keep_all_time_ms
+        bound_ms = lower_bound_with_moves_ms(
+            problem, allowed_bytes, memory, limit_s, chain=measured.chain, integer=False
+        )
         return min(bound_ms, solution.time_ms)
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
@@ -516,7 +519,10 @@ def _steps_ms(
     borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
     times_ms: list[list[float]] = [[] for _ in runners]
     with for_planning(module):
-        for _ in range(_STEPS_TO_COMPARE):
+        started = time.perf_counter()
+        for done in range(_STEPS_TO_COMPARE.stop - 1):
+            if done >= _STEPS_TO_COMPARE.start and time.perf_counter() >= started + _COMPARE_S:
+                break
             for runner, known_ms in zip(runners, times_ms, strict=True):
                 with borrow():
                     known_ms.append(step_ms(runner, measured.sample, loss, measured.device))

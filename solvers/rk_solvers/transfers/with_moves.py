@@ -1,7 +1,7 @@
 """Any solver of recomputations, with a second memory beside: what it finds alone, or a faster plan that moves data.
 
-A proof of the solver's is of plans that move nothing. None is handed on: the lower bound is one of its own, and no
-budget is called too small for all.
+A proof of the solver's is of plans that move nothing. None is handed on, and no budget is called too small for all.
+`bound.lower_bound_with_moves_ms` has a bound on the time of all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rk_solvers.links import SecondMemory
 from rk_solvers.liveness import binding, op_of, recompute_of
 from rk_solvers.problem import Chain, Problem
 from rk_solvers.solver import Solution, Solver, Status
-from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.moves import Base, Move
 from rk_solvers.transfers.search import MoveSearch
 
@@ -34,7 +33,6 @@ class WithMoves(Solver):
     chain: Chain | None = None
     time_limit_s: float = 15.0  # of the search for moves
     seed: int = 0
-    bound_s: float = 0.0  # seconds for a bound on the time of all such plans; none is told where 0
 
     @property
     def name(self) -> str:
@@ -42,16 +40,7 @@ class WithMoves(Solver):
         return f"{self.alone.name}+{NAME}"
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
-        """Never slower, by prediction, than what `alone` finds; see the module for what is proven."""
-        found = self._found(problem, budget_bytes)
-        if not self.bound_s or found.lower_bound_ms is not None or not found.status.fits:
-            return found
-        bound_ms = lower_bound_with_moves_ms(
-            problem, budget_bytes, self.memory, self.bound_s, chain=self.chain, integer=False
-        )
-        return replace(found, lower_bound_ms=min(bound_ms, found.time_ms))
-
-    def _found(self, problem: Problem, budget_bytes: int) -> Solution:
+        """Never slower, by prediction, than what `alone` finds; see the module for what is proven: nothing."""
         started = time.monotonic()
         alone = self._without_proof(problem, self.alone.solve(problem, budget_bytes))
         if alone.status.fits and not alone.schedule.recomputations:
