@@ -70,8 +70,11 @@ def _beside(alone: Solver, request: PlanRequest, measured: Measured) -> Solver:
 
 
 def limits_beside_moves(limits: Limits) -> Limits:
-    """Of a search for recomputations beside one for moves, which share the time. Where data may move, the best plan
-    that only recomputes is rarely the best, and often there is none: so it has no second wind, and looks for no proof."""
+    """Of a search for recomputations beside one for moves, which share the time.
+
+    Where data may move, the best plan that only recomputes is rarely the best: so it has no second wind. Where there is
+    none, another may fit: so nothing is proven of that.
+    """
     return replace(limits, search_s=_SHARE_ALONE * limits.search_s, extra_s=0.0, least_peak_s=0.0)
 
 

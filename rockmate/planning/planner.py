@@ -304,7 +304,7 @@ def _the_quicker(
         return tried
     assert best is not None
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
-    deadline = time.perf_counter() + min(_COMPARISONS_S, request.limits.search_s)
+    deadline = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
         moving_ms, alone_ms = _steps_ms(
             module, [one.planned.runner_for(module, measured) for one in (tried, other)], measured, request.loss

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from dataclasses import replace
 from itertools import accumulate
 
 from rk_solvers.bounds.refinement import BRIEF
@@ -22,7 +21,6 @@ from rk_solvers.liveness import Tables, least_bytes, memory_curve, peak_and_time
 from rk_solvers.milp import BackendLimits, Outcome, Result, relaxation_bound, solve
 from rk_solvers.problem import Chain, Problem
 from rk_solvers.transfers.relaxation import MOMENTS, MovesRelaxation
-from rk_solvers.transfers.search import Moved
 
 FULLEST = 30  # steps at which bytes are counted for the quick bound
 EACH_APART = 12  # backward operations, up to which a grouping has each of them apart
@@ -60,19 +58,6 @@ def lower_bound_with_moves_ms(
         return moving_ms
     left_s = deadline - time.monotonic()
     return min(moving_ms, lower_bound_ms(problem, budget_bytes, chain, time_limit_s=left_s, integer=integer))
-
-
-def with_bound(
-    found: Moved,
-    problem: Problem,
-    budget_bytes: int,
-    memory: SecondMemory,
-    limit_s: float = 10.0,
-    chain: Chain | None = None,
-) -> Moved:
-    """A plan that was found for a budget, and the bound on the time of all of that budget."""
-    bound_ms = lower_bound_with_moves_ms(problem, budget_bytes, memory, limit_s, chain)
-    return replace(found, lower_bound_ms=bound_ms)
 
 
 def quick_bound_ms(problem: Problem, room_bytes: int, memory: SecondMemory) -> float:

@@ -8,7 +8,8 @@ What every plan satisfies, beside what is said there of groups of backward opera
   a moment is a variable. It grows while the data is alive, and no faster than the link has time for;
 * a value that there is at the end of a group, alive or sent, was there at its beginning or is recomputed in it;
 * in the forward a data that is wanted later, and is not recomputed for that, is alive or has left;
-* between the beginnings of two groups the link back has time for what is recalled and due there.
+* between the beginnings of two groups the link back has time for what is recalled and due there;
+* in all, what is done more takes at least as long as transfers slow the computation beside them.
 
 Moments are the beginnings of groups and a few operations of the forward. Time is what the computations take once, and
 between any two moments something more: what is waited for, and what is computed more often than once. What is relaxed:
@@ -83,6 +84,7 @@ class MovesRelaxation(Relaxation):
         if not self.unlinked:
             self._add_out()
             self._add_back()
+            self._add_burden()
         if self.memory.limit_bytes is not None:
             self._add_limit(self.memory.limit_bytes)
 
@@ -235,6 +237,20 @@ class MovesRelaxation(Relaxation):
                 self._add_link_row(transfers, time, given_ms)
         given_ms += math.fsum(op.time_ms for op in self.problem.forward)
         self._add_link_row(transfers + self.forward_returns, [*time, *((wait, 1.0) for wait in self.waits)], given_ms)
+
+    def _add_burden(self) -> None:
+        """What is done more takes at least as long as transfers slow the computation, each from where it begins."""
+        assert self.memory is not None
+        more = [(variable, 1.0) for variable in (*self.waits, *self.pauses, *self.extras)]
+        last: dict[int, int] = {}  # by data: the variable of the share that is sent in all
+        for shares in (*self.sent, *self.left):
+            last |= shares
+        sent = [(variable, self.out_ms[item]) for item, variable in last.items()]
+        back = [(variable, self.back_ms[item]) for group in self.returned for item, variable in group.items()]
+        for terms, burden in ((sent, self.memory.out.burden), (back + self.forward_returns, self.memory.back.burden)):
+            more += [(variable, -burden * length_ms / self.unit_ms) for variable, length_ms in terms if burden]
+        if self.memory.out.burden or self.memory.back.burden:
+            self.model.add_row(more, lower=0.0)
 
     def _due(self, item: int, last: int, used: list[frozenset[int]]) -> int:
         """The last group whose recalls of a data are complete before the last backward operation of group `last`.

@@ -34,13 +34,12 @@ _ROUND_S = 0.6  # of what remains, for all that are improved; for the best of th
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A plan with moves. It was found, and nothing is proven of it, but what `bound.with_bound` adds."""
+    """A plan with moves. It was found, and nothing is proven of it."""
 
     schedule: Schedule
     costs: Costs
     moves: tuple[Move, ...]
     recompute: Recompute
-    lower_bound_ms: float | None = None  # no plan within the budget is faster, whatever it moves; None: not looked for
 
 
 @dataclass(slots=True)
