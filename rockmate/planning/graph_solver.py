@@ -43,14 +43,19 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
     """
     if isinstance(request.solver, FixedPlan):
         return with_memory(request.solver, request, measured)
+    thorough = None
     if isinstance(request.solver, str):
-        limits = request.limits if memory_for(request, measured) is None else limits_beside_moves(request.limits)
+        limits = request.limits
+        if memory_for(request, measured) is not None:
+            limits = limits_beside_moves(limits)
+            thorough = solver_named(request.solver, limits, measured.chain, progress)
+            limits = replace(limits, least_peak_s=0.0)  # where recomputation alone does not fit, moves may
         alone = solver_named(request.solver, limits, measured.chain, progress)
     elif isinstance(request.solver, GraphSolver):
         alone = request.solver.for_measured(measured)
     else:
         alone = request.solver
-    return _beside(alone, request, measured)
+    return _beside(alone, request, measured, thorough)
 
 
 def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
@@ -59,23 +64,22 @@ def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> S
     return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
 
 
-def _beside(alone: Solver, request: PlanRequest, measured: Measured) -> Solver:
+def _beside(alone: Solver, request: PlanRequest, measured: Measured, thorough: Solver | None = None) -> Solver:
     memory, limits = memory_for(request, measured), request.limits
     if memory is None:
         return alone
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
     search_s = _SHARE_OF_MOVES * limits.search_s
-    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed)
+    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, thorough)
 
 
 def limits_beside_moves(limits: Limits) -> Limits:
     """Of a search for recomputations beside one for moves, which share the time.
 
-    Where data may move, the best plan that only recomputes is rarely the best: so it has no second wind. Where there is
-    none, another may fit: so nothing is proven of that.
+    Where data may move, the best plan that only recomputes is rarely the best: so it has no second wind.
     """
-    return replace(limits, search_s=_SHARE_ALONE * limits.search_s, extra_s=0.0, least_peak_s=0.0)
+    return replace(limits, search_s=_SHARE_ALONE * limits.search_s, extra_s=0.0)
 
 
 def with_memory(plan: FixedPlan, request: PlanRequest, measured: Measured) -> FixedPlan:

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from rockmate.memory.budget import AboveResidents, is_fraction, read_budget, res
 from rockmate.memory.split import MemorySplit, Residents
 from rockmate.offload.tier import Tier
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.fixed_plan import FixedPlan
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.graph_solver import memory_for, moves_beside, solver_for, with_memory
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.plan import Plan
@@ -65,6 +66,11 @@ _COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begi
 _LATE = 0.02  # of a step's time: links are corrected where transfers cost so much more than was predicted
 _WORTH_MOVING = 0.01  # of a step's time: what is quicker by less may not be
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
+
+
+# By module, the plan of a refusal: whoever raises the budget to the bytes that were named is to have a plan, though the
+# search may end by its clock before it finds that one again.
+_LOWEST: weakref.WeakKeyDictionary[torch.nn.Module, PortablePlan] = weakref.WeakKeyDictionary()
 
 
 def _tell_news(progress: ProgressCallback, news: str) -> None:
@@ -118,6 +124,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     if _bounded_bytes(peak, request) > budget_bytes and not request.may_exceed:
         told = None if isinstance(request.budget, AboveResidents) else split  # in whose terms a refusal is told
         needed_bytes = _with_margin(tried, measured, request, module)
+        _LOWEST[module] = PortablePlan.of(solution.schedule, solution.solver)
         raise too_small(measured, solution, budget_bytes, needed_bytes, told, request)
     planned.is_complete = not solution.interrupted
     request.progress("check", _ATTEMPTS, _ATTEMPTS)
@@ -173,7 +180,7 @@ def _tried_within(
     target_bytes = too_much_bytes = budget_bytes
     for attempt in range(_ATTEMPTS):
         request.progress("solve", attempt, _ATTEMPTS)
-        solution = _solve(measured, request, target_bytes, first=attempt == 0)
+        solution = _solve(measured, request, module, target_bytes, first=attempt == 0)
         request.progress("check", attempt, _ATTEMPTS)
         asked = _Asked(budget_bytes, target_bytes, split)
         tried = _tried_if_it_fits(measured, request, module, solution, asked, is_last=attempt + 1 == _ATTEMPTS)
@@ -191,7 +198,9 @@ def _tried_within(
         # The prediction was short by this much: ask for that much less, and more so each time.
         too_much_bytes = target_bytes
         target_bytes -= (attempt + 1) * (peak_bytes - budget_bytes) + (1 << 10)
-    return _tried(measured, request, module, _solve(measured, request, 1, False), _Asked(budget_bytes, 1, split))
+    return _tried(
+        measured, request, module, _solve(measured, request, module, 1, False), _Asked(budget_bytes, 1, split)
+    )
 
 
 def _with_smaller_gaps(
@@ -212,7 +221,7 @@ def _with_smaller_gaps(
             break
         request.progress("gaps", attempt, _ATTEMPTS_BETWEEN)
         target_bytes = (enough_bytes + too_much_bytes) // 2
-        solution = _solve(measured, request, target_bytes, first=False)
+        solution = _solve(measured, request, module, target_bytes, first=False)
         asked = _Asked(budget_bytes, target_bytes, split)
         tried = _tried_if_it_fits(measured, request, module, solution, asked, is_last=False)
         if tried is None or _bounded_bytes(tried.peak, request) > budget_bytes:
@@ -434,8 +443,10 @@ def _lower_bound_ms(
     return min(bound_ms, solution.time_ms)
 
 
-def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: bool) -> Solution:
-    followed = _followed(measured, request, budget_bytes)
+def _solve(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, budget_bytes: int, first: bool
+) -> Solution:
+    followed = _followed(request.follow, measured, request, budget_bytes)
     if followed is not None:
         return followed
     if first and not isinstance(request.solver, FixedPlan):
@@ -445,15 +456,20 @@ def _solve(measured: Measured, request: PlanRequest, budget_bytes: int, first: b
         if keep_all.status.fits:
             return keep_all
     solver = solver_for(request, measured, partial(_tell_news, request.progress))
-    return solver.solve(measured.problem, budget_bytes)
+    solution = solver.solve(measured.problem, budget_bytes)
+    if not solution.status.fits and not isinstance(request.solver, FixedPlan):
+        solution = _followed(_LOWEST.get(module), measured, request, budget_bytes) or solution
+    return solution
 
 
-def _followed(measured: Measured, request: PlanRequest, budget_bytes: int) -> Solution | None:
+def _followed(
+    decisions: PortablePlan | None, measured: Measured, request: PlanRequest, budget_bytes: int
+) -> Solution | None:
     """What the decisions of another plan come to here; None where they do not fit the graph or the budget."""
-    if request.follow is None:
+    if decisions is None:
         return None
     try:
-        followed = with_memory(FixedPlan(request.follow), request, measured)
+        followed = with_memory(FixedPlan(decisions), request, measured)
         solution = followed.solve(measured.problem, budget_bytes)
     except PlanMismatch:
         return None

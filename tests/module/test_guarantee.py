@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rk_solvers import Greedy
+from rk_solvers import Greedy, KeepAll
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetTooSmall, Rockmate, zoo
 from rockmate.planning.measured import Measured
@@ -328,3 +328,24 @@ def test_a_lower_budget_has_no_higher_measured_peak(name):
         peaks.append(plan.measured_peak_bytes)
     assert len(peaks) > 3
     assert peaks == sorted(peaks, reverse=True)
+
+
+class Forgetful(Greedy):
+    """Finds nothing, as a search may whose time is over."""
+
+    def solve(self, problem, budget_bytes):
+        found = Greedy.solve(self, problem, budget_bytes)
+        return KeepAll().solve(problem, budget_bytes) if budget_bytes > 1 else found
+
+
+@pytest.mark.parametrize("offload", [None, "auto"])
+def test_the_bytes_that_a_refusal_names_are_enough_though_a_search_finds_that_plan_no_more(quick_disk, offload):
+    module, batch = built(Layers), rows(0)
+    options = {"loss": squares, "offload": offload, "cache": False}
+    with pytest.raises(BudgetTooSmall) as refusal:
+        Rockmate(module, batch, 1, solver=QUICK, **options)
+    enough_bytes = refusal.value.smallest_budget_bytes
+    plan = Rockmate(module, batch, enough_bytes, solver=Forgetful(tries=1, rounds=1), **options).plan
+    assert plan.measured_peak_bytes <= enough_bytes
+    with pytest.raises(BudgetTooSmall):
+        Rockmate(module, batch, enough_bytes - 1024, solver=Forgetful(tries=1, rounds=1), **options)

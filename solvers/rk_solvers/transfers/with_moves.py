@@ -24,7 +24,8 @@ NAME = "moves"  # what found the transfers, after the name of what found the rec
 class WithMoves(Solver):
     """`alone` solves first, with all the time that it takes; then plans that move data are looked for.
 
-    `quick` gives a solver of recomputations that takes at most so many seconds: it is asked several times.
+    `quick` gives a solver of recomputations that takes at most so many seconds: it is asked several times. `thorough`,
+    if any, is asked in the place of `alone` where nothing was found within the budget: how little would do.
     """
 
     alone: Solver
@@ -33,6 +34,7 @@ class WithMoves(Solver):
     chain: Chain | None = None
     time_limit_s: float = 15.0  # of the search for moves
     seed: int = 0
+    thorough: Solver | None = None
 
     @property
     def name(self) -> str:
@@ -57,6 +59,10 @@ class WithMoves(Solver):
                 over_the_turn=True,
             ).solve(budget_bytes)
         if found is None:
+            if alone.status.fits:
+                return alone
+            if self.thorough is not None:
+                alone = self._without_proof(problem, self.thorough.solve(problem, budget_bytes))
             return alone if alone.status.fits else self._smallest(problem, alone)
         if alone.status.fits and alone.time_ms <= found.costs.time_ms:
             return alone
