@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rk_solvers import Chain, Greedy, Oracle, Problem, evaluate, lower_bound_ms, peak_and_time
+from rk_solvers import (
+    BackwardOp,
+    Chain,
+    Data,
+    ForwardOp,
+    Greedy,
+    Oracle,
+    Problem,
+    evaluate,
+    lower_bound_ms,
+    peak_and_time,
+)
 from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.exact.oracle import least_peak
@@ -100,6 +112,53 @@ def test_spans_close_most_of_what_many_groups_lose():
 
     assert bound(12, spans=False) < bound(3, spans=False)
     assert bound(12, spans=True) > bound(3, spans=True)
+
+
+def with_states(problem: Problem, seed: int) -> Problem:
+    """`problem`, in which most operations have a state to be computed again with."""
+    rng = random.Random(seed)
+    forward = [replace(op, replay_bytes=rng.choice([0, 2, 3, 6])) for op in problem.forward]
+    return replace(problem, forward=tuple(forward))
+
+
+@given(st.integers(0, 10**9), st.integers(2, 7))
+@settings(max_examples=60, deadline=None)
+def test_below_the_oracle_with_states_and_every_stage_apart(seed, count):
+    problem = with_states(random_problem(seed, count), seed)
+    assume(problem.backward)
+    budget = drawn_budget(problem, random.Random(seed))
+    least = Oracle().solve(problem, budget).time_ms
+    for spans in (False, True):
+        _, bound = both_bounds(Relaxation(problem, budget, list(range(len(problem.backward))), spans))
+        assert problem.keep_all_time_ms * (1 + bound / UNITS) <= least * (1 + 1e-6)
+
+
+def test_a_state_is_resident_for_all_of_what_is_recomputed_in_parts():
+    data = (Data("x", 4, 0), Data("y", 4, 1), Data("z", 1, 2))
+    forward = (
+        ForwardOp("f", 4.0, (), (0,), replay_bytes=4),
+        ForwardOp("g", 1.0, (0,), (1,)),
+        ForwardOp("h", 1.0, (1,), (2,)),
+    )
+    # Beside the loss there is room for 3 bytes: for half of z and half of the state, as for half of f before b and c.
+    backward = (BackwardOp("loss", 1.0, (), 0, 27), BackwardOp("b", 1.0, (2,), 0, 0), BackwardOp("c", 1.0, (1,), 0, 0))
+    problem = Problem(data, forward, backward)
+    assert not Oracle().solve(problem, 30).status.fits
+    assert relaxation_bound(Relaxation(problem, 30, [0, 1, 2], spans=True).model).outcome is Outcome.INFEASIBLE
+    least = (Oracle().solve(problem, 31).time_ms / problem.keep_all_time_ms - 1) * UNITS
+    assert both_bounds(Relaxation(problem, 31, [0, 1, 2], spans=True))[1] <= least * (1 + 1e-6)
+
+
+def test_in_a_stage_what_it_needs_of_earlier_operations_is_beside_a_recomputation():
+    data = (Data("u", 6, 0), Data("z", 2, 1))
+    forward = (ForwardOp("f", 4.0, (), (0,)), ForwardOp("g", 1.0, (), (1,), workspace_bytes=5))
+    backward = (BackwardOp("loss", 1.0, (), 0, 12), BackwardOp("b", 1.0, (0, 1), 0, 0))
+    problem = Problem(data, forward, backward)
+    assert not Oracle().solve(problem, 12).status.fits
+    assert relaxation_bound(Relaxation(problem, 12, [0, 1], spans=True).model).outcome is Outcome.INFEASIBLE
+    roomy = replace(problem, backward=(replace(backward[0], peak_bytes=13), backward[1]))
+    least = (Oracle().solve(roomy, 13).time_ms / roomy.keep_all_time_ms - 1) * UNITS
+    assert both_bounds(Relaxation(roomy, 13, [0, 1], spans=True))[1] <= least * (1 + 1e-6)
 
 
 @given(st.integers(0, 10**9), st.integers(10, 30), st.floats(0.05, 0.6))

@@ -13,8 +13,11 @@ What is relaxed: when in the group something happens, and how often. More groups
 the linear program weaker: half a recomputation from half an input, and again in the next group, make a whole one. Spans
 of consecutive groups mend that where they are wanted: for each span and forward operation, is it recomputed there at
 all? At most as often as in the span's two parts together, and at least as often as in either; and what is used in the
-span, or alive at its end, is alive at its beginning or recomputed in it, as if the span were one group. Even so, a few
-groups in the right places do best (see `refinement`).
+span, or alive at its end, is alive at its beginning or recomputed in it, as if the span were one group; the states that
+its operations need are resident before it. Even so, a few groups in the right places do best (see `refinement`).
+
+Where there are spans, the order of what is recomputed in a group of one stage counts, too: beside an operation there is
+what the stage needs of earlier ones, what of theirs is alive at the end, and what of later ones is kept.
 """
 
 from __future__ import annotations
@@ -165,6 +168,13 @@ class Relaxation:
                 parts = (spans[first, half], spans[first + half, length - half])
                 spans[first, length] = self._joined(*parts)
                 self._add_uses(first, first + length - 1, spans[first, length])
+                self._add_replay_of_span(first, spans[first, length])
+
+    def _add_replay_of_span(self, first: int, recomputed: dict[int, int]) -> None:
+        """A state is resident before a span in which its operation is recomputed at all."""
+        for index, variable in self.resident[first].items():
+            if index in recomputed:
+                self.model.add_row([(recomputed[index], 1.0), (variable, -1.0)], upper=0.0)
 
     def _joined(self, one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
         """By operation, whether it is recomputed in a span of these two parts: a variable, or that of the one part."""
@@ -250,6 +260,21 @@ class Relaxation:
             needed = sum(self.size(item) for item in own) + workspace_bytes * unit
             row = [(total, 1.0), (variable, needed), *((kept[item], -self.size(item)) for item in own if item in kept)]
             self.model.add_row(row, upper=room)
+            if len(self.stages[group]) == 1 and self.spans:
+                self._add_memory_in_stage(group, index, own, needed, room)
+
+    def _add_memory_in_stage(self, group: int, index: int, own: set[int], needed: float, room: float) -> None:
+        """An operation recomputed in a group of one stage: before it was made what earlier ones make for later.
+
+        Where it is not recomputed, the row asks for no more than what the stage itself does.
+        """
+        producer, ending = self.live.producer, self._after(group, self.alive)
+        needs = {item for item in self.needs[group][0] if producer[item] < index} - own
+        row = [(self.recomputed[group][index], needed + sum(self.size(item) for item in needs))]
+        there = {item: variable for item, variable in ending.items() if producer[item] < index}
+        there |= {item: variable for item, variable in self.kept[group].items() if producer[item] > index}
+        row += [(variable, self.size(item)) for item, variable in there.items() if item not in own | needs]
+        self.model.add_row([*row, *self._replay(self._after(group, self.resident))], upper=room)
 
     def _add_forward_memory(self) -> None:
         """The budget at the forward operations: what they use, what later ones read, what the backward finds."""
