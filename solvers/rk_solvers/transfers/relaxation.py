@@ -302,6 +302,9 @@ class MovesRelaxation(Relaxation):
             row.append((there, self.size(item)))
         self.model.add_row(row, upper=room)
 
+    def _add_memory_in_stage(self, group: int, index: int, own: set[int], needed: float, room: float) -> None:
+        """Nothing: what is alive at the end of a stage may have come back after the operation ran."""
+
     def _add_forward_memory(self) -> None:
         """The budget at the forward operations: what they use, what later ones read, what the backward finds."""
         problem, live = self.problem, self.live
