@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import sys
 import time
 import warnings
@@ -59,7 +60,8 @@ _CLOSE = 0.02  # of a budget: plans for so much more are hardly faster
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
 _LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the step at least
-_STEPS_TO_COMPARE = range(2, 5)  # of a plan that moves data, and of one that does not: four where they are quick
+_TURNS_TO_COMPARE = 3  # steps of a plan that moves data, and of one that does not
+_MOST_TURNS = 5  # of those, where they are quick
 _COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
 _COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
@@ -315,9 +317,8 @@ def _the_quicker(
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
     deadline = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
-        moving_ms, alone_ms = _steps_ms(
-            module, [one.planned.runner_for(module, measured) for one in (tried, other)], measured, request.loss
-        )
+        moving, staying = (one.planned.runner_for(module, measured) for one in (tried, other))
+        moving_ms, alone_ms = _steps_ms(module, moving, staying, measured, request.loss)
         request.progress("compare", attempt + 1, _COMPARISONS)
         if moving_ms <= share * alone_ms:
             best, share = tried, moving_ms / alone_ms
@@ -528,21 +529,30 @@ def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, l
 
 
 def _steps_ms(
-    module: torch.nn.Module, runners: Sequence[Runner], measured: Measured, loss: LossFunction | None
-) -> list[float]:
-    """The least time of a step of each, by turns: what else the machine does only adds. It leaves the module alone."""
+    module: torch.nn.Module, moving: Runner, alone: Runner, measured: Measured, loss: LossFunction | None
+) -> tuple[float, float]:
+    """Times of a step that moves data, and of one that does not, by turns. It leaves the module alone.
+
+    What else the machine does only adds, so that the least of each would tell, if it did as much beside both: what moves
+    is as slow as the least times say, or as most of the turns do, whichever is slower.
+    """
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
     borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
-    times_ms: list[list[float]] = [[] for _ in runners]
+    turns: list[tuple[float, float]] = []
+
+    def timed(runner: Runner) -> float:
+        assert measured.sample is not None
+        with borrow():
+            return step_ms(runner, measured.sample, loss, measured.device)
+
+    started = time.perf_counter()
     with for_planning(module):
-        started = time.perf_counter()
-        for done in range(_STEPS_TO_COMPARE.stop - 1):
-            if done >= _STEPS_TO_COMPARE.start and time.perf_counter() >= started + _COMPARE_S:
-                break
-            for runner, known_ms in zip(runners, times_ms, strict=True):
-                with borrow():
-                    known_ms.append(step_ms(runner, measured.sample, loss, measured.device))
-    return [min(known_ms) for known_ms in times_ms]
+        while len(turns) < _TURNS_TO_COMPARE or (
+            len(turns) < _MOST_TURNS and time.perf_counter() < started + _COMPARE_S
+        ):
+            turns.append((timed(moving), timed(alone)))
+    moving_ms, alone_ms = (min(times_ms) for times_ms in zip(*turns, strict=True))
+    return max(moving_ms, alone_ms * statistics.median(moved / stayed for moved, stayed in turns)), alone_ms
 
 
 @contextlib.contextmanager
