@@ -5,9 +5,10 @@
     python benchmarks/link_speeds.py --quick --output folder             # a tiny model
 
 Simulated: each model is measured once, and planned for links of several speeds, equal both ways. `alone` recomputes and
-moves nothing. Measured: steps of the first model under the first share follow its plans through a file that is made as
-slow as the link, by turns with eager's and with those of the plan that only recomputes. Nothing else should be computed
-on the machine; docs/make_link_figure.py draws what is stored.
+moves nothing. Measured: steps of the first model under the last share that it fits follow plans for a file that is made
+slower than it is, by turns with eager's and with those of the plan that only recomputes. What transfers cost the
+computation beside them is what was measured of the file. Nothing else should be computed on the machine;
+docs/make_link_figure.py draws what is stored.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from benchmarks.reporting import circumstances, code_version, console, new_table
 from rk_solvers import Auto, Limits, Link, Problem, SecondMemory, Solution
 from rk_solvers.transfers.reading import costs_of
 from rk_solvers.transfers.with_moves import WithMoves
-from rockmate import zoo
+from rockmate import Offload, zoo
+from rockmate.offload import file_tier
 from rockmate.offload.file_tier import FileTier
-from rockmate.offload.scratch_file import ScratchFile
+from rockmate.offload.tiers import Tiers
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
@@ -47,6 +49,7 @@ MODELS = ("gpt2-demo", "llama-demo", "bert-demo", "resnet50-demo", "unet-demo")
 QUICK = ("gpt2-tiny",)
 SHARES = (0.5, 0.3)
 SPEEDS = (0.25, 1.0, 4.0, 16.0)  # GB/s
+THROTTLED = (0.125, 0.25, 0.5)  # GB/s: slower than most disks
 LATENCY_MS = 0.2
 BURDEN = 0.05
 
@@ -126,24 +129,35 @@ def row_of(name: str, share: float, speed: float, solution: Solution, problem: P
 
 @contextlib.contextmanager
 def as_slow_as(gb_per_s: float) -> Iterator[None]:
-    """Context in which scratch files move so many bytes a second at most."""
+    """Context in which transfers to files, and back, take as long as at that speed, or longer."""
 
     def slowed(move: Callable[..., None]) -> Callable[..., None]:
-        def moved(self: ScratchFile, buffer: Any, offset: int) -> None:
+        def moved(self: file_tier._Direction, storages: Any, layout: file_tier._Layout) -> None:
             started = time.perf_counter()
-            move(self, buffer, offset)
-            left_s = memoryview(buffer).nbytes / (1e9 * gb_per_s) - (time.perf_counter() - started)
+            move(self, storages, layout)
+            left_s = layout.size_bytes / (1e9 * gb_per_s) - (time.perf_counter() - started)
             if left_s > 0:
                 time.sleep(left_s)
 
         return moved
 
-    write, read = ScratchFile.write, ScratchFile.read
-    ScratchFile.write, ScratchFile.read = slowed(write), slowed(read)  # type: ignore[method-assign]
+    direction: Any = file_tier._Direction
+    write, read = direction.write, direction.read
+    direction.write, direction.read = slowed(write), slowed(read)
     try:
         yield
     finally:
-        ScratchFile.write, ScratchFile.read = write, read  # type: ignore[method-assign]
+        direction.write, direction.read = write, read
+
+
+def slowed_links(real: SecondMemory, gb_per_s: float) -> SecondMemory:
+    """Both links of a file in that context: a transfer takes longer, and as much from the computation as before."""
+
+    def slower(link: Link) -> Link:
+        speed = min(link.bytes_per_ms, 1e6 * gb_per_s)
+        return Link(speed, link.latency_ms, link.burden * speed / link.bytes_per_ms)
+
+    return replace(real, out=slower(real.out), back=slower(real.back))
 
 
 def step_of(solution: Solution, measured: Measured, entry: zoo.ZooEntry, folder: str) -> Callable[[], None]:
@@ -164,8 +178,20 @@ def step_of(solution: Solution, measured: Measured, entry: zoo.ZooEntry, folder:
     return training_step(planned.runner_for(model, measured), model, entry)
 
 
-def throttled(entry: zoo.ZooEntry, measured: Measured, plans: dict[float, Solution], options: Any) -> list[Throttled]:
-    """Steps of each plan by turns with eager's, and those of the plan that only recomputes."""
+def throttled(
+    entry: zoo.ZooEntry, measured: Measured, alone: Solution, budget_bytes: int, options: Any
+) -> list[Throttled]:
+    """Steps of plans for slow files by turns with eager's, and those of the plan that only recomputes."""
+    real = Tiers(Offload("disk", options.folder)).links_on(torch.device("cpu"))
+    assert real is not None
+    console.print(real)
+    seconds = 1.0 if options.quick else options.seconds
+    fixed = FixedPlan(PortablePlan.of(alone.schedule, alone.solver))
+    plans = {0.0: alone}
+    for speed in THROTTLED:
+        memory = slowed_links(real, speed)
+        solver = WithMoves(fixed, partial(quick, measured), memory, measured.chain, seconds)
+        plans[speed] = solver.solve(measured.problem, budget_bytes)
     eager = copy.deepcopy(entry.model)
     steps = {"eager": training_step(eager, eager, entry)}
     steps |= {str(speed): step_of(solution, measured, entry, options.folder) for speed, solution in plans.items()}
@@ -178,11 +204,10 @@ def throttled(entry: zoo.ZooEntry, measured: Measured, plans: dict[float, Soluti
                 if turn:  # the first one warms up
                     times[name].append(1e3 * (time.perf_counter() - started))
     medians = {name: statistics.median(found) for name, found in times.items()}
-    alone_ms = plans[0.0].time_ms
     return [
         Throttled(
             speed,
-            solution.time_ms / alone_ms,
+            solution.time_ms / alone.time_ms,
             medians[str(speed)] / medians["0.0"],
             medians[str(speed)] / medians["eager"],
         )
@@ -209,6 +234,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows: list[Row] = []
     steps: list[Throttled] = []
+    last: tuple[Solution, int] | None = None  # of the first model: the plan that only recomputes, and its budget
     for name in options.models or (QUICK if options.quick else MODELS):
         entry = zoo.get(name)
         measured = measure(copy.deepcopy(entry.model), entry.sample, PlanRequest(None, entry.loss))
@@ -218,10 +244,12 @@ def main() -> None:
             plans = dict(plans_of(measured, budget_bytes, 1.0 if options.quick else options.seconds))
             rows += [row_of(name, share, *found, measured.problem, excess_bytes) for found in plans.items()]
             show(rows, name, share)
-            if not steps and all(plan.status.fits for plan in plans.values()):
-                steps = throttled(entry, measured, plans, options)
-                for one in steps:
-                    console.print(one)
+            if plans[0.0].status.fits and not steps:
+                last = plans[0.0], budget_bytes
+        if not steps and last is not None:
+            steps = throttled(entry, measured, *last, options)
+            for one in steps:
+                console.print(one)
     content = {
         "circumstances": circumstances(options) | {"code": code_version()},
         "latency_ms": LATENCY_MS,

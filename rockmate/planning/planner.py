@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -533,8 +533,8 @@ def _steps_ms(
 ) -> tuple[float, float]:
     """Times of a step that moves data, and of one that does not, by turns. It leaves the module alone.
 
-    What else the machine does only adds, so that the least of each would tell, if it did as much beside both: what moves
-    is as slow as the least times say, or as most of the turns do, whichever is slower.
+    What else the machine does only adds, so that the least of each would tell, if it did as much beside both: what
+    moves is as slow as the least times say, or as most of the turns do, whichever is slower.
     """
     assert measured.sample is not None, "planning needs the sample with which the module was measured"
     borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
