@@ -24,19 +24,23 @@ MARKERS = "os^vDX"
 def picture(content: dict[str, Any]) -> Figure:
     """Above, the time that a plan adds; below, how much of what is too much moves. By the speed of the link."""
     shares = sorted({row["share"] for row in content["rows"]}, reverse=True)
-    models = list(dict.fromkeys(row["model"] for row in content["rows"]))
+    models = list(dict.fromkeys(row["model"] for row in content["rows"] if row["fits"]))
+    speeds = sorted({row["gb_per_s"] for row in content["rows"] if row["gb_per_s"]})
     figure = Figure(figsize=(4.6 * len(shares), 6.0), layout="constrained")
     panels = figure.subplots(2, len(shares), sharex=True, squeeze=False)
     for column, share in enumerate(shares):
         for index, model in enumerate(models):
             rows = [row for row in content["rows"] if (row["model"], row["share"]) == (model, share)]
             style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-            draw(panels[0][column], panels[1][column], rows, model.removesuffix("-demo"), style)
+            if any(row["fits"] for row in rows):
+                draw(panels[0][column], panels[1][column], rows, model.removesuffix("-demo"), style)
+        for panel in panels[:, column]:
+            finish(panel, speeds)
         panels[0][column].set_title(f"{share:.0%} of eager's peak", loc="left", fontsize=10)
         panels[1][column].set_xlabel("speed of the link, both ways (GB/s)")
     panels[0][0].set_ylabel("time added (%), predicted")
     panels[1][0].set_ylabel("moved, of what is too much (%)")
-    panels[0][-1].legend(fontsize=8, framealpha=0.9, edgecolor="none")
+    panels[0][0].legend(fontsize=8, framealpha=0.9, edgecolor="none")
     return figure
 
 
@@ -55,12 +59,15 @@ def draw(times: Axes, moved: Axes, rows: list[dict[str, Any]], label: str, style
         markersize=4,
         **style,
     )
-    for panel in (times, moved):
-        panel.set_xscale("log", base=2)
-        panel.set_ylim(bottom=0)
-        panel.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#e4e6ea", linewidth=0.6)
+
+
+def finish(panel: Axes, speeds: list[float]) -> None:
+    """Axes, once all models are drawn."""
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(0, 1.06 * panel.dataLim.ymax)
+    panel.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", color="#e4e6ea", linewidth=0.6)
 
 
 def main(arguments: list[str]) -> None:
