@@ -16,6 +16,7 @@ from rockmate.planning.request import PlanRequest
 
 _SHARE_ALONE = 2 / 3  # of the time, for the search for recomputations
 _SHARE_OF_MOVES = 1 / 3  # of it, for that for moves: links are known by far less well than what it would gain with more
+_LEAST_S = 1.0  # for moves, where there is as much at all
 
 
 class GraphSolver(Solver):
@@ -70,7 +71,7 @@ def _beside(alone: Solver, request: PlanRequest, measured: Measured, thorough: S
         return alone
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
-    search_s = _SHARE_OF_MOVES * limits.search_s
+    search_s = max(_SHARE_OF_MOVES * limits.search_s, min(_LEAST_S, limits.search_s))
     return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, thorough)
 
 
