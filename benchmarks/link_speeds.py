@@ -103,8 +103,7 @@ def plans_of(measured: Measured, budget_bytes: int, seconds: float) -> Iterator[
 
 def quick(measured: Measured, seconds: float) -> Auto:
     """A solver that takes at most so long."""
-    limits = Limits(search_s=seconds, extra_s=0.0, least_peak_s=0.0, proof_s=0.0, bound_s=0.0)
-    return Auto(measured.chain, limits=limits)
+    return Auto(measured.chain, limits=Limits().without_proofs(seconds))
 
 
 def row_of(name: str, share: float, speed: float, solution: Solution, problem: Problem, excess_bytes: int) -> Row:

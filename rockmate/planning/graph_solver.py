@@ -100,4 +100,4 @@ def _quick(solver: Solver | str, limits: Limits, chain: Chain | None, seconds: f
     """
     if not isinstance(solver, str):
         return solver
-    return solver_named(solver, replace(limits.within(seconds), least_peak_s=0.0, proof_s=0.0, bound_s=0.0), chain)
+    return solver_named(solver, limits.without_proofs(seconds), chain)

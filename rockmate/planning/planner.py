@@ -536,14 +536,14 @@ def _steps_ms(
     What else the machine does only adds, so that the least of each would tell, if it did as much beside both: what
     moves is as slow as the least times say, or as most of the turns do, whichever is slower.
     """
-    assert measured.sample is not None, "planning needs the sample with which the module was measured"
+    sample = measured.sample
+    assert sample is not None, "planning needs the sample with which the module was measured"
     borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
     turns: list[tuple[float, float]] = []
 
     def timed(runner: Runner) -> float:
-        assert measured.sample is not None
         with borrow():
-            return step_ms(runner, measured.sample, loss, measured.device)
+            return step_ms(runner, sample, loss, measured.device)
 
     started = time.perf_counter()
     with for_planning(module):

@@ -44,5 +44,9 @@ class Limits:
         """These limits, where one search takes at most `time_limit_s` seconds in all; as they are for None."""
         return self if time_limit_s is None else replace(self, search_s=time_limit_s, extra_s=0.0)
 
+    def without_proofs(self, search_s: float) -> Limits:
+        """These limits for one search of at most so many seconds, after which nothing is proven."""
+        return replace(self.within(search_s), least_peak_s=0.0, proof_s=0.0, bound_s=0.0)
+
 
 USUAL_LIMITS = Limits()
