@@ -6,9 +6,10 @@
 
 Simulated: each model is measured once, and planned for links of several speeds, equal both ways. `alone` recomputes and
 moves nothing. Measured: steps of the first model under the last share that it fits follow plans for a file that is made
-slower than it is, by turns with eager's and with those of the plan that only recomputes. What transfers cost the
-computation beside them is what was measured of the file. Nothing else should be computed on the machine;
-docs/make_link_figure.py draws what is stored.
+slower than it is, by turns with eager's and with those of the plan that only recomputes. One of these plans is followed
+through still slower files, too, until recomputing alone is faster: that speed, the *crossing*, is told as predicted and
+as measured. What transfers cost the computation beside them is what was measured of the file. Nothing else should be
+computed on the machine; docs/make_link_figure.py draws what is stored.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import os
 import statistics
 import tempfile
@@ -50,6 +52,8 @@ QUICK = ("gpt2-tiny",)
 SHARES = (0.5, 0.3)
 SPEEDS = (0.25, 1.0, 4.0, 16.0)  # GB/s
 THROTTLED = (0.125, 0.25, 0.5)  # GB/s: slower than most disks
+FOLLOWED = 0.25  # the plan for a file of that speed is followed
+CROSSED = (0.03125, 0.0625, 0.125)  # through these, too
 LATENCY_MS = 0.2
 BURDEN = 0.05
 
@@ -72,7 +76,8 @@ class Row:
 class Throttled:
     """Steps of a plan through a link that was made as slow."""
 
-    gb_per_s: float
+    planned_gb_per_s: float  # the speed that it was planned for
+    gb_per_s: float  # that of the link; 0 where nothing moves
     predicted_over_alone: float
     measured_over_alone: float
     over_eager: float
@@ -188,30 +193,53 @@ def throttled(
     fixed = FixedPlan(PortablePlan.of(alone.schedule, alone.solver))
     plans = {0.0: alone}
     for speed in THROTTLED:
-        memory = slowed_links(real, speed)
-        solver = WithMoves(fixed, partial(quick, measured), memory, measured.chain, seconds)
+        solver = WithMoves(fixed, partial(quick, measured), slowed_links(real, speed), measured.chain, seconds)
         plans[speed] = solver.solve(measured.problem, budget_bytes)
-    eager = copy.deepcopy(entry.model)
-    steps = {"eager": training_step(eager, eager, entry)}
-    steps |= {str(speed): step_of(solution, measured, entry, options.folder) for speed, solution in plans.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    model = copy.deepcopy(entry.model)
+    eager = training_step(model, model, entry)
+    steps = {planned: step_of(solution, measured, entry, options.folder) for planned, solution in plans.items()}
+    through = [(speed, speed) for speed in plans] + [(FOLLOWED, speed) for speed in CROSSED]
+    eager_ms, *medians = medians_ms([(eager, 0.0)] + [(steps[planned], speed) for planned, speed in through], options)
+    found = []
+    for (planned, speed), median_ms in zip(through, medians, strict=True):
+        predicted = costs_of(measured.problem, plans[planned].schedule, slowed_links(real, speed) if speed else None)
+        ratios = predicted.time_ms / alone.time_ms, median_ms / medians[0], median_ms / eager_ms
+        found.append(Throttled(planned, speed, *ratios))
+    return found
+
+
+def medians_ms(steps: list[tuple[Callable[[], None], float]], options: Any) -> list[float]:
+    """Of steps that take turns, each through a link as slow as is said with it; as fast as it is for 0."""
+    times: list[list[float]] = [[] for _ in steps]
     for turn in range(1 + (2 if options.quick else options.repeats)):
-        for name, step in steps.items():
-            with contextlib.nullcontext() if name in ("eager", "0.0") else as_slow_as(float(name)):
+        for (step, speed), found in zip(steps, times, strict=True):
+            with as_slow_as(speed) if speed else contextlib.nullcontext():
                 started = time.perf_counter()
                 step()
                 if turn:  # the first one warms up
-                    times[name].append(1e3 * (time.perf_counter() - started))
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    return [
-        Throttled(
-            speed,
-            solution.time_ms / alone.time_ms,
-            medians[str(speed)] / medians["0.0"],
-            medians[str(speed)] / medians["eager"],
-        )
-        for speed, solution in plans.items()
-    ]
+                    found.append(1e3 * (time.perf_counter() - started))
+    return [statistics.median(found) for found in times]
+
+
+def crossing_gb_per_s(points: list[tuple[float, float]]) -> float | None:
+    """The speed at which a plan takes as long as recomputing alone, of speeds with ratios of times; None outside.
+
+    Between two speeds the time is taken as linear in the time of a byte, as it is where the link decides.
+    """
+    points = sorted(points)
+    for (slow, above), (fast, below) in itertools.pairwise(points):
+        if above >= 1 > below:
+            return 1 / (1 / fast + (1 / slow - 1 / fast) * (1 - below) / (above - below))
+    return None
+
+
+def crossings(steps: list[Throttled]) -> dict[str, float | None]:
+    """That of the plan which was followed through slower links, as predicted and as measured."""
+    followed = [step for step in steps if step.planned_gb_per_s == FOLLOWED]
+    return {
+        "predicted_gb_per_s": crossing_gb_per_s([(step.gb_per_s, step.predicted_over_alone) for step in followed]),
+        "measured_gb_per_s": crossing_gb_per_s([(step.gb_per_s, step.measured_over_alone) for step in followed]),
+    }
 
 
 def parse_options() -> argparse.Namespace:
@@ -247,7 +275,7 @@ def main() -> None:
                 last = plans[0.0], budget_bytes
         if not steps and last is not None:
             steps = throttled(entry, measured, *last, options)
-            for one in steps:
+            for one in [*steps, crossings(steps)]:
                 console.print(one)
     content = {
         "circumstances": circumstances(options) | {"code": code_version()},
@@ -255,6 +283,7 @@ def main() -> None:
         "burden": BURDEN,
         "rows": [asdict(row) for row in rows],
         "throttled": [asdict(one) for one in steps],
+        "crossing": crossings(steps),
     }
     write_report(options.output, "link-speeds.json", content)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.link_speeds import crossing_gb_per_s
 from benchmarks.reporting import code_version, processor
 from tests.scripts import load_script, run_script
 
@@ -159,13 +160,21 @@ def test_offload_benchmark_writes_its_results(tmp_path):
     assert "everything moved" in page
 
 
+def test_the_speed_at_which_a_plan_is_as_slow_as_another_lies_between_two_that_were_measured():
+    crossing = crossing_gb_per_s
+    assert crossing([(0.25, 0.8), (0.125, 1.2)]) == pytest.approx(1 / 6)  # halfway between 4 and 8 ms for a MB
+    assert crossing([(0.5, 0.9), (0.25, 0.95)]) is None
+    assert crossing([(0.5, 1.2), (0.25, 1.4)]) is None
+
+
 @pytest.mark.slow
 def test_link_speeds_are_simulated_and_drawn(tmp_path):
     run_script("benchmarks/link_speeds.py", "--quick", "--shares", "0.7", "--output", str(tmp_path))
     report = json.loads((tmp_path / "link-speeds.json").read_text("utf-8"))
     overheads = [row["overhead"] for row in report["rows"]]
     assert overheads == sorted(overheads, reverse=True)  # none for a faster link is slower
-    assert len(report["throttled"]) == 4
+    assert len(report["throttled"]) == 7
+    assert report["crossing"].keys() == {"predicted_gb_per_s", "measured_gb_per_s"}
     picture = tmp_path / "links.svg"
     run_script("docs/make_link_figure.py", str(tmp_path / "link-speeds.json"), str(picture))
     assert picture.stat().st_size > 5_000
