@@ -74,7 +74,7 @@ test-all: $(STAMP) ## Run every test, long sweeps too
 # Each release that is supported, beside the pinned one: the quick tests, in an environment of its own.
 TORCHES ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 test-torches: ## Run the quick tests with each PyTorch of TORCHES; gigabytes are installed into .venv-torch
-	@for version in $(TORCHES); do $(MAKE) --no-print-directory test-torch TORCH=$$version || failed="$$failed $$version"; \
+	@failed=; for version in $(TORCHES); do $(MAKE) --no-print-directory test-torch TORCH=$$version || failed="$$failed $$version"; \
 		done; if [ -n "$$failed" ]; then echo "not with PyTorch$$failed" >&2; exit 1; fi
 
 test-torch: torch-env
