@@ -97,12 +97,10 @@ def _of_moves(plan_file: PlanFile) -> list[Fact]:
     limit_bytes = promise.memory.limit_bytes
     within = "" if limit_bytes is None else f", of {format_bytes(limit_bytes)} that may be there"
     moved = f"{format_bytes(stored_bytes)} in a second memory at most{within}"
-    speeds = " and ".join(
-        f"{format_bytes(round(1e3 * link.bytes_per_ms))} a second {way}"
-        for link, way in ((promise.memory.out, "out"), (promise.memory.back, "back"))
-    )
+    out, back = (format_bytes(round(1e3 * link.bytes_per_ms)) for link in (promise.memory.out, promise.memory.back))
     waits = f"{format_ms(promise.waiting_ms)} of the step" if promise.waiting_ms else "nothing"
-    return [Fact("Moved", f"{plan.moves} tensors", moved), Fact("Links", speeds, f"waited for: {waits}")]
+    links = Fact("Links", f"{out}/s out", f"{back}/s back; waited for: {waits}")
+    return [Fact("Moved", f"{plan.moves} tensors", moved), links]
 
 
 def _of_budget(size_bytes: int, plan_file: PlanFile) -> str:
