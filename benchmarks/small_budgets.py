@@ -1,15 +1,14 @@
 """Where the gap of a plan stays open: small budgets, what proves how much there, and how long it takes.
 
-    python benchmarks/small_budgets.py --cache folder                  # 30 to 40 minutes; results/small-budgets.json
+    python benchmarks/small_budgets.py --cache folder                  # half an hour; results/small-budgets.json
     python benchmarks/small_budgets.py --cache folder --seconds 600 --cases transformer@0.2 --add
     python benchmarks/small_budgets.py --quick --cache folder --output folder   # tiny models, too little time
 
 Each problem is measured once, into the cache. The usual search has 30 s, and where its gap is above 1 %, another one
 has 15 s and `--seconds` of extra time. Then one program, the relaxation with spans in the groups that its linear
-program finds best for the best plan, is bounded by its linear program, by the back end's integer program, and by a
-branch and bound that begins with what is kept over the turn (`branching.py`); each of the last two has `--seconds`. The
-least value known of the integer program is the most that this relaxation can prove in these groups, however long it is
-solved.
+program finds best for the best plan, is bounded by its linear program and by its integer program, which has
+`--seconds`. The least value known of the integer program is the most that this relaxation can prove in these groups,
+however long it is solved.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks.branching import branched_bound, fullest_border
 from benchmarks.peers.models import RECIPES, case_named
 from benchmarks.problems import model_named
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
@@ -81,7 +79,6 @@ class Proven:
     bound: float
     complete: bool  # whether more time would prove nothing more
     value: float | None = None  # of the best whole solution known: this program proves no more than that
-    nodes: int | None = None
 
 
 def main() -> None:
@@ -125,12 +122,10 @@ def row_of(case: str, options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-PROOFS = ("long", "linear", "integer", "branching")
+PROOFS = ("long", "linear", "integer")
 
 
-def search(
-    problem: Problem, chain: Chain | None, budget_bytes: int, limits: Limits
-) -> tuple[Found, Plan]:  # fmt: skip
+def search(problem: Problem, chain: Chain | None, budget_bytes: int, limits: Limits) -> tuple[Found, Plan]:
     """What the usual search finds and proves within the limits."""
     start = time.perf_counter()
     solution = solver_named("auto", limits, chain).solve(problem, budget_bytes)
@@ -142,7 +137,7 @@ def search(
 
 
 def proofs(problem: Problem, chain: Chain | None, budget_bytes: int, plan: Plan, seconds: float) -> dict[str, Any]:
-    """Three ways to bound one program: the relaxation with spans, in groups that are placed by `plan`."""
+    """Two ways to bound one program: the relaxation with spans, in groups that are placed by `plan`."""
     incumbent = recompute_of(problem, plan)
     refinement = Refinement(problem, budget_bytes, chain)
     target = Target(math.inf, max(1.0, PLACING * seconds), integer=False)
@@ -154,34 +149,27 @@ def proofs(problem: Problem, chain: Chain | None, budget_bytes: int, plan: Plan,
     linear = relaxation_bound(Relaxation(problem, budget_bytes, groups, spans=True).model, 10 * seconds)
     linear_s = time.perf_counter() - start
     relaxation = Relaxation(problem, budget_bytes, groups, spans=True)
-    branched = branched_bound(relaxation, seconds)
-    branched_s = time.perf_counter() - start - linear_s
     relaxation.model.integer = relaxation.integer
     integer = solve(relaxation.model, "scipy", BackendLimits(seconds))
-    integer_s = time.perf_counter() - start - linear_s - branched_s
+    integer_s = time.perf_counter() - start - linear_s
     value = integer.objective / UNITS if integer.values is not None else None
-    reached = branched.value / UNITS if branched.value < math.inf else None
     return {
         "groups": groups,
-        "fullest_group": groups[fullest_border(relaxation)],
         "linear": asdict(Proven(linear_s, linear.bound / UNITS, True)),
         "integer": asdict(Proven(integer_s, integer.bound / UNITS, integer.outcome is not Outcome.LIMIT, value)),
-        "branching": asdict(Proven(branched_s, branched.bound / UNITS, branched.complete, reached, branched.nodes)),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> Any:
     """Overheads in percent of keep-all's time."""
     made = new_table("Small budgets: % above keep-all")
-    for column in ("plan", "bound", "gap", "long plan", "bound", "gap", "linear", "integer", "at most", "branching"):
+    for column in ("plan", "bound", "gap", "long plan", "bound", "gap", "linear", "integer", "at most"):
         made.add_column(column, justify="right")
     for row in rows:
         found = [row["first"][key] for key in ("plan", "bound", "gap")]
         if "long" in row:
             found += [row["long"][key] for key in ("plan", "bound", "gap")]
-            values = [row[name]["value"] for name in ("integer", "branching") if row[name]["value"] is not None]
-            found += [row["linear"]["bound"], row["integer"]["bound"], min(values, default=None)]
-            found += [row["branching"]["bound"]]
+            found += [row["linear"]["bound"], row["integer"]["bound"], row["integer"]["value"]]
         made.add_row(row["case"], *("–" if part is None else f"{100 * part:.2f}" for part in found))
     return made
 
@@ -205,9 +193,7 @@ def _problem(name: str, cache: Path, quick: bool) -> tuple[Problem, Chain | None
     return problem_from_json(path.read_text(encoding="utf-8"))
 
 
-def _budget(
-    problem: Problem, chain: Chain | None, share: str, options: argparse.Namespace
-) -> tuple[int, int | None]:  # fmt: skip
+def _budget(problem: Problem, chain: Chain | None, share: str, options: Any) -> tuple[int, int | None]:
     """A part of keep-all's peak, or the smallest budget, with what is proven of that."""
     if share != SMALLEST:
         return int(float(share) * peak_and_time(problem, problem.no_recompute)[0]), None
