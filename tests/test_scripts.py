@@ -168,6 +168,15 @@ def test_the_speed_at_which_a_plan_is_as_slow_as_another_lies_between_two_that_w
 
 
 @pytest.mark.slow
+def test_small_budgets_are_searched_and_bounded(tmp_path):
+    command = ("--quick", "--cache", str(tmp_path / "problems"), "--output", str(tmp_path))
+    run_script("benchmarks/small_budgets.py", *command)
+    cases = json.loads((tmp_path / "small-budgets.json").read_text("utf-8"))["cases"]
+    assert [case["case"] for case in cases] == ["transformer@0.3", "hf-bert@least"]
+    assert all(case["bracket"]["bound"] <= case["bracket"]["plan"] for case in cases)
+
+
+@pytest.mark.slow
 def test_link_speeds_are_simulated_and_drawn(tmp_path):
     run_script("benchmarks/link_speeds.py", "--quick", "--shares", "0.7", "--output", str(tmp_path))
     report = json.loads((tmp_path / "link-speeds.json").read_text("utf-8"))

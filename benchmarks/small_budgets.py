@@ -1,0 +1,217 @@
+"""Where the gap of a plan stays open: small budgets, what proves how much there, and how long it takes.
+
+    python benchmarks/small_budgets.py --cache folder                  # half an hour; results/small-budgets.json
+    python benchmarks/small_budgets.py --cache folder --seconds 600 --cases transformer@0.2 --add
+    python benchmarks/small_budgets.py --quick --cache folder --output folder   # tiny models, too little time
+
+Each problem is measured once, into the cache. The usual search has 30 s, and where its gap is above 1 %, another one
+has 15 s and `--seconds` of extra time. Then one program, the relaxation with spans in the groups that its linear
+program finds best for the best plan, is bounded by its linear program and by its integer program, which has
+`--seconds`. The least value known of the integer program is the most that this relaxation can prove in these groups,
+however long it is solved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from benchmarks.peers.models import RECIPES, case_named
+from benchmarks.problems import model_named
+from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
+from rk_solvers import (
+    Chain,
+    Limits,
+    Problem,
+    peak_and_time,
+    problem_from_json,
+    problem_to_json,
+    smallest_budget,
+    solver_named,
+)
+from rk_solvers.bounds.refinement import Refinement, Target
+from rk_solvers.bounds.relaxation import UNITS, Relaxation
+from rk_solvers.liveness import Plan, recompute_of
+from rk_solvers.milp import BackendLimits, Outcome, relaxation_bound, solve
+from rockmate.planning.measured import measure
+from rockmate.planning.request import PlanRequest
+
+RESULTS = "small-budgets.json"
+SMALLEST = "least"  # in place of a share: the smallest budget that is found
+CASES = (
+    "transformer@0.2", "hf-bert@0.2", "resnet101-demo@0.3", "hf-bert@least", "hf-llama@0.2", "resnet101-demo@least",
+    "resnet50-demo@least", "transformer@least", "gpt2-deep@0.25",
+)  # fmt: skip
+QUICK = ("transformer@0.3", "hf-bert@least")
+SEARCH_S, QUICK_S = 30.0, 2.0  # of the usual search
+OPEN = 0.01  # a gap above this is open
+GAP = 0.002  # where a search ends
+BEFORE_S = 15.0  # of a search before its extra time
+PLACING = 0.25  # of the seconds, to place the groups
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, and what is proven. Times are above that of keeping all, as parts of it."""
+
+    seconds: float
+    plan: float
+    bound: float
+    gap: float  # of the plan's time
+    solver: str
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What one way to solve the same program proves: parts of keep-all's time above it, as in `Found`."""
+
+    seconds: float
+    bound: float
+    complete: bool  # whether more time would prove nothing more
+    value: float | None = None  # of the best whole solution known: this program proves no more than that
+
+
+def main() -> None:
+    """Search, prove, and write what was found after each case."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    path = options.output / RESULTS
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"] if options.add and path.exists() else []
+    for case in options.cases or (QUICK if options.quick else CASES):
+        rows = [row for row in rows if row["case"] != case] + [row_of(case, options)]
+        write_report(options.output, RESULTS, {"cases": rows}, quietly=True)
+    console.print(table(rows))
+
+
+def row_of(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All that is measured of one case, and the code and circumstances of that."""
+    name, share = case.split("@")
+    problem, chain = _problem(name, options.cache, options.quick)
+    budget_bytes, proven_bytes = _budget(problem, chain, share, options)
+    search_s = QUICK_S if options.quick else SEARCH_S
+    first, plan = search(problem, chain, budget_bytes, Limits(gap=GAP).within(search_s))
+    row: dict[str, Any] = {
+        "case": case,
+        "code": code_version(),
+        "circumstances": {**circumstances(options), "usable_cores": len(os.sched_getaffinity(0))},
+        "given_s": options.seconds,
+        "budget_bytes": budget_bytes,
+        "proven_bytes": proven_bytes,
+        "first": asdict(first),
+    }
+    best = first
+    if first.gap > OPEN:
+        limits = Limits(search_s=min(BEFORE_S, search_s), extra_s=options.seconds, gap=GAP)
+        long, other = search(problem, chain, budget_bytes, limits)
+        best, plan = (long, other) if long.plan < first.plan else (first, plan)
+        row["long"] = asdict(long)
+        row |= proofs(problem, chain, budget_bytes, plan, options.seconds)
+    bound = max([first.bound, *(row[name]["bound"] for name in PROOFS if name in row)])
+    row["bracket"] = {"plan": best.plan, "bound": bound, "gap": _gap(best.plan, bound)}
+    console.print(f"{case}: {row['bracket']}")
+    return row
+
+
+PROOFS = ("long", "linear", "integer")
+
+
+def search(problem: Problem, chain: Chain | None, budget_bytes: int, limits: Limits) -> tuple[Found, Plan]:
+    """What the usual search finds and proves within the limits."""
+    start = time.perf_counter()
+    solution = solver_named("auto", limits, chain).solve(problem, budget_bytes)
+    if not solution.status.fits or solution.lower_bound_ms is None:
+        raise RuntimeError(f"no plan was found within {budget_bytes} bytes: give the search more seconds")
+    plan, bound = (time_ms / problem.keep_all_time_ms - 1 for time_ms in (solution.time_ms, solution.lower_bound_ms))
+    found = Found(time.perf_counter() - start, plan, bound, _gap(plan, bound), solution.solver)
+    return found, solution.schedule
+
+
+def proofs(problem: Problem, chain: Chain | None, budget_bytes: int, plan: Plan, seconds: float) -> dict[str, Any]:
+    """Two ways to bound one program: the relaxation with spans, in groups that are placed by `plan`."""
+    incumbent = recompute_of(problem, plan)
+    refinement = Refinement(problem, budget_bytes, chain)
+    target = Target(math.inf, max(1.0, PLACING * seconds), integer=False)
+    for _ in range(2):
+        refinement = refinement.advanced(incumbent, target)
+    groups = list(refinement.with_spans().advanced(incumbent, target).starts)
+
+    start = time.perf_counter()
+    linear = relaxation_bound(Relaxation(problem, budget_bytes, groups, spans=True).model, 10 * seconds)
+    linear_s = time.perf_counter() - start
+    relaxation = Relaxation(problem, budget_bytes, groups, spans=True)
+    relaxation.model.integer = relaxation.integer
+    integer = solve(relaxation.model, "scipy", BackendLimits(seconds))
+    integer_s = time.perf_counter() - start - linear_s
+    value = integer.objective / UNITS if integer.values is not None else None
+    return {
+        "groups": groups,
+        "linear": asdict(Proven(linear_s, linear.bound / UNITS, True)),
+        "integer": asdict(Proven(integer_s, integer.bound / UNITS, integer.outcome is not Outcome.LIMIT, value)),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    """Overheads in percent of keep-all's time."""
+    made = new_table("Small budgets: % above keep-all")
+    for column in ("plan", "bound", "gap", "long plan", "bound", "gap", "linear", "integer", "at most"):
+        made.add_column(column, justify="right")
+    for row in rows:
+        found = [row["first"][key] for key in ("plan", "bound", "gap")]
+        if "long" in row:
+            found += [row["long"][key] for key in ("plan", "bound", "gap")]
+            found += [row["linear"]["bound"], row["integer"]["bound"], row["integer"]["value"]]
+        made.add_row(row["case"], *("–" if part is None else f"{100 * part:.2f}" for part in found))
+    return made
+
+
+def _gap(plan: float, bound: float) -> float:
+    return max(0.0, 1 - (1 + bound) / (1 + plan))
+
+
+def _problem(name: str, cache: Path, quick: bool) -> tuple[Problem, Chain | None]:
+    """Measured the first time, then read from the cache."""
+    path = cache / f"{name}{'-quick' if quick else ''}.json"
+    if not path.exists():
+        if name in RECIPES:
+            case = case_named(name, "cpu", quick)
+            model, sample, loss = case.model, case.sample, case.loss
+        else:
+            model, sample, loss = model_named(name)
+        found = measure(model, sample, PlanRequest(1.0, loss))
+        cache.mkdir(parents=True, exist_ok=True)
+        path.write_text(problem_to_json(found.problem, found.chain) + "\n", encoding="utf-8")
+    return problem_from_json(path.read_text(encoding="utf-8"))
+
+
+def _budget(problem: Problem, chain: Chain | None, share: str, options: Any) -> tuple[int, int | None]:
+    """A part of keep-all's peak, or the smallest budget, with what is proven of that."""
+    if share != SMALLEST:
+        return int(float(share) * peak_and_time(problem, problem.no_recompute)[0]), None
+    found = smallest_budget(problem, chain, QUICK_S if options.quick else BEFORE_S)
+    return found.budget_bytes, found.proven_bytes
+
+
+def _options() -> argparse.Namespace:
+    parser = option_parser(__doc__, "tiny models and little time, to see that it runs")
+    parser.add_argument("--cache", type=Path, required=True, help="folder of measured problems, filled as needed")
+    parser.add_argument("--cases", nargs="+", help=f"model@share or model@{SMALLEST} (default: {' '.join(CASES)})")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a long search, and of each proof (default 60)")
+    parser.add_argument("--add", action="store_true", help="keep other cases of the file of results that is there")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds = min(options.seconds, QUICK_S)
+    return options
+
+
+if __name__ == "__main__":
+    main()
