@@ -25,7 +25,9 @@ from rockmate.offload.tier import Parcel, Tier
 from rockmate.units import format_bytes
 
 _PIECE_BYTES = 8 << 20  # at once: longer ones are no faster
-_STAGED_BYTES = 1 << 20  # at once, of what is copied, since it lies where the file takes no memory from: that is rare
+# At once, of what is copied, since it lies where the file takes no memory from: that is rare, and larger pieces are no
+# faster. It counts in the budget: where that is hardly above the largest operation's bytes, nothing else has to fit.
+_STAGED_BYTES = 256 << 10
 
 
 _TIERS: weakref.WeakSet[FileTier] = weakref.WeakSet()
