@@ -26,10 +26,14 @@ def problem_named(name: str, cache: Path) -> tuple[Problem, Chain | None]:
     """A random graph, or a model's problem with its chain: measured the first time, then read from `cache`."""
     if name in SIZES:
         return random_problem(SIZES[name], seed=0), None
-    path = cache / f"{name}.json"
+    return kept_problem(cache / f"{name}.json", functools.partial(measured, name))
+
+
+def kept_problem(path: Path, measure: Callable[[], Measured]) -> tuple[Problem, Chain | None]:
+    """The problem in the file `path`, with its chain: measured the first time, then read."""
     if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        found = measured(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = measure()
         path.write_text(problem_to_json(found.problem, found.chain) + "\n", encoding="utf-8")
     return problem_from_json(path.read_text(encoding="utf-8"))
 

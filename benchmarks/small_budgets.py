@@ -27,15 +27,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.peers.models import RECIPES, case_named
-from benchmarks.problems import model_named
+from benchmarks.problems import kept_problem, problem_named
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
 from rk_solvers import (
     Chain,
     Limits,
     Problem,
     peak_and_time,
-    problem_from_json,
-    problem_to_json,
     smallest_budget,
     solver_named,
 )
@@ -43,7 +41,7 @@ from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.liveness import Plan, recompute_of
 from rk_solvers.milp import BackendLimits, Outcome, relaxation_bound, solve
-from rockmate.planning.measured import measure
+from rockmate.planning.measured import Measured, measure
 from rockmate.planning.request import PlanRequest
 
 RESULTS = "small-budgets.json"
@@ -179,18 +177,15 @@ def _gap(plan: float, bound: float) -> float:
 
 
 def _problem(name: str, cache: Path, quick: bool) -> tuple[Problem, Chain | None]:
-    """Measured the first time, then read from the cache."""
-    path = cache / f"{name}{'-quick' if quick else ''}.json"
-    if not path.exists():
-        if name in RECIPES:
-            case = case_named(name, "cpu", quick)
-            model, sample, loss = case.model, case.sample, case.loss
-        else:
-            model, sample, loss = model_named(name)
-        found = measure(model, sample, PlanRequest(1.0, loss))
-        cache.mkdir(parents=True, exist_ok=True)
-        path.write_text(problem_to_json(found.problem, found.chain) + "\n", encoding="utf-8")
-    return problem_from_json(path.read_text(encoding="utf-8"))
+    """That of a model of `benchmarks/peers`, or as `problem_named` has it."""
+    if name not in RECIPES:
+        return problem_named(name, cache)
+
+    def measured() -> Measured:
+        case = case_named(name, "cpu", quick)
+        return measure(case.model, case.sample, PlanRequest(1.0, case.loss))
+
+    return kept_problem(cache / f"{name}{'-quick' if quick else ''}.json", measured)
 
 
 def _budget(problem: Problem, chain: Chain | None, share: str, options: Any) -> tuple[int, int | None]:

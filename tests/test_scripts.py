@@ -161,10 +161,9 @@ def test_offload_benchmark_writes_its_results(tmp_path):
 
 
 def test_the_speed_at_which_a_plan_is_as_slow_as_another_lies_between_two_that_were_measured():
-    crossing = crossing_gb_per_s
-    assert crossing([(0.25, 0.8), (0.125, 1.2)]) == pytest.approx(1 / 6)  # halfway between 4 and 8 ms for a MB
-    assert crossing([(0.5, 0.9), (0.25, 0.95)]) is None
-    assert crossing([(0.5, 1.2), (0.25, 1.4)]) is None
+    assert crossing_gb_per_s([(0.25, 0.8), (0.125, 1.2)]) == pytest.approx(1 / 6)  # halfway between 4 and 8 ms for a MB
+    assert crossing_gb_per_s([(0.5, 0.9), (0.25, 0.95)]) is None
+    assert crossing_gb_per_s([(0.5, 1.2), (0.25, 1.4)]) is None
 
 
 @pytest.mark.slow

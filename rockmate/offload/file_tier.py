@@ -26,7 +26,7 @@ from rockmate.units import format_bytes
 
 _PIECE_BYTES = 8 << 20  # at once: longer ones are no faster
 # At once, of what is copied, since it lies where the file takes no memory from: that is rare, and larger pieces are no
-# faster. It counts in the budget: where that is hardly above the largest operation's bytes, nothing else has to fit.
+# faster. It counts in the budget: where that is hardly above the largest operation's bytes, there is room for no more.
 _STAGED_BYTES = 256 << 10
 
 
