@@ -31,6 +31,10 @@ class OffloadError(RockmateError):
     """A tensor could not be moved to the second memory or back: no space there, or none that can be used."""
 
 
+class LayoutError(RockmateError, ValueError):
+    """A layout is none that there is, or the model cannot run in it."""
+
+
 class OffloadWarning(UserWarning):
     """Data that were to be moved to a second memory stay where they are."""
 

@@ -33,6 +33,7 @@ from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.layout import Layout
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.pins import Pins, check_pins
 from rockmate.planning.plan import Plan
@@ -87,6 +88,10 @@ class Rockmate(ModuleProxy):
         offload: where data may be moved while nothing reads them, beside recomputation, each as takes least time:
             "auto" for a file on a disk if the module is on the CPU, and for pinned memory of the host if it is on an
             accelerator; or an `Offload`, which says where, and how many bytes at most. None: nothing moves.
+        layout: "auto" to have the weights of convolutions in channels_last where their part of the model is measured to
+            be faster so, "channels_last" to have all of them; outputs and gradients are then the model's own in that
+            layout, to the bit, which are rounded otherwise. Parameters stay what they are, in another order in memory;
+            "as given" leaves it alone, or gives it back.
         opaque: submodules whose call is one operation, kept or recomputed as a whole, as those that `torch.compile`
             has compiled are anyway: for code that cannot be traced, or that depends on its data.
         shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
@@ -108,6 +113,7 @@ class Rockmate(ModuleProxy):
         SampleError, TraceError, NothingToTrain: the module cannot be planned on this sample.
         PlanFileError, PlanFileMismatch: the plan file is damaged, or was made for another module or sample.
         OffloadError: nothing can be moved to where `offload` says.
+        LayoutError: the model does not run in channels_last, and that was asked for.
         ModelError, LossError, SolverError, PinError, OptimizerError, ShapesError: an argument is not what it should be.
     """
 
@@ -134,6 +140,7 @@ class Rockmate(ModuleProxy):
         cache: bool = True,
         plan_in_background: bool = True,
         offload: Offload | Literal["auto", "disk", "host"] | None = None,
+        layout: Layout = "as given",
         options: PlanOptions | None = None,
     ) -> None:
         said = {
@@ -149,6 +156,7 @@ class Rockmate(ModuleProxy):
             "cache": cache,
             "plan_in_background": plan_in_background,
             "offload": offload,
+            "layout": layout,
         }
         options = PlanOptions.of(options, said, time_limit, gap)
         request = options.request(budget)

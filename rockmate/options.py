@@ -17,6 +17,7 @@ from rockmate.memory.split import Scope
 from rockmate.offload.option import Offload, as_offload
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.layout import Layout
 from rockmate.planning.pins import Pins, as_pins
 from rockmate.planning.request import PlanRequest, check_request, limits_of
 from rockmate.progress import ProgressCallback
@@ -46,6 +47,7 @@ class PlanOptions:
     opaque: torch.nn.Module | Iterable[torch.nn.Module] = ()  # submodules whose call is one operation
     cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
     offload: Offload | str | None = None  # where data may be moved while nothing reads them
+    layout: Layout = "as given"  # of the weights of convolutions; "auto": as is measured to be faster
     plan_in_background: bool = True  # better plans are looked for while training goes on with what was found quickly
 
     @classmethod
@@ -87,7 +89,8 @@ class PlanOptions:
     def request(self, budget: Budget) -> PlanRequest:
         """What planning is asked for under `budget`; what a module has to do with it is still to be found.
 
-        Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `ShapesError`, `PinError`, `OffloadError`.
+        Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `ShapesError`, `PinError`, `OffloadError`,
+        `LayoutError`.
         """
         check_shapes(self.shapes)
         offload = as_offload(self.offload)
@@ -101,6 +104,7 @@ class PlanOptions:
             optimizer=self.optimizer,
             in_background=self.plan_in_background,
             tiers=None if offload is None else Tiers(offload),
+            layout=self.layout,
         )
         check_request(request)
         return request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,6 @@ from rockmate.calls.specialization import InferenceCall, Specialization
 from rockmate.calls.told import Told
 from rockmate.errors import (
     BudgetTooSmall,
-    ExportWarning,
-    FallbackWarning,
     NothingToTrain,
     PlanMismatch,
     TransformError,
@@ -43,6 +42,7 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.guards.transforms import reason_to_run_unplanned, refuse_transforms
+from rockmate.layouts.module_layout import ModuleLayout
 from rockmate.memory.budget import AboveResidents, Budget, check_budget
 from rockmate.memory.optimizer_state import with_parameters
 from rockmate.options import Shapes
@@ -108,6 +108,7 @@ class Specializations:
         self._kept_open: set[str] = set()  # submodules that cannot be one operation
         self._given = GivenPlans(may_be_cached=use_cache)
         self._first_makes = ""  # what the module's first call makes, while that call is to come: it has no plan
+        self._layout = ModuleLayout(model, request, use_cache)
         self._share: Share | None = None  # what the budget is a fraction of, if it was given as one
 
     def copy_for(self, model: torch.nn.Module) -> Specializations:
@@ -121,7 +122,7 @@ class Specializations:
         request = replace(self.request, pin=pins, optimizer=optimizer)
         twin = Specializations(model, request, self.shapes, self.progress, self.use_cache)
         twin._known = self._known  # what blocks take does not depend on which module has them
-        twin._given = self._given.copy()
+        twin._given, twin._layout = self._given.copy(), self._layout.copy_for(model, request)
         twin._first_makes, twin._share = self._first_makes, self._share
         twin._was_planned = self._was_planned
         twin.fallbacks = FallbackCounts(self.fallbacks.records)
@@ -163,6 +164,7 @@ class Specializations:
         self.request = request_of(plan_file, self.request)
         self._given = GivenPlans(plan_file)
         self._remembered.request = self.request
+        self._layout = ModuleLayout(self._model, self.request, self.use_cache)
 
     def replan(self, budget: Budget) -> None:
         """Plan calls within another budget when they come next, by what was measured. Raises `BudgetError`."""
@@ -235,6 +237,8 @@ class Specializations:
             settled = self._settled_for(call)
             in_vain = settled is not None and settled.instead_of_plans
             ran, output, refusal = (False, None, None) if in_vain else self._by_a_plan(call)
+        if not ran and self._in_its_layout():
+            ran, output, refusal = self._by_a_plan(call)
         if ran:
             return output
         return self._unplanned(call, refusal, made) if settled is None else self._by_itself(call, settled)
@@ -345,15 +349,26 @@ class Specializations:
         self._first_makes = first.words
         return member
 
+    def _in_its_layout(self) -> bool:
+        """Whether the module was in another layout than its plans are for, and is in theirs now."""
+        with self._turns.planning():
+            return self._layout.put_back()
+
     def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
+        known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
+        for digest in list(known)[:-_MOST_KNOWN]:
+            del known[digest]
+        make = partial(self._planned_in_its_layout, call, known)
+        return self._layout.planned(call, request, known, make)
+
+    def _planned_in_its_layout(
+        self, call: Sample, known: MeasuredBlocks, request: PlanRequest
+    ) -> tuple[Measured, LoweredPlan]:
         if (given := self._given.take_file(self._model, call, request, self._by_size)) is not None:
             return given
         remembered = self._remembered.find(call, request)
         if remembered is not None:
             return plan_again(self._model, remembered, call, request)
-        known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
-        for digest in list(known)[:-_MOST_KNOWN]:
-            del known[digest]
         earlier = [
             (member.measured, member.planned)
             for member in self.members
@@ -651,13 +666,7 @@ class Specializations:
             return
         plan = member.plan
         if self.fallbacks.count("BudgetTooSmall", member.why_above, "above the budget", plan.bounded_bytes):
-            self._told.warn(
-                FallbackWarning(
-                    f"calls of {type(self._model).__name__} such as {plan.calls} run above the budget: "
-                    f"{member.why_above}. The module itself takes {format_bytes(plan.baseline_peak_bytes)}. Such calls "
-                    "are counted in `fallbacks`. Raise the budget, or make such batches smaller."
-                )
-            )
+            self._told.of_plan_above(type(self._model).__name__, member)
 
     def _trained_plan_for(self, call: Sample, request: PlanRequest, follow: PortablePlan | None) -> Specialization:
         """Raises `NothingToTrain` for what trains nothing, and traces it but once."""
@@ -685,13 +694,7 @@ class Specializations:
     def tell_of_tracer(self, tracer: str) -> None:
         """Tell that what `tracer` makes of the module has no plan; not of planning itself, of what holds the module."""
         if not TURNS.is_planner():
-            name = type(self._model).__name__
-            self._told.tell(
-                f"{tracer} records {name}, which is planned, as the module itself: what it makes of it trains without "
-                f"the plan, and without a budget. Record it in eval mode if it is for inference ({name}.eval()), or "
-                "train the planned module itself.",
-                ExportWarning,
-            )
+            self._told.of_tracer(tracer, type(self._model).__name__)
 
     def _unbudgeted(self, reason: str) -> str:
         return f"{type(self._model).__name__} runs without a plan, and without a budget: {reason}."

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rkgb.process.turns import warnings_collected
 from rockmate.calls.by_itself import first_clause
 from rockmate.calls.specialization import Specialization
-from rockmate.errors import CheckpointingWarning, ReplanWarning
+from rockmate.errors import CheckpointingWarning, ExportWarning, FallbackWarning, ReplanWarning
 from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.runtime.double_backward import frames_to_the_user
 from rockmate.units import format_bytes
@@ -71,6 +71,26 @@ class Told:
         """What is new of the module's own checkpointing."""
         if (news := own.news()) is not None:
             self.tell(news, CheckpointingWarning)
+
+    def of_plan_above(self, name: str, member: Specialization) -> None:
+        """That calls of the module of this class run above the budget, by the plan of lowest peak."""
+        plan = member.plan
+        self.warn(
+            FallbackWarning(
+                f"calls of {name} such as {plan.calls} run above the budget: {member.why_above}. The module itself "
+                f"takes {format_bytes(plan.baseline_peak_bytes)}. Such calls are counted in `fallbacks`. Raise the "
+                "budget, or make such batches smaller."
+            )
+        )
+
+    def of_tracer(self, tracer: str, name: str) -> None:
+        """That what `tracer` makes of the module of this class has no plan."""
+        self.tell(
+            f"{tracer} records {name}, which is planned, as the module itself: what it makes of it trains without "
+            f"the plan, and without a budget. Record it in eval mode if it is for inference ({name}.eval()), or "
+            "train the planned module itself.",
+            ExportWarning,
+        )
 
     def warn(self, warning: Warning) -> None:
         """Warn, at the line of the user's that called."""

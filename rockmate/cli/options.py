@@ -19,6 +19,7 @@ from rockmate.cli.targets import Source, Target, TargetError, find_source
 from rockmate.errors import OffloadError
 from rockmate.memory.budget import Budget
 from rockmate.offload.option import Offload
+from rockmate.planning.layout import LAYOUTS
 from rockmate.units import parse_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -217,6 +218,13 @@ _offload_options = combined(
         "host, disk, or disk:PATH.",
     ),
     click.option("--offload-limit", type=Bytes(), metavar="SIZE", help="Most bytes that are moved at once."),
+)
+layout_option = click.option(
+    "--layout",
+    type=click.Choice(list(LAYOUTS)),
+    default="as given",
+    show_default=True,
+    help="Of the weights of convolutions: auto is channels_last where that is measured to be faster.",
 )
 output_options = combined(json_option, quiet_option)
 plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))

@@ -24,6 +24,8 @@ from rockmate.units import parse_bytes
 
 _MOST_BYTES = 256 << 20
 _SUFFIX = ".json.gz"
+_NOTE = ".note.json"  # what was found out beside plans
+_MOST_NOTES = 1024
 _KEY = re.compile(r"[0-9a-f]{64}")
 _ABANDONED_S = 3600.0  # a part of a file that is older was left by a process that ended
 
@@ -107,6 +109,25 @@ def put(key: str, plan_file: PlanFile) -> bool:
     return _path(key).exists()
 
 
+def get_note(key: str) -> str | None:
+    """What was found out and kept under `key`; None where there is nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        return (folder() / f"{key}{_NOTE}").read_text(encoding="utf-8")
+    return None
+
+
+def put_note(key: str, text: str) -> None:
+    """Keep a short text. A folder that cannot be written keeps nothing, and that is no error."""
+    with contextlib.suppress(OSError):
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = folder() / f".{key}{_SUFFIX}.{os.getpid()}"  # taken away as parts of plans are, if this process ends
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder() / f"{key}{_NOTE}")
+        notes = sorted(_files(f"*{_NOTE}"), key=lambda path: path.stat().st_mtime)
+        for path in notes[:-_MOST_NOTES]:
+            path.unlink(missing_ok=True)
+
+
 def drop(key: str) -> None:
     """Let go of one plan, if it is there."""
     with contextlib.suppress(OSError):
@@ -118,6 +139,9 @@ def clear() -> int:
     there = entries()
     for entry in there:
         drop(entry.key)
+    for note in _files(f"*{_NOTE}"):
+        with contextlib.suppress(OSError):
+            note.unlink()
     return len(there)
 
 

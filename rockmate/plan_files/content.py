@@ -13,6 +13,7 @@ import msgspec
 from rk_solvers import Chain, Problem, Schedule, SecondMemory
 from rkgb.ir.profiles import BlockProfile
 from rockmate.memory.split import MemorySplit
+from rockmate.planning.layout import ChosenLayout
 from rockmate.planning.plan import Plan
 
 FORMAT: Literal["rockmate-plan"] = "rockmate-plan"
@@ -146,6 +147,7 @@ class Promise(Record, frozen=True):
     waiting_ms: float = 0.0  # of its time, for transfers
     stored_bytes: int = 0  # in the second memory at most
     measured_stored_bytes: int | None = None
+    layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
 
     @property
     def whole_budget_bytes(self) -> int:

@@ -126,7 +126,15 @@ def request_of(plan_file: PlanFile, request: PlanRequest) -> PlanRequest:
     if tiers is None and asked.offload is not None:
         tiers = Tiers(Offload(asked.offload.where, asked.offload.path, asked.offload.limit_bytes))
     budget_bytes = plan_file.promise.whole_budget_bytes
-    return replace(request, budget=budget_bytes, scope=asked.scope, opaque=asked.opaque, pin=asked.pinned, tiers=tiers)
+    return replace(
+        request,
+        budget=budget_bytes,
+        scope=asked.scope,
+        opaque=asked.opaque,
+        pin=asked.pinned,
+        tiers=tiers,
+        chosen_layout=plan_file.promise.layout,
+    )
 
 
 def pinned_as(plan_file: PlanFile) -> dict[str, str]:

@@ -176,12 +176,26 @@ def _is_budget_now(plan_file: PlanFile, traced: Traced, request: PlanRequest) ->
 
 
 def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | None:
-    """A digest of all that decides what is measured, and one of all else that decides a plan; None where something of
-    it cannot be told."""
+    """A digest of all that decides what is measured, and one of all else that decides a plan.
+
+    None where something of it cannot be told.
+    """
     solver = request.solver if isinstance(request.solver, str) else solver_text(request.solver)
     if solver is None:
         return None
     budget = "auto" if is_what_is_free(request.budget) else read_budget(request.budget)
+    of_solving = [
+        [budget, type(budget).__name__],  # 1.0 is a share, and 1 is a byte
+        [solver, asdict(request.limits)],
+        None if request.follow is None else request.follow.to_json(),
+        None if request.tiers is None else asdict(request.tiers.option),
+        None if request.chosen_layout is None else asdict(request.chosen_layout),
+    ]
+    return key_of_measuring(model, traced, request)[:_OF_MEASURING] + digest_of(of_solving)[_OF_MEASURING:]
+
+
+def key_of_measuring(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str:
+    """A digest of all that decides what is measured of what was `traced` of `model`."""
     of_measuring = [
         code_digest(),
         msgspec.to_builtins(made_here(traced.device)),
@@ -194,13 +208,7 @@ def _key(model: torch.nn.Module, traced: Traced, request: PlanRequest) -> str | 
         sorted(traced.gradients),
         is_switched_off(),  # a fraction is of the step with the model's own checkpointing, where that is on
     ]
-    of_solving = [
-        [budget, type(budget).__name__],  # 1.0 is a share, and 1 is a byte
-        [solver, asdict(request.limits)],
-        None if request.follow is None else request.follow.to_json(),
-        None if request.tiers is None else asdict(request.tiers.option),
-    ]
-    return digest_of(of_measuring)[:_OF_MEASURING] + digest_of(of_solving)[_OF_MEASURING:]
+    return digest_of(of_measuring)
 
 
 def digest_of(content: list[Any]) -> str:

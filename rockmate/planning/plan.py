@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rk_solvers import Schedule, SecondMemory
 from rockmate.memory.split import MemorySplit
+from rockmate.planning.layout import ChosenLayout
 from rockmate.units import format_bytes, format_ms
 
 
@@ -44,6 +45,7 @@ class Plan:
     waiting_ms: float = 0.0  # of its time, for transfers
     stored_bytes: int = 0  # in the second memory at most, predicted
     measured_stored_bytes: int | None = None  # in the real step
+    layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
 
     @property
     def whole_budget_bytes(self) -> int:

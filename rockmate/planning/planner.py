@@ -500,6 +500,7 @@ def _planned(
         memory=solution.memory,
         waiting_ms=simulation.waiting_ms,
         stored_bytes=solution.stored_bytes,
+        layout=request.chosen_layout,
     )
     tier = None if solution.memory is None or request.tiers is None else request.tiers.on(measured.device)
     return planned_as(plan, measured, module, tier)

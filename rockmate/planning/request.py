@@ -16,6 +16,7 @@ from rockmate.memory.split import Scope, check_scope
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
+from rockmate.planning.layout import ChosenLayout, Layout, check_layout
 from rockmate.planning.pins import Pin
 from rockmate.progress import ProgressCallback, no_progress
 
@@ -40,6 +41,8 @@ class PlanRequest:
     is_hurried: bool = False  # with little time for a search, as a better plan is looked for in the background
     tiers: Tiers | None = None  # second memories, where data may be that nothing reads; None where all stay
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
+    layout: Layout = "as given"  # which layout the weights of convolutions are to have
+    chosen_layout: ChosenLayout | None = None  # which they have; None where none was asked for
 
     def memory_to_rest_in(self, device: torch.device) -> SecondMemory | None:
         """Where parameters may be that no operation reads, as under a budget for all of training; else None."""
@@ -64,9 +67,10 @@ def limits_of(time_limit: float | None = None, gap: float | None = None, limits:
 def check_request(request: PlanRequest) -> None:
     """Refuse what could only fail after minutes of measuring.
 
-    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`.
+    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `LayoutError`.
     """
     check_budget(request.budget)
+    check_layout(request.layout)
     known = request.solver in SOLVERS if isinstance(request.solver, str) else isinstance(request.solver, Solver)
     if not known:
         raise SolverError(

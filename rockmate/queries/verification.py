@@ -31,6 +31,7 @@ from rkgb.state.module_state import (
 from rkgb.state.other_random import other_random_states_kept
 from rkgb.tree import leaves
 from rockmate.errors import ArgumentError
+from rockmate.layouts.weights import give_back, laid_out, lay_out
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.options import PlanOptions
@@ -63,11 +64,19 @@ class Verification:
     where: str | None = None  # the first operation that gives other bits, and its source; None where exact or not found
     eager_difference: str | None = None  # the first difference between two equal runs of eager training
     own_checkpoint: str | None = None  # one of the model's own that makes all the difference: in words
+    # In another layout than the given one: how far the first step's gradients are from those in that, as the norm of
+    # the difference over the norm of those. Units that rounding flips, as of a ReLU, are in it. None in the given one.
+    from_given_layout: float | None = None
 
     def __str__(self) -> str:
         budget = format_bytes(self.plan.budget_bytes)
+        layout = ""
+        if self.from_given_layout is not None:
+            away = f"{self.from_given_layout:.1e} from those as given"
+            layout = f" in their layout, {self.plan.layout}; gradients are {away}"
         if self.exact:
-            return f"exact under {budget}: outputs, gradients, buffers, random stream and parameters are eager's"
+            same = "outputs, gradients, buffers, random stream and parameters are eager's"
+            return f"exact under {budget}: {same}{layout}"
         repeated = "repeats itself exactly"
         if not self.eager_is_deterministic:
             repeated = f"differs from itself, too: {self.eager_difference}"
@@ -115,6 +124,8 @@ def verify(
         stack.enter_context(_streams_restored(random_states(module_devices(model, arguments.tensors))))
         stack.enter_context(other_random_states_kept())
         original = model.original if isinstance(model, Rockmate) else model
+        if not isinstance(model, Rockmate):
+            stack.callback(give_back, original)
         if isinstance(model, Rockmate):
             planned = model._of_an_equal(original)
             if not planned.plans:
@@ -138,6 +149,7 @@ def verify(
                 checkpoint = told_of_other_numbers(places[0])
         if difference is not None and itself is None and checkpoint is None:  # else there is no place to blame
             where = _place_of(difference, training, original, planned)
+        from_given = _from_given_layout(expected, training, original)
     return Verification(
         exact=difference is None,
         first_difference=None if difference is None else str(difference),
@@ -147,7 +159,29 @@ def verify(
         where=where,
         eager_difference=None if itself is None else str(itself),
         own_checkpoint=checkpoint,
+        from_given_layout=from_given,
     )
+
+
+def _from_given_layout(expected: list[StepRecord], training: _Training, original: torch.nn.Module) -> float | None:
+    """How far the gradients of the first step are from those in the given layout; None where `original` is in it."""
+    paths = laid_out(original)
+    if not paths:
+        return None
+    give_back(original)
+    try:
+        given = training.run(original)[0]
+    finally:
+        lay_out(original, paths)
+    squares = [0.0, 0.0]
+    for name in given.tensors:
+        if not name.startswith("gradient of "):
+            continue
+        ours, theirs = expected[0].tensor(name), given.tensor(name)
+        if ours is not None and theirs is not None:
+            squares[0] += float((ours.double() - theirs.double()).pow(2).sum())
+            squares[1] += float(theirs.double().pow(2).sum())
+    return (squares[0] / squares[1]) ** 0.5 if squares[1] else squares[0] ** 0.5
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     of_which = f"of {total} operations" if again == plan.recomputations else f"of {again} of {total} operations"
     found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
     found += _of_moves(plan_file)
+    found += _of_layout(plan_file)
     taken_bytes = promise.planning_peak_bytes
     taken = "" if taken_bytes is None else f", in {format_bytes(taken_bytes)} of memory"
     found.append(Fact("Solver", promise.solver, f"planned in {format_ms(1000 * promise.planning_s)}{taken}"))
@@ -101,6 +102,14 @@ def _of_moves(plan_file: PlanFile) -> list[Fact]:
     waits = f"{format_ms(promise.waiting_ms)} of the step" if promise.waiting_ms else "nothing"
     links = Fact("Links", f"{out}/s out", f"{back}/s back; waited for: {waits}")
     return [Fact("Moved", f"{plan.moves} tensors", moved), links]
+
+
+def _of_layout(plan_file: PlanFile) -> list[Fact]:
+    """In which layout convolutions are, and what that gains."""
+    layout = plan_file.promise.layout
+    if layout is None:
+        return []
+    return [Fact("Layout", layout.name, layout.told)]
 
 
 def _of_budget(size_bytes: int, plan_file: PlanFile) -> str:

@@ -15,6 +15,7 @@ from rockmate.cli.options import (
     BudgetText,
     Chosen,
     OutputFile,
+    layout_option,
     offload_options,
     output_options,
     solver_options,
@@ -35,6 +36,7 @@ from rockmate.queries.verification import OPTIMIZERS
         "rockmate plan model.py:Net --sample 'float32[N,32]' --batch 64 --budget 1MiB --json",
         "rockmate plan mixer-tiny --budget 0.8 --solver greedy --time-limit 2 -o mixer.json.gz",
         "rockmate plan model.py:make --budget 2MiB --scope total --optimizer adamw",
+        "rockmate plan resnet18-tiny --budget 0.8 --layout auto",
         "rockmate plan gpt2-demo --budget 0.3 --offload disk:/scratch --offload-limit 4GiB",
     ),
 )
@@ -60,6 +62,7 @@ from rockmate.queries.verification import OPTIMIZERS
 @click.option("--pin", multiple=True, metavar="NAME", help="An operation, or the path of a submodule, always kept.")
 @click.option("--opaque", multiple=True, metavar="PATH", help="A submodule whose call is one operation.")
 @offload_options
+@layout_option
 @solver_options
 @click.option("-o", "--output", type=OutputFile(), help="Write the plan; packed, if it ends in .gz.")
 @click.option("--cache/--no-cache", default=True, help="Whether to look for the plan in the cache, and keep it there.")

@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Chosen, json_option, offload_options, target_options
+from rockmate.cli.options import BudgetText, Chosen, json_option, layout_option, offload_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
 from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
+from rockmate.planning.layout import Layout
 from rockmate.queries.verification import OPTIMIZERS, Verification, verify
 
 training_options = (
@@ -54,8 +55,9 @@ def with_training_options(function: Any) -> Any:
 )
 @with_training_options
 @offload_options
+@layout_option
 @json_option
-def command(chosen: Chosen, as_json: bool, offload: Offload | None, **training: Any) -> int:
+def command(chosen: Chosen, as_json: bool, offload: Offload | None, layout: Layout, **training: Any) -> int:
     """Compare training under a budget with eager training, bit by bit.
 
     Copies of the model are trained for a few steps, eagerly twice and under a plan. Compared are outputs, gradients,
@@ -63,7 +65,7 @@ def command(chosen: Chosen, as_json: bool, offload: Offload | None, **training: 
     are not, and 2 where the input is wrong or cannot be planned.
     """
     target = chosen.target()
-    options = PlanOptions(loss=target.loss, offload=offload)
+    options = PlanOptions(loss=target.loss, offload=offload, layout=layout)
     found = verify(target.model, target.sample, options=options, **training)
     if as_json:
         tell_json("verify", verification_content(found) | {"plan": plan_content(found.plan)})
@@ -80,4 +82,5 @@ def verification_content(found: Verification) -> dict[str, Any]:
         "largest_gradient_difference": found.largest_gradient_difference,
         "eager_is_deterministic": found.eager_is_deterministic,
         "where": found.where,
+        "from_given_layout": found.from_given_layout,
     }

@@ -1,0 +1,167 @@
+"""Which regions of a module are faster in channels_last: its operations are measured in both layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from rkgb import DGraph, KGraph, d_to_s
+from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.pipeline import measured_graphs, trace_like
+from rkgb.profile.measure import MeasuredBlocks
+from rkgb.state.module_state import for_planning
+from rockmate.errors import LayoutError
+from rockmate.layouts.regions import Region, convolution_weights, regions_of, times_ms
+from rockmate.layouts.weights import give_back, lay_out, may_change
+from rockmate.plan_files import cache
+from rockmate.plan_files.rank_agreement import default_exchange, key_of
+from rockmate.plan_files.reuse import digest_of, key_of_measuring
+from rockmate.planning.layout import ChosenLayout, Layout, RegionLayout
+from rockmate.planning.measured import Traced, trace_model
+from rockmate.planning.planner import planning
+from rockmate.planning.request import PlanRequest
+
+_WORTH_IT = 0.02  # of a region's time: gradients are rounded otherwise, which is to buy something
+_WAIT_S = 600.0  # for another rank, which traces and measures in two layouts
+_NO_CONVOLUTIONS = "no convolution of the model has a weight of its own that may lie otherwise"
+
+
+def choose_layout(
+    model: torch.nn.Module,
+    sample: Any,
+    request: PlanRequest,
+    asked: Layout,
+    known: MeasuredBlocks,
+    use_cache: bool = False,
+) -> ChosenLayout:
+    """The layout of each region of `model` on `sample`, which leaves the module as it was given.
+
+    Under "auto" a region is in channels_last if its operations take less time so, forward and backward, those at its
+    borders included, where tensors are converted; under "channels_last" all are. Ranks of a process group have one
+    layout: the first to come chooses. What was chosen is kept in the user's cache.
+
+    Raises `LayoutError` where "channels_last" is asked for, and the model does not run so; and as tracing does.
+    """
+    exchange = default_exchange(_WAIT_S)
+    if exchange is None:
+        return _chosen_alone(model, sample, request, asked, known, use_cache)
+    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
+    key = key_of(["layout", asked, type(model).__qualname__, shapes])
+    text, _ = exchange.agree(key, lambda: _text(_chosen_alone(model, sample, request, asked, known, False)))
+    return msgspec.json.decode(text.encode(), type=ChosenLayout)
+
+
+def _text(chosen: ChosenLayout) -> str:
+    return msgspec.json.encode(chosen).decode()
+
+
+def _chosen_alone(
+    model: torch.nn.Module,
+    sample: Any,
+    request: PlanRequest,
+    asked: Layout,
+    known: MeasuredBlocks,
+    use_cache: bool,
+) -> ChosenLayout:
+    give_back(model)
+    with planning(model):
+        traced = trace_model(model, sample, request)
+        key = _kept_under(model, traced, request, asked) if use_cache and cache.is_enabled() else None
+        found = None if key is None else _kept(key)
+        if found is None:
+            found = _measured_in_both(model, traced, request, asked, known)
+            if key is not None:
+                cache.put_note(key, _text(found))
+    return found
+
+
+def _kept_under(model: torch.nn.Module, traced: Traced, request: PlanRequest, asked: Layout) -> str:
+    return digest_of(["layout", asked, key_of_measuring(model, traced, request)])
+
+
+def _kept(key: str) -> ChosenLayout | None:
+    text = cache.get_note(key)
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text.encode(), type=ChosenLayout)
+    except msgspec.DecodeError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _InLayout:
+    """The module in one layout."""
+
+    graph: DGraph
+    costs: KGraph | None  # None where nobody asked
+
+
+def _measured_in_both(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, asked: Layout, known: MeasuredBlocks
+) -> ChosenLayout:
+    weights = dict.fromkeys(convolution_weights(traced.graph.dgraph).values())
+    paths = [path for path in weights if may_change(model.get_parameter(path))]
+    if not paths:
+        return ChosenLayout(refused=_NO_CONVOLUTIONS)
+    measuring = asked == "auto"
+    with for_planning(model):
+        given = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
+        request.progress("layout", 0, 1)
+        try:
+            lay_out(model, paths)
+            laid = _in_channels_last(model, traced, request, known, measuring)
+        except Exception as error:
+            if measuring:
+                return ChosenLayout(refused=_reason(error))
+            raise LayoutError(
+                f"{type(model).__name__} does not run in channels_last: {_reason(error)}. Where that is a view of a "
+                'tensor that does not lie as it was, reshape or flatten does without; or say layout="as given".'
+            ) from error
+        finally:
+            give_back(model)
+        request.progress("layout", 1, 1)
+    return _of_regions(given.K_graph, laid, paths)
+
+
+def _in_channels_last(
+    model: torch.nn.Module, traced: Traced, request: PlanRequest, known: MeasuredBlocks, measuring: bool
+) -> _InLayout:
+    opaque = [model.get_submodule(path) for path in request.opaque]
+    basic, graph = trace_like(traced.basic, model, traced.sample, opaque)
+    if not measuring:
+        return _InLayout(graph, None)
+    simplified = d_to_s(replace(graph, trained=traced.graph.dgraph.trained))
+    graphs = measured_graphs(basic, simplified, model, traced.sample, request.progress, known)
+    return _InLayout(graph, graphs.K_graph)
+
+
+def _of_regions(given: KGraph, laid: _InLayout, paths: list[str]) -> ChosenLayout:
+    """Each region of the laid out graph in the layout in which it is faster."""
+    regions = regions_of(laid.graph)
+    names = [{op.name for op in graph} for graph in (given.sgraph.dgraph, laid.graph)]
+    if names[0] != names[1]:  # what is a view in one of them is more than one operation in the other
+        every = frozenset().union(*names)
+        regions = [Region(tuple(path for region in regions for path in region.weights), every)]
+    found = []
+    for region in regions:
+        weights = tuple(path for path in region.weights if path in paths)
+        if not weights:
+            continue
+        if laid.costs is None:
+            found.append(RegionLayout(weights, len(region.operations), channels_last=True))
+            continue
+        given_ms, laid_ms = times_ms(given, region), times_ms(laid.costs, region)
+        is_faster = laid_ms <= (1 - _WORTH_IT) * given_ms
+        found.append(RegionLayout(weights, len(region.operations), is_faster, given_ms, laid_ms))
+    return ChosenLayout(tuple(found))
+
+
+def _reason(error: Exception) -> str:
+    """Of an error, in one line."""
+    if is_out_of_memory(error):
+        return "memory ran out while it was traced and measured so"
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,88 @@
+"""The layout of one planned module: chosen with its first plan, and had by it from then on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from rkgb import Sample
+from rkgb.profile.measure import MeasuredBlocks
+from rockmate.errors import BudgetTooSmall
+from rockmate.layouts.choice import choose_layout
+from rockmate.layouts.weights import give_back, lay_out
+from rockmate.planning.layout import ChosenLayout
+from rockmate.planning.measured import Measured
+from rockmate.planning.planner import LoweredPlan
+from rockmate.planning.request import PlanRequest
+
+Planned = tuple[Measured, LoweredPlan]
+Make = Callable[[PlanRequest], Planned]
+
+
+class ModuleLayout:
+    """What layout a module has under its plans; `chosen` is None until there is one, and where none was asked for."""
+
+    def __init__(self, model: torch.nn.Module, request: PlanRequest, use_cache: bool) -> None:
+        self._model = model
+        self._asked = request.layout
+        self._use_cache = use_cache
+        self._is_planned = request.chosen_layout is not None
+        self.chosen: ChosenLayout | None = request.chosen_layout
+
+    def copy_for(self, model: torch.nn.Module, request: PlanRequest) -> ModuleLayout:
+        """The same for a copy of the module."""
+        twin = ModuleLayout(model, request, self._use_cache)
+        twin.chosen, twin._is_planned = self.chosen, self._is_planned
+        return twin
+
+    def planned(self, call: Sample, request: PlanRequest, known: MeasuredBlocks, make: Make) -> Planned:
+        """What `make` gives in the layout, which is chosen first if it is not yet.
+
+        Where no first plan can be made, the module is as it was given; under "auto" that is tried instead, if it is
+        the budget that is too small in channels_last. Raises as `choose_layout` and `make` do.
+        """
+        if self._is_planned:
+            self.put_back()
+            return make(replace(request, chosen_layout=self.chosen))
+        started = time.perf_counter()
+        try:
+            self._choose(call, request, known)
+            choosing_s = time.perf_counter() - started
+            measured, planned = self._in_chosen_or_given(request, make)
+        except BaseException:
+            self.chosen = None
+            give_back(self._model)
+            raise
+        self._is_planned = True
+        planned.plan = replace(planned.plan, planning_s=planned.plan.planning_s + choosing_s)
+        return measured, planned
+
+    def _in_chosen_or_given(self, request: PlanRequest, make: Make) -> Planned:
+        try:
+            return make(replace(request, chosen_layout=self.chosen))
+        except BudgetTooSmall as error:
+            if self._asked != "auto" or self.chosen is None or not self.chosen.weights:
+                raise
+            told = str(error).partition(". ")[0]
+        give_back(self._model)
+        kept = tuple(replace(region, channels_last=False) for region in self.chosen.regions)
+        self.chosen = ChosenLayout(kept, refused=f"no plan was found in channels_last: {told}")
+        return make(replace(request, chosen_layout=self.chosen))
+
+    def put_back(self) -> bool:
+        """Have the module in the layout of its plans, if something put it into another. Whether that was so."""
+        if not self._is_planned:
+            return False
+        if self.chosen is None or not self.chosen.weights:
+            return give_back(self._model)
+        return lay_out(self._model, self.chosen.weights)
+
+    def _choose(self, call: Sample, request: PlanRequest, known: MeasuredBlocks) -> None:
+        give_back(self._model)  # what another plan of the module has done
+        if self._asked == "as given":
+            return
+        self.chosen = choose_layout(self._model, call, request, self._asked, known, self._use_cache)
+        lay_out(self._model, self.chosen.weights)
