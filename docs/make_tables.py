@@ -416,6 +416,40 @@ OFFLOAD_WAYS = {
     "both": '`offload="disk"`',
 }
 
+
+def layout_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of convolutional models in two layouts: a table for each model, from a run of its own."""
+    for place, model in enumerate(report["models"]):
+        where = model["circumstances"]
+        if place:
+            yield ""
+        yield (
+            f"**{model['model']}**: PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}; "
+            f"medians of {where['repeats']} steps, code at {where['code']}."
+        )
+        yield ""
+        headings = ["", "gradients", "time", "of eager's", "±", "peak", "of eager's", "ready in", ""]
+        yield row(headings)
+        yield row(["---", "---", *["--:"] * (len(headings) - 3), "---"])
+        for result in model["rows"]:
+            ratio, error, share, ready_s = (
+                result[fact] for fact in ("time_ratio", "time_error", "peak_share", "ready_s")
+            )
+            yield row(
+                [
+                    result["label"],
+                    peers.exactness({"slope": None} | result),
+                    "–" if result["median_ms"] is None else format_ms(result["median_ms"]),
+                    "–" if ratio is None else f"{ratio:.3f}",
+                    "–" if error is None else f"{ratio * error:.3f}",
+                    optional_bytes(result["peak_bytes"]),
+                    "–" if share is None else f"{share:.3f}",
+                    "–" if ready_s is None else f"{ready_s:.0f} s",
+                    peers.escaped("; ".join(filter(None, (result["reason"], result["note"])))),
+                ]
+            )
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -425,6 +459,7 @@ SECTIONS = {
     "new-sizes-cpu.json": new_size_sections,
     "planning-cpu.json": planning_sections,
     "offload-cpu.json": offload_sections,
+    "layouts-cpu.json": layout_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

@@ -25,6 +25,7 @@ from rockmate.calls.fallbacks import Fallback, FallbackCounts
 from rockmate.calls.specialization import Specialization
 from rockmate.calls.specializations import Specializations
 from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
+from rockmate.layouts.option import Layout
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.memory.split import MemorySplit, Scope
@@ -33,7 +34,6 @@ from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.layout import Layout
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.pins import Pins, check_pins
 from rockmate.planning.plan import Plan

@@ -11,13 +11,13 @@ import torch
 from rk_solvers import Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
 from rockmate.errors import ArgumentError, ShapesError
+from rockmate.layouts.option import Layout
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
 from rockmate.offload.option import Offload, as_offload
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.layout import Layout
 from rockmate.planning.pins import Pins, as_pins
 from rockmate.planning.request import PlanRequest, check_request, limits_of
 from rockmate.progress import ProgressCallback

@@ -15,6 +15,7 @@ class Family(StrEnum):
     AUTO_SAC = "auto-sac"
     HUGGING_FACE = "hugging face"
     OFFLOAD = "offload"
+    LAYOUT = "channels_last"
     OURS = "rockmate"
     OTHER_SOLVERS = "rockmate's other solvers"
 

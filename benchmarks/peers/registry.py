@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from benchmarks.peers import auto_sac, checkpointing, compiled, library, ours
+from benchmarks.peers import auto_sac, checkpointing, compiled, layouts, library, ours
 from benchmarks.peers.case import Peer
 from benchmarks.peers.families import Family
 
@@ -16,6 +16,7 @@ def peers_for(shares: tuple[float, ...], skipped: Collection[Family] = ()) -> tu
         *compiled.PEERS,
         *auto_sac.PEERS,
         *library.PEERS,
+        *layouts.peers(shares),
         *ours.peers(shares),
     )
     return tuple(peer for peer in everyone if peer.family not in skipped)

@@ -30,6 +30,7 @@ from rockmate.calls.remembered import RememberedCalls
 from rockmate.calls.resting import RestingParameters
 from rockmate.calls.specialization import InferenceCall, Specialization
 from rockmate.calls.told import Told
+from rockmate.choices.module_layout import ModuleLayout
 from rockmate.errors import (
     BudgetTooSmall,
     NothingToTrain,
@@ -42,7 +43,6 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.sharded import refuse_what_spans_ranks
 from rockmate.guards.transforms import reason_to_run_unplanned, refuse_transforms
-from rockmate.layouts.module_layout import ModuleLayout
 from rockmate.memory.budget import AboveResidents, Budget, check_budget
 from rockmate.memory.optimizer_state import with_parameters
 from rockmate.options import Shapes

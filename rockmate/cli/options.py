@@ -17,9 +17,9 @@ from rk_solvers.limits import USUAL_LIMITS
 from rockmate.cli.samples import SampleTextError, read_sample
 from rockmate.cli.targets import Source, Target, TargetError, find_source
 from rockmate.errors import OffloadError
+from rockmate.layouts.option import LAYOUTS
 from rockmate.memory.budget import Budget
 from rockmate.offload.option import Offload
-from rockmate.planning.layout import LAYOUTS
 from rockmate.units import parse_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -1,1 +1,1 @@
-"""Layouts of convolutions as an option of a plan: where they apply, which is faster, and how a module is given one."""
+"""Layouts of convolutions: what there is to choose, how a module is given one, and which parts have one each."""

@@ -12,8 +12,8 @@ import msgspec
 
 from rk_solvers import Chain, Problem, Schedule, SecondMemory
 from rkgb.ir.profiles import BlockProfile
+from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
-from rockmate.planning.layout import ChosenLayout
 from rockmate.planning.plan import Plan
 
 FORMAT: Literal["rockmate-plan"] = "rockmate-plan"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rk_solvers import Schedule, SecondMemory
+from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
-from rockmate.planning.layout import ChosenLayout
 from rockmate.units import format_bytes, format_ms
 
 

@@ -10,13 +10,13 @@ from rk_solvers import SOLVERS, Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
 from rk_solvers.links import SecondMemory
 from rockmate.errors import LossError, SolverError
+from rockmate.layouts.option import ChosenLayout, Layout, check_layout
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope, check_scope
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
-from rockmate.planning.layout import ChosenLayout, Layout, check_layout
 from rockmate.planning.pins import Pin
 from rockmate.progress import ProgressCallback, no_progress
 

@@ -1,4 +1,4 @@
-"""`Rockmate(..., layout=...)`: convolutions in channels_last where that is faster, and all is eager's in that layout."""
+"""`Rockmate(..., layout=...)`: convolutions in channels_last where that is faster, and all is eager's in it."""
 
 import copy
 import pickle
@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from rk_solvers import Limits
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import BudgetTooSmall, LayoutError, Offload, PlanOptions, Rockmate, plan_files, verify, zoo
-from rockmate.layouts import choice
-from rockmate.layouts.weights import FORMATS, channels_last_strides, give_back, laid_out, lay_out
+from rockmate.calls import specializations
+from rockmate.choices import layout as choice
+from rockmate.layouts.weights import FORMATS, channels_last_strides, laid_out, lay_out
 from rockmate.plan_files.rank_agreement import RankAgreement
 from tests.module.steps import assert_same_training, squares, train
 from tests.where import placed
@@ -109,6 +110,7 @@ def quicker(monkeypatch):
         return 1.0 if is_laid and quick.intersection(region.weights) else 2.0
 
     monkeypatch.setattr(choice, "times_ms", times_ms)
+    monkeypatch.setattr(choice, "eager_steps_ms", lambda *_: None)  # as where no step fits
     return quick
 
 
@@ -224,6 +226,35 @@ def test_what_is_no_quicker_stays_as_given(quicker):
     assert str(layout) == "as given, as it is no faster in channels_last"
 
 
+@pytest.mark.parametrize(
+    ("times_ms", "weights", "told"),
+    [
+        ([2.0, 1.0, 1.5], ("right.0.weight", "right.2.weight"), "2 of 4 convolutions: steps without a plan take 0.50"),
+        ([2.0, 1.0, 0.9], ("left.0.weight", "left.2.weight", "right.0.weight", "right.2.weight"), "4 convolutions: "),
+        ([2.0, 1.99, 3.0], (), "it is no faster in channels_last"),
+    ],
+)
+def test_steps_by_turns_confirm_what_was_measured(quicker, monkeypatch, times_ms, weights, told):
+    quicker.add("right.0.weight")
+    tried = []
+    monkeypatch.setattr(choice, "eager_steps_ms", lambda *given: tried.extend(given[-1]) or times_ms)
+    model = built(Towers)
+    layout = planned(model, images(), layout="auto").plan.layout
+    assert [len(paths) for paths in tried] == [0, 2, 4]
+    assert layout.weights == laid_out(model) == weights
+    assert layout.told.startswith(told)
+
+
+def test_steps_leave_the_module_as_it_was():
+    model = built(Convolutions)
+    values, stream = {path: value.clone() for path, value in model.state_dict().items()}, torch.get_rng_state()
+    layout = planned(model, images(), layout="auto").plan.layout
+    assert layout.step_ratio is not None
+    assert all(torch.equal(value, values[path]) for path, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
 def test_times_are_those_of_the_regions_operations():
     model = built(Towers)
     layout = planned(model, images(), layout="auto").plan.layout
@@ -262,8 +293,6 @@ def test_a_budget_that_is_too_small_leaves_the_module_as_it_was(quicker):
 
 def test_what_fits_as_given_alone_is_planned_so(quicker, monkeypatch):
     quicker.add("first.weight")
-    from rockmate.calls import specializations
-
     plan, tried = specializations.plan_or_reuse, []
 
     def plan_or_reuse(model, call, request, *rest):
@@ -335,16 +364,15 @@ def test_it_is_undone_by_as_given_and_the_first_plan_has_it_back():
 def test_a_state_that_is_assigned_is_laid_out_again():
     model = built(Convolutions)
     module = planned(model, images())
+    eager = copy.deepcopy(model)
+    state = {path: value.contiguous() for path, value in module.state_dict().items()}
+    module.load_state_dict(copy.deepcopy(state), assign=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):
-            module.load_state_dict({path: value.contiguous() for path, value in module.state_dict().items()}, assign=True)
-            mine = train(module, [images(1)])
-    eager = copy.deepcopy(model)
-    give_back(eager)
-    assert laid_out(model)
+        mine = train(module, [images(1)])
+    assert "own" in laid_out(model)
     assert len(module.plans) == 1
-    assert mine.steps
+    assert_same_training(mine, train(eager, [images(1)]))
 
 
 def test_copies_and_pickles_have_it():

@@ -10,9 +10,9 @@ from rockmate.cli.app import examples
 from rockmate.cli.options import BudgetText, Chosen, json_option, layout_option, offload_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
+from rockmate.layouts.option import Layout
 from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
-from rockmate.planning.layout import Layout
 from rockmate.queries.verification import OPTIMIZERS, Verification, verify
 
 training_options = (

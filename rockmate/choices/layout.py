@@ -8,18 +8,19 @@ from typing import Any
 import msgspec
 import torch
 
-from rkgb import DGraph, KGraph, d_to_s
+from rkgb import AllGraphs, DGraph, KGraph, d_to_s
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.pipeline import measured_graphs, trace_like
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.state.module_state import for_planning
+from rockmate.choices.by_steps import eager_steps_ms
 from rockmate.errors import LayoutError
+from rockmate.layouts.option import ChosenLayout, Layout, RegionLayout
 from rockmate.layouts.regions import Region, convolution_weights, regions_of, times_ms
 from rockmate.layouts.weights import give_back, lay_out, may_change
 from rockmate.plan_files import cache
 from rockmate.plan_files.rank_agreement import default_exchange, key_of
 from rockmate.plan_files.reuse import digest_of, key_of_measuring
-from rockmate.planning.layout import ChosenLayout, Layout, RegionLayout
 from rockmate.planning.measured import Traced, trace_model
 from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
@@ -40,8 +41,8 @@ def choose_layout(
     """The layout of each region of `model` on `sample`, which leaves the module as it was given.
 
     Under "auto" a region is in channels_last if its operations take less time so, forward and backward, those at its
-    borders included, where tensors are converted; under "channels_last" all are. Ranks of a process group have one
-    layout: the first to come chooses. What was chosen is kept in the user's cache.
+    borders included, where tensors are converted, and if steps by turns confirm it. Under "channels_last" all are. Ranks
+    of a process group have one layout: the first to come chooses. What was chosen is kept in the user's cache.
 
     Raises `LayoutError` where "channels_last" is asked for, and the model does not run so; and as tracing does.
     """
@@ -124,7 +125,8 @@ def _measured_in_both(
         finally:
             give_back(model)
         request.progress("layout", 1, 1)
-    return _of_regions(given.K_graph, laid, paths)
+        found = _of_regions(given.K_graph, laid, paths)
+        return _confirmed(found, model, traced, given, request) if measuring else found
 
 
 def _in_channels_last(
@@ -158,6 +160,30 @@ def _of_regions(given: KGraph, laid: _InLayout, paths: list[str]) -> ChosenLayou
         is_faster = laid_ms <= (1 - _WORTH_IT) * given_ms
         found.append(RegionLayout(weights, len(region.operations), is_faster, given_ms, laid_ms))
     return ChosenLayout(tuple(found))
+
+
+def _confirmed(
+    found: ChosenLayout, model: torch.nn.Module, traced: Traced, given: AllGraphs, request: PlanRequest
+) -> ChosenLayout:
+    """What was found, all regions in channels_last, or none: as steps of the module itself take least time.
+
+    Operations are measured one after the other, in one layout long after the other: what the machine did beside may
+    have been another then. Where no step of the module itself fits the device, they are all that is known.
+    """
+    every = tuple(path for region in found.regions for path in region.weights)
+    layouts = list(dict.fromkeys([(), found.weights, every]))
+    times_ms = eager_steps_ms(model, traced, given, request, layouts)
+    if times_ms is None:
+        return found
+    best = min(range(len(layouts)), key=times_ms.__getitem__)
+    ratio = times_ms[best] / times_ms[0]
+    if ratio > 1 - _WORTH_IT:
+        best, ratio = 0, 1.0
+    regions = tuple(
+        replace(region, channels_last=layouts[best] == every or (best > 0 and region.channels_last))
+        for region in found.regions
+    )
+    return ChosenLayout(regions, step_ratio=ratio)
 
 
 def _reason(error: Exception) -> str:

@@ -37,6 +37,7 @@ class ChosenLayout:
 
     regions: tuple[RegionLayout, ...] = ()
     refused: str = ""  # why channels_last is not to be had, where it is not
+    step_ratio: float | None = None  # of an eager step's time so over that as given; None where nobody measured
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -58,6 +59,8 @@ class ChosenLayout:
         count = sum(len(region.weights) for region in chosen)
         noun = "convolution" if of_all == 1 else "convolutions"
         which = f"{count} {noun}" if count == of_all else f"{count} of {of_all} {noun}"
+        if self.step_ratio is not None:
+            return f"{which}: steps without a plan take {self.step_ratio:.2f} of their time as given"
         given_ms = sum(region.given_ms or 0.0 for region in chosen)
         if not given_ms:
             return which

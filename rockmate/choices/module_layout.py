@@ -10,10 +10,10 @@ import torch
 
 from rkgb import Sample
 from rkgb.profile.measure import MeasuredBlocks
+from rockmate.choices.layout import choose_layout
 from rockmate.errors import BudgetTooSmall
-from rockmate.layouts.choice import choose_layout
+from rockmate.layouts.option import ChosenLayout
 from rockmate.layouts.weights import give_back, lay_out
-from rockmate.planning.layout import ChosenLayout
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
