@@ -41,8 +41,8 @@ def choose_layout(
     """The layout of each region of `model` on `sample`, which leaves the module as it was given.
 
     Under "auto" a region is in channels_last if its operations take less time so, forward and backward, those at its
-    borders included, where tensors are converted, and if steps by turns confirm it. Under "channels_last" all are. Ranks
-    of a process group have one layout: the first to come chooses. What was chosen is kept in the user's cache.
+    borders included, where tensors are converted, and if steps by turns confirm it. Under "channels_last" all are. The
+    ranks of a process group have one layout: the first to come chooses. What was chosen is kept in the user's cache.
 
     Raises `LayoutError` where "channels_last" is asked for, and the model does not run so; and as tracing does.
     """
