@@ -14,8 +14,9 @@ def eager(case: Case, eager_peak_bytes: int) -> Built:
     """Eager training of the model as ``model.to(memory_format=torch.channels_last)`` leaves it."""
     model = case.fresh_model()
     paths = [path for path, parameter in model.named_parameters() if may_change(parameter)]
-    if not lay_out(model, paths):
+    if not paths:
         raise NotForThisModel("no parameter of it has a layout with channels last")
+    lay_out(model, paths)
     return Built(model, model, own_numbers=True)
 
 

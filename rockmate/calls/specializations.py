@@ -22,7 +22,7 @@ from rkgb.state.module_state import for_planning
 from rockmate.calls.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
 from rockmate.calls.by_size import PlansBySize
 from rockmate.calls.fallbacks import FallbackCounts
-from rockmate.calls.given import GivenPlans
+from rockmate.calls.given import GivenPlans, Planned
 from rockmate.calls.improvements import Better
 from rockmate.calls.lookup import SpecializationIndex
 from rockmate.calls.own_steps import OwnStep, OwnSteps, Situation
@@ -51,9 +51,7 @@ from rockmate.plan_files.restore import request_of
 from rockmate.plan_files.reuse import plan_above, plan_again, plan_or_reuse
 from rockmate.planning.background import hurried
 from rockmate.planning.fixed_plan import PortablePlan
-from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.share import Share, asked_now
 from rockmate.progress import ProgressCallback, progress_display
@@ -237,7 +235,7 @@ class Specializations:
             settled = self._settled_for(call)
             in_vain = settled is not None and settled.instead_of_plans
             ran, output, refusal = (False, None, None) if in_vain else self._by_a_plan(call)
-        if not ran and self._in_its_layout():
+        if not ran and self._put_in_its_layout():
             ran, output, refusal = self._by_a_plan(call)
         if ran:
             return output
@@ -349,21 +347,22 @@ class Specializations:
         self._first_makes = first.words
         return member
 
-    def _in_its_layout(self) -> bool:
-        """Whether the module was in another layout than its plans are for, and is in theirs now."""
-        with self._turns.planning():
-            return self._layout.put_back()
+    def _put_in_its_layout(self) -> bool:
+        """Whether the module was in another layout than its plans are for; it is in theirs now, if it may."""
+        was_another = self._layout.is_another
+        if was_another:
+            with self._turns.planning():
+                self._layout.put_back()
+        return was_another
 
-    def _measured_and_planned(self, call: Sample, request: PlanRequest) -> tuple[Measured, LoweredPlan]:
+    def _measured_and_planned(self, call: Sample, request: PlanRequest) -> Planned:
         known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
         for digest in list(known)[:-_MOST_KNOWN]:
             del known[digest]
         make = partial(self._planned_in_its_layout, call, known)
         return self._layout.planned(call, request, known, make)
 
-    def _planned_in_its_layout(
-        self, call: Sample, known: MeasuredBlocks, request: PlanRequest
-    ) -> tuple[Measured, LoweredPlan]:
+    def _planned_in_its_layout(self, call: Sample, known: MeasuredBlocks, request: PlanRequest) -> Planned:
         if (given := self._given.take_file(self._model, call, request, self._by_size)) is not None:
             return given
         remembered = self._remembered.find(call, request)

@@ -11,9 +11,10 @@ import torch
 from rkgb import Sample
 from rkgb.profile.measure import MeasuredBlocks
 from rockmate.choices.layout import choose_layout
-from rockmate.errors import BudgetTooSmall
+from rockmate.errors import BudgetTooSmall, LayoutError
+from rockmate.layouts.data_parallel import HELD, is_held
 from rockmate.layouts.option import ChosenLayout
-from rockmate.layouts.weights import give_back, lay_out
+from rockmate.layouts.weights import give_back, lay_out, lies_so
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
@@ -54,7 +55,7 @@ class ModuleLayout:
             measured, planned = self._in_chosen_or_given(request, make)
         except BaseException:
             self.chosen = None
-            give_back(self._model)
+            self._give_back()
             raise
         self._is_planned = True
         planned.plan = replace(planned.plan, planning_s=planned.plan.planning_s + choosing_s)
@@ -67,20 +68,36 @@ class ModuleLayout:
             if self._asked != "auto" or self.chosen is None or not self.chosen.weights:
                 raise
             told = str(error).partition(". ")[0]
-        give_back(self._model)
+        self._give_back()
         kept = tuple(replace(region, channels_last=False) for region in self.chosen.regions)
         self.chosen = ChosenLayout(kept, refused=f"no plan was found in channels_last: {told}")
         return make(replace(request, chosen_layout=self.chosen))
 
-    def put_back(self) -> bool:
-        """Have the module in the layout of its plans, if something put it into another. Whether that was so."""
-        if not self._is_planned:
-            return False
-        if self.chosen is None or not self.chosen.weights:
-            return give_back(self._model)
-        return lay_out(self._model, self.chosen.weights)
+    @property
+    def is_another(self) -> bool:
+        """Whether something put the module into another layout than its plans are for."""
+        return self._is_planned and not lies_so(self._model, self._weights)
+
+    def put_back(self) -> None:
+        """Have the module in the layout of its plans."""
+        if self.is_another and not is_held(self._model):
+            give_back(self._model)
+            lay_out(self._model, self._weights)
+
+    @property
+    def _weights(self) -> tuple[str, ...]:
+        return () if self.chosen is None else self.chosen.weights
+
+    def _give_back(self) -> None:
+        if not is_held(self._model):
+            give_back(self._model)
 
     def _choose(self, call: Sample, request: PlanRequest, known: MeasuredBlocks) -> None:
+        if is_held(self._model):
+            if self._asked == "channels_last":
+                raise LayoutError(f"{type(self._model).__name__} stays in its layout: {HELD}.")
+            self.chosen = None if self._asked == "as given" else ChosenLayout(refused=HELD)
+            return
         give_back(self._model)  # what another plan of the module has done
         if self._asked == "as given":
             return

@@ -18,6 +18,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions: the format with channels last."""
 
 Strides = tuple[int, ...]
+_Change = tuple[torch.nn.Parameter, Strides]
 
 _GIVEN = WeakTensorKeyDictionary()  # strides of parameters before they were changed here
 
@@ -42,36 +43,41 @@ def may_change(parameter: torch.Tensor) -> bool:
     )
 
 
-def lay_out(module: torch.nn.Module, paths: Iterable[str]) -> bool:
-    """Have these parameters in channels_last, as far as they may change. Whether one of them was not."""
-    changed = False
+def lay_out(module: torch.nn.Module, paths: Iterable[str]) -> None:
+    """Have these parameters in channels_last, as far as they may change."""
+    _put_all(_to_lay_out(module, paths))
+
+
+def give_back(module: torch.nn.Module) -> None:
+    """Have all parameters of `module` as they were before `lay_out`."""
+    _put_all(_to_give_back(module))
+
+
+def lies_so(module: torch.nn.Module, paths: Iterable[str]) -> bool:
+    """Whether these parameters are in channels_last, or all as they were given if there are no paths."""
+    paths = tuple(paths)
+    return not (_to_lay_out(module, paths) if paths else _to_give_back(module))
+
+
+def _to_lay_out(module: torch.nn.Module, paths: Iterable[str]) -> list[_Change]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for path in paths:
-        parameter = parameters.get(path)
-        if parameter is None or not may_change(parameter):
-            continue
-        strides = channels_last_strides(parameter.shape)
-        if parameter.stride() != strides:
-            _GIVEN.setdefault(parameter, parameter.stride())
-            _put(parameter, strides)
-            changed = True
-    if changed:
+    there = {id(parameters[path]): parameters[path] for path in paths if path in parameters}
+    wanted = ((one, channels_last_strides(one.shape)) for one in there.values() if may_change(one))
+    return [(parameter, strides) for parameter, strides in wanted if parameter.stride() != strides]
+
+
+def _to_give_back(module: torch.nn.Module) -> list[_Change]:
+    wanted = ((parameter, _GIVEN.get(parameter, parameter.stride())) for parameter in module.parameters())
+    return [(one, strides) for one, strides in wanted if one.stride() != strides and may_change(one)]
+
+
+def _put_all(changes: list[_Change]) -> None:
+    for parameter, strides in changes:
+        _GIVEN.setdefault(parameter, parameter.stride())
+        _put(parameter, strides)
+    if changes:
         torch.clear_autocast_cache()  # of copies that lie as the weights did
         _follow_in_optimizers()
-    return changed
-
-
-def give_back(module: torch.nn.Module) -> bool:
-    """Have all parameters of `module` as they were before `lay_out`. Whether one of them was not."""
-    changed = False
-    for parameter in module.parameters():
-        strides = _GIVEN.get(parameter)
-        if strides is not None and parameter.stride() != strides and may_change(parameter):
-            _put(parameter, strides)
-            changed = True
-    if changed:
-        torch.clear_autocast_cache()
-    return changed
 
 
 def laid_out(module: torch.nn.Module) -> tuple[str, ...]:
@@ -98,7 +104,9 @@ def _in_strides(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether the tensor is all that is in its storage, in plain memory of this process."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor._base is not None or tensor.is_shared():
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor._base is not None:
+        return False
+    if tensor.device.type == "cpu" and tensor.is_shared():  # PyTorch says of all tensors of other devices that they are
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 

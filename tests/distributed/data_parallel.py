@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rockmate import Rockmate, TraceError
+from rockmate import LayoutError, Rockmate, TraceError
+from rockmate.layouts.weights import laid_out, lay_out
 from rockmate.runtime.step import Step
 from tests.distributed import ranks
 from tests.module.models import WIDTH, Layers, Normalised, Tied, built, images, rows, tokens
@@ -36,10 +37,22 @@ class Unused(nn.Module):
         return torch.tanh(self.second(torch.tanh(self.first(hidden))))
 
 
+class Convolutions(nn.Module):
+    """Two convolutions, with what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x))).mean((2, 3))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "dropout": (functools.partial(built, Layers), rows),
     "tied": (functools.partial(built, Tied), tokens),
     "unused": (functools.partial(built, Unused), rows),
+    "convolutions": (functools.partial(built, Convolutions), images),
     "batch norm": (functools.partial(built, Normalised), images),
 }
 
@@ -71,6 +84,31 @@ def assert_planned_in_training_equal_to_eager(name: str, options: dict[str, Any]
     planned = Rockmate(make(), budget=0.9, loss=squares)
     assert_same_training(train(DistributedDataParallel(planned, **options), mine(batch)), expected)
     return str(planned.plan.schedule), len(planned.plans)
+
+
+def assert_laid_out_equal_to_eager(layout: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """In a layout that all ranks have; what of it is in channels_last."""
+    make, batch = here("convolutions")
+    planned, eager = Rockmate(make(), batch(0), 1.0, loss=squares, layout=layout), make()
+    lay_out(eager, laid_out(planned.original))
+    expected = train(DistributedDataParallel(eager, **options), mine(batch))
+    assert_same_training(train(DistributedDataParallel(planned, **options), mine(batch)), expected)
+    return laid_out(planned.original)
+
+
+def assert_layout_stays_within_data_parallel() -> tuple[str, str]:
+    """DDP has noted how its parameters lie; why the layout stays, of a plan that is made in its first step."""
+    make, batch = here("convolutions")
+    expected = train(DistributedDataParallel(make()), mine(batch))
+    planned = Rockmate(make(), budget=1.0, loss=squares, layout="auto")
+    assert_same_training(train(DistributedDataParallel(planned), mine(batch)), expected)
+    assert not laid_out(planned.original)
+    forced = DistributedDataParallel(Rockmate(make(), budget=1.0, loss=squares, layout="channels_last"))
+    try:
+        forced(batch(0))
+    except LayoutError as error:
+        return str(planned.plan.layout), str(error)
+    return str(planned.plan.layout), ""
 
 
 def assert_ranks_agree(name: str) -> None:

@@ -34,6 +34,21 @@ def test_a_module_planned_in_its_first_step_trains_as_eager_ones(two: Ranks, nam
     assert first[1] == 1
 
 
+@pytest.mark.parametrize(
+    ("layout", "options"), [("auto", {}), ("channels_last", {"gradient_as_bucket_view": True})], ids=str
+)
+def test_all_ranks_train_in_one_layout(two: Ranks, layout, options):
+    first, second = two.run(data_parallel.assert_laid_out_equal_to_eager, layout, options)
+    assert first == second
+    assert layout == "auto" or first == ("first.weight", "second.weight")
+
+
+def test_within_data_parallel_the_layout_stays_as_it_was(two: Ranks):
+    for told, refused in two.run(data_parallel.assert_layout_stays_within_data_parallel):
+        assert told.startswith("as given, as DistributedDataParallel holds it, which has noted how its parameters lie")
+        assert refused.startswith("Convolutions stays in its layout: DistributedDataParallel holds it")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", "tied"])
 @pytest.mark.ci
