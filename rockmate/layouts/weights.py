@@ -14,6 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rkgb.devices.registry import device_of
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions: the format with channels last."""
 
@@ -106,7 +108,7 @@ def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether the tensor is all that is in its storage, in plain memory of this process."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor._base is not None:
         return False
-    if tensor.device.type == "cpu" and tensor.is_shared():  # PyTorch says of all tensors of other devices that they are
+    if device_of(tensor.device).is_host and tensor.is_shared():  # PyTorch says so of all tensors of other devices
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
