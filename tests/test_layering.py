@@ -116,7 +116,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "queries": (
             "errors", "units", "progress", "memory", "layouts", "runtime", "planning", "options", "plan_files",
-            "calls", "module",
+            "choices", "calls", "module",
         ),
         "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
         "integrations": ("errors", "memory", "module"),

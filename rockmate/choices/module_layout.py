@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from rockmate.choices.layout import choose_layout
 from rockmate.errors import BudgetTooSmall, LayoutError
 from rockmate.layouts.data_parallel import HELD, is_held
 from rockmate.layouts.option import ChosenLayout
-from rockmate.layouts.weights import give_back, lay_out, lies_so
+from rockmate.layouts.weights import give_back, laid_out, lay_out, lies_so
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
@@ -103,3 +105,26 @@ class ModuleLayout:
             return
         self.chosen = choose_layout(self._model, call, request, self._asked, known, self._use_cache)
         lay_out(self._model, self.chosen.weights)
+
+
+@contextlib.contextmanager
+def in_asked_layout(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Iterator[PlanRequest]:
+    """Context in which `model` is in the layout that is asked for, chosen on `sample`, and given back afterwards.
+
+    For questions about plans that nobody follows yet. Yields the request with what was chosen. Raises as
+    `choose_layout`.
+    """
+    if is_held(model) or (request.layout == "as given" and lies_so(model, ())):
+        yield request
+        return
+    before = laid_out(model)  # by a plan of the module
+    try:
+        give_back(model)
+        if request.layout != "as given":
+            chosen = choose_layout(model, sample, request, request.layout, {})
+            lay_out(model, chosen.weights)
+            request = replace(request, chosen_layout=chosen)
+        yield request
+    finally:
+        give_back(model)
+        lay_out(model, before)

@@ -162,7 +162,7 @@ def apply(
 def _refuse_others(options: PlanOptions) -> None:
     """Raise `ArgumentError` for what is said of planning and would not be heard here."""
     usual = PlanOptions()
-    for name in ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload"):
+    for name in ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload", "layout"):
         if getattr(options, name) != getattr(usual, name):
             raise ArgumentError(
                 f"{name} is an option of whole models, and plans of blocks do not follow it: leave it out. Loss, "

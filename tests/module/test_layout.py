@@ -13,7 +13,20 @@ from torch import nn
 
 from rk_solvers import Limits
 from rkgb.replay.step_record import bitwise_equal
-from rockmate import BudgetTooSmall, LayoutError, Offload, PlanOptions, Rockmate, plan_files, verify, zoo
+from rockmate import (
+    ArgumentError,
+    BudgetTooSmall,
+    LayoutError,
+    Offload,
+    PlanOptions,
+    Rockmate,
+    distributed,
+    max_batch,
+    plan_files,
+    smallest_budget,
+    verify,
+    zoo,
+)
 from rockmate.calls import specializations
 from rockmate.choices import layout as choice
 from rockmate.layouts.weights import FORMATS, channels_last_strides, laid_out, lay_out
@@ -466,6 +479,33 @@ def test_other_shapes_and_another_budget_have_the_same_layout():
         module.replan(0.95, images())
     assert module.plan.layout is not None
     assert all(a == b for a, b in pairwise([strides(module.original), strides(model)]))
+
+
+def test_questions_are_answered_for_the_layout_and_leave_the_module_as_it_was():
+    model = built(Convolutions)
+    before = strides(model)
+    options = PlanOptions(loss=squares, limits=BRIEFLY, layout="channels_last", cache=False)
+    found = smallest_budget(model, images(), 2.0, options=options)
+    assert "own" in found.plan_file.plan.layout.weights
+    assert strides(model) == before
+    largest = max_batch(model, images(), found.budget_bytes, options=options, most=4)
+    assert largest.plan_file.plan.layout.weights
+    assert strides(model) == before
+    module = Rockmate(model, images(), plan=found.plan_file, loss=squares, cache=False)
+    assert laid_out(model) == laid_out(module.original)
+    with pytest.raises(ArgumentError, match="layout is an option of whole models"):
+        distributed.plan_blocks(model, images(), 1.0, blocks=[model.first], options=options)
+
+
+def test_a_question_about_the_module_as_given_is_answered_so_beside_a_plan():
+    model = built(Convolutions)
+    module = planned(model, images())
+    laid = strides(model)
+    found = smallest_budget(model, images(), 2.0, loss=squares, limits=BRIEFLY)
+    assert found.plan_file.plan.layout is None
+    assert strides(model) == laid
+    train(module, [images(1)])
+    assert len(module.plans) == 1
 
 
 def test_a_sample_is_not_changed():
