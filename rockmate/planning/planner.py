@@ -117,6 +117,7 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     started = time.perf_counter()
     budget_bytes, split = _resolved(measured, request)
     tried = _tried_within(measured, request, module, budget_bytes, split)
+    tried = _or_that_of_a_refusal(tried, measured, request, module, split)
     whole = _is_the_whole_step(request) and measured.checkpointed_peak_bytes is None
     if whole and (request.scope == "reserved" or tried.peak.allocated_bytes > budget_bytes):
         tried = _tried_as_eager(measured, request, module, split)
@@ -203,6 +204,25 @@ def _tried_within(
     return _tried(
         measured, request, module, _solve(measured, request, module, 1, False), _Asked(budget_bytes, 1, split)
     )
+
+
+def _or_that_of_a_refusal(
+    tried: _Tried, measured: Measured, request: PlanRequest, module: torch.nn.Module, split: MemorySplit | None
+) -> _Tried:
+    """Where what was found exceeds the budget: the plan of a refusal, which named these bytes, if its step is within.
+
+    Whatever is predicted of it: the bytes that were named were measured.
+    """
+    lowest = _LOWEST.get(module)
+    if lowest is None or _is_within(tried, request) or isinstance(request.solver, FixedPlan):
+        return tried
+    budget_bytes = tried.planned.plan.budget_bytes
+    solution = _followed(lowest, measured, request, sys.maxsize)
+    if solution is None:
+        return tried
+    asked = _Asked(budget_bytes, budget_bytes, split)
+    again = _tried_if_it_fits(measured, request, module, solution, asked, is_last=False)
+    return again if again is not None and _is_within(again, request) else tried
 
 
 def _with_smaller_gaps(
