@@ -359,8 +359,9 @@ class Specializations:
         known = self._known.setdefault((BackEndFlags().now(), torch.get_num_threads()), {})
         for digest in list(known)[:-_MOST_KNOWN]:
             del known[digest]
-        make = partial(self._planned_in_its_layout, call, known)
-        return self._layout.planned(call, request, known, make)
+        planned = self._layout.planned(call, request, known, partial(self._planned_in_its_layout, call, known))
+        self.request = replace(self.request, chosen_layout=self._layout.chosen)
+        return planned
 
     def _planned_in_its_layout(self, call: Sample, known: MeasuredBlocks, request: PlanRequest) -> Planned:
         if (given := self._given.take_file(self._model, call, request, self._by_size)) is not None:

@@ -100,6 +100,7 @@ class FamilyPlans:
             schedule=sized.schedule,
             calls=str(pattern),
             gradient_bytes=measured.gradient_bytes,
+            layout=request.chosen_layout,
         )
         return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
 

@@ -477,7 +477,8 @@ def test_other_shapes_and_another_budget_have_the_same_layout():
         batches = [images(1, size=16), images(2), images(3, size=16)]
         assert_same_training(train(module, batches), train(eager, batches))
         module.replan(0.95, images())
-    assert module.plan.layout is not None
+        train(module, [images(1, size=16), images(4, size=24)])
+    assert all(plan.layout is not None and "own" in plan.layout.weights for plan in module.plans)
     assert all(a == b for a, b in pairwise([strides(module.original), strides(model)]))
 
 
