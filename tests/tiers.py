@@ -55,6 +55,7 @@ SETS = {
     "tests/loops/": Sets(1, 3),
     "tests/module/": Sets(1, 2),
     "tests/module/test_exactness.py": Sets(4, 4),
+    "tests/module/test_layout.py": Sets(1, 1),
     "tests/module/test_moves.py": Sets(2, 3),
     "tests/module/test_offload.py": Sets(1, 2),
     "tests/offload/": Sets(1, 2),

@@ -198,6 +198,7 @@ def test_another_layout_is_another_rounding_and_no_other_accuracy(seed):
     assert off[1] < 4 * off[0]
 
 
+@pytest.mark.slow
 def test_with_moves_and_mixed_precision():
     model = built(Convolutions)
     eager = copy.deepcopy(model)
@@ -388,6 +389,7 @@ def test_a_state_that_is_assigned_is_laid_out_again():
     assert_same_training(mine, train(eager, [images(1)]))
 
 
+@pytest.mark.ci
 def test_copies_and_pickles_have_it():
     model = built(Convolutions)
     module = planned(model, images())
@@ -468,6 +470,7 @@ def test_frozen_and_tied_weights():
     assert_same_training(train(module, [images(1)]), train(eager, [images(1)]))
 
 
+@pytest.mark.ci
 def test_other_shapes_and_another_budget_have_the_same_layout():
     model = built(Convolutions)
     module = planned(model, images(), 0.9, plan_in_background=False)
@@ -482,6 +485,7 @@ def test_other_shapes_and_another_budget_have_the_same_layout():
     assert all(a == b for a, b in pairwise([strides(module.original), strides(model)]))
 
 
+@pytest.mark.slow
 def test_questions_are_answered_for_the_layout_and_leave_the_module_as_it_was():
     model = built(Convolutions)
     before = strides(model)
@@ -498,6 +502,7 @@ def test_questions_are_answered_for_the_layout_and_leave_the_module_as_it_was():
         distributed.plan_blocks(model, images(), 1.0, blocks=[model.first], options=options)
 
 
+@pytest.mark.ci
 def test_a_question_about_the_module_as_given_is_answered_so_beside_a_plan():
     model = built(Convolutions)
     module = planned(model, images())
