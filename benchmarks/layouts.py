@@ -13,7 +13,6 @@ be computed on the machine.
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -35,7 +34,6 @@ from rockmate import keep_freed_memory
 
 MODELS = ("densenet121", "resnet50", "googlenet", "mobilenet-v2", "unet")
 SHARES = (0.7, 0.5, 0.4, 0.3)
-INDUCTOR = (1.0, 0.7, 0.5, 0.3)  # its budgets
 FACTS = (
     "label", "family", "status", "share", "budget_bytes", "peak_bytes", "peak_share", "median_ms", "time_ratio",
     "time_error", "predicted_ratio", "relative_difference", "ready_s", "reason", "note",
@@ -46,18 +44,8 @@ def peers_of(shares: tuple[float, ...], inductor: bool) -> tuple[Peer, ...]:
     """Eager training, which comes first, and all that is compared with it."""
     eager = peers_for((), [family for family in Family if family is not Family.EAGER])[0]
     in_given = [peer for peer in ours.peers(shares) if peer.family is Family.OURS]
-    return (eager, *layouts.peers(shares), *in_given, *(_inductor() if inductor else ()))
-
-
-def _inductor() -> list[Peer]:
-    return [
-        Peer(
-            f"inductor, budget {budget:.1f}",
-            Family.COMPILE,
-            functools.partial(compiled.compiled, backend="inductor", budget=budget),
-        )
-        for budget in INDUCTOR
-    ]
+    inductors = [peer for peer in compiled.PEERS if inductor and "inductor" in peer.label]
+    return (eager, *layouts.peers(shares), *in_given, *inductors)
 
 
 def rows_of(name: str, options: Any) -> list[dict[str, Any]]:

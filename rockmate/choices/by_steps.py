@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.devices.registry import device_of
 from rockmate.layouts.weights import give_back, lay_out
 from rockmate.planning.measured import Traced, borrowed_with_gradients, problem_of
-from rockmate.planning.real_step import run_step, step_ms
+from rockmate.planning.real_step import by_turns, run_step, step_ms
 from rockmate.planning.request import PlanRequest
 
 _TURNS = 3  # timed steps in each layout
@@ -50,12 +49,11 @@ def eager_steps_ms(
         return 0.0
 
     def turns() -> list[float]:
+        request.progress("layout (steps)", 0, 1)
         for paths in layouts:
             step(paths, timed=False)  # libraries choose and prepare kernels in the first one
-        started, times_ms = time.perf_counter(), list[list[float]]()
-        while len(times_ms) < _TURNS or (len(times_ms) < _MOST_TURNS and time.perf_counter() < started + _TURNS_S):
-            times_ms.append([step(paths, timed=True) for paths in layouts])
-            request.progress("layout (steps)", len(times_ms), _MOST_TURNS)
+        times_ms = by_turns([partial(step, paths, timed=True) for paths in layouts], _TURNS, _MOST_TURNS, _TURNS_S)
+        request.progress("layout (steps)", 1, 1)
         return [min(of_one) for of_one in zip(*times_ms, strict=True)]
 
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -93,14 +94,6 @@ def _kept(key: str) -> ChosenLayout | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _InLayout:
-    """The module in one layout."""
-
-    graph: DGraph
-    costs: KGraph | None  # None where nobody asked
-
-
 def _measured_in_both(
     model: torch.nn.Module, traced: Traced, request: PlanRequest, asked: Layout, known: MeasuredBlocks
 ) -> ChosenLayout:
@@ -108,13 +101,14 @@ def _measured_in_both(
     paths = [path for path in weights if may_change(model.get_parameter(path))]
     if not paths:
         return ChosenLayout(refused=_NO_CONVOLUTIONS)
-    measuring = asked == "auto"
+    given, measuring = None, asked == "auto"
     with for_planning(model):
-        given = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
+        if measuring:
+            given = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
         request.progress("layout", 0, 1)
         try:
             lay_out(model, paths)
-            laid = _in_channels_last(model, traced, request, known, measuring)
+            graph, costs = _in_channels_last(model, traced, request, known, measuring)
         except Exception as error:
             if measuring:
                 return ChosenLayout(refused=_reason(error))
@@ -125,41 +119,41 @@ def _measured_in_both(
         finally:
             give_back(model)
         request.progress("layout", 1, 1)
-        found = _of_regions(given.K_graph, laid, paths)
-        return _confirmed(found, model, traced, given, request) if measuring else found
+        regions = [(region, weights) for region, weights in _regions(traced.graph.dgraph, graph, paths) if weights]
+        if given is None or costs is None:
+            every = (RegionLayout(weights, len(one.operations), channels_last=True) for one, weights in regions)
+            return ChosenLayout(tuple(every))
+        found = ChosenLayout(tuple(_faster(given.K_graph, costs, *region) for region in regions))
+        return _confirmed(found, model, traced, given, request)
 
 
 def _in_channels_last(
     model: torch.nn.Module, traced: Traced, request: PlanRequest, known: MeasuredBlocks, measuring: bool
-) -> _InLayout:
+) -> tuple[DGraph, KGraph | None]:
+    """The module as it is laid out: its graph, and what that takes if it is to be measured."""
     opaque = [model.get_submodule(path) for path in request.opaque]
     basic, graph = trace_like(traced.basic, model, traced.sample, opaque)
     if not measuring:
-        return _InLayout(graph, None)
+        return graph, None
     simplified = d_to_s(replace(graph, trained=traced.graph.dgraph.trained))
-    graphs = measured_graphs(basic, simplified, model, traced.sample, request.progress, known)
-    return _InLayout(graph, graphs.K_graph)
+    return graph, measured_graphs(basic, simplified, model, traced.sample, request.progress, known).K_graph
 
 
-def _of_regions(given: KGraph, laid: _InLayout, paths: list[str]) -> ChosenLayout:
-    """Each region of the laid out graph in the layout in which it is faster."""
-    regions = regions_of(laid.graph)
-    names = [{op.name for op in graph} for graph in (given.sgraph.dgraph, laid.graph)]
+def _regions(given: DGraph, laid: DGraph, paths: list[str]) -> Iterator[tuple[Region, tuple[str, ...]]]:
+    """Each region of the laid out graph, with those of its weights that may change."""
+    regions = regions_of(laid)
+    names = [{op.name for op in graph} for graph in (given, laid)]
     if names[0] != names[1]:  # what is a view in one of them is more than one operation in the other
         every = frozenset().union(*names)
         regions = [Region(tuple(path for region in regions for path in region.weights), every)]
-    found = []
     for region in regions:
-        weights = tuple(path for path in region.weights if path in paths)
-        if not weights:
-            continue
-        if laid.costs is None:
-            found.append(RegionLayout(weights, len(region.operations), channels_last=True))
-            continue
-        given_ms, laid_ms = times_ms(given, region), times_ms(laid.costs, region)
-        is_faster = laid_ms <= (1 - _WORTH_IT) * given_ms
-        found.append(RegionLayout(weights, len(region.operations), is_faster, given_ms, laid_ms))
-    return ChosenLayout(tuple(found))
+        yield region, tuple(path for path in region.weights if path in paths)
+
+
+def _faster(given: KGraph, laid: KGraph, region: Region, weights: tuple[str, ...]) -> RegionLayout:
+    """The region in the layout in which it takes less time."""
+    given_ms, laid_ms = times_ms(given, region), times_ms(laid, region)
+    return RegionLayout(weights, len(region.operations), laid_ms <= (1 - _WORTH_IT) * given_ms, given_ms, laid_ms)
 
 
 def _confirmed(

@@ -16,7 +16,7 @@ from rockmate.choices.layout import choose_layout
 from rockmate.errors import BudgetTooSmall, LayoutError
 from rockmate.layouts.data_parallel import HELD, is_held
 from rockmate.layouts.option import ChosenLayout
-from rockmate.layouts.weights import give_back, laid_out, lay_out, lies_so
+from rockmate.layouts.weights import give_back, lay_out, layout_kept, lies_so
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
@@ -117,14 +117,10 @@ def in_asked_layout(model: torch.nn.Module, sample: Any, request: PlanRequest) -
     if is_held(model) or (request.layout == "as given" and lies_so(model, ())):
         yield request
         return
-    before = laid_out(model)  # by a plan of the module
-    try:
+    with layout_kept(model):  # a plan of the module may have laid it out
         give_back(model)
         if request.layout != "as given":
             chosen = choose_layout(model, sample, request, request.layout, {})
             lay_out(model, chosen.weights)
             request = replace(request, chosen_layout=chosen)
         yield request
-    finally:
-        give_back(model)
-        lay_out(model, before)

@@ -7,7 +7,8 @@ in the same layout as the plan does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ def lay_out(module: torch.nn.Module, paths: Iterable[str]) -> None:
 def give_back(module: torch.nn.Module) -> None:
     """Have all parameters of `module` as they were before `lay_out`."""
     _put_all(_to_give_back(module))
+
+
+@contextlib.contextmanager
+def layout_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Context after which the parameters of `module` lie as they did before it."""
+    before = laid_out(module)
+    try:
+        yield
+    finally:
+        give_back(module)
+        lay_out(module, before)
 
 
 def lies_so(module: torch.nn.Module, paths: Iterable[str]) -> bool:

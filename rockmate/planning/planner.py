@@ -41,7 +41,7 @@ from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.graph_solver import memory_for, moves_beside, solver_for, with_memory
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.plan import Plan
-from rockmate.planning.real_step import real_peak_bytes, step_ms, warm_step
+from rockmate.planning.real_step import by_turns, real_peak_bytes, step_ms, warm_step
 from rockmate.planning.refusal import too_small
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback
@@ -560,18 +560,14 @@ def _steps_ms(
     sample = measured.sample
     assert sample is not None, "planning needs the sample with which the module was measured"
     borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
-    turns: list[tuple[float, float]] = []
 
     def timed(runner: Runner) -> float:
         with borrow():
             return step_ms(runner, sample, loss, measured.device)
 
-    started = time.perf_counter()
     with for_planning(module):
-        while len(turns) < _TURNS_TO_COMPARE or (
-            len(turns) < _MOST_TURNS and time.perf_counter() < started + _COMPARE_S
-        ):
-            turns.append((timed(moving), timed(alone)))
+        steps = [partial(timed, moving), partial(timed, alone)]
+        turns = by_turns(steps, _TURNS_TO_COMPARE, _MOST_TURNS, _COMPARE_S)
     moving_ms, alone_ms = (min(times_ms) for times_ms in zip(*turns, strict=True))
     return max(moving_ms, alone_ms * statistics.median(moved / stayed for moved, stayed in turns)), alone_ms
 

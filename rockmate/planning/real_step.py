@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -70,6 +70,14 @@ def step_ms(step: StepFunction, sample: Sample, loss: LossFunction | None, devic
     run_step(step, fresh, loss)
     device_of(device).synchronize()
     return 1e3 * (time.perf_counter() - started)
+
+
+def by_turns(steps: Sequence[Callable[[], float]], least: int, most: int, seconds: float) -> list[list[float]]:
+    """Times of these steps in ms, turn by turn: `least` turns, and up to `most` while the `seconds` last."""
+    started, times_ms = time.perf_counter(), list[list[float]]()
+    while len(times_ms) < least or (len(times_ms) < most and time.perf_counter() < started + seconds):
+        times_ms.append([step() for step in steps])
+    return times_ms
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:

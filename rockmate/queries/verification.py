@@ -31,7 +31,7 @@ from rkgb.state.module_state import (
 from rkgb.state.other_random import other_random_states_kept
 from rkgb.tree import leaves
 from rockmate.errors import ArgumentError
-from rockmate.layouts.weights import give_back, laid_out, lay_out
+from rockmate.layouts.weights import give_back, laid_out, layout_kept
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.options import PlanOptions
@@ -124,8 +124,7 @@ def verify(
         stack.enter_context(_streams_restored(random_states(module_devices(model, arguments.tensors))))
         stack.enter_context(other_random_states_kept())
         original = model.original if isinstance(model, Rockmate) else model
-        if not isinstance(model, Rockmate):
-            stack.callback(give_back, original)
+        stack.enter_context(layout_kept(original))
         if isinstance(model, Rockmate):
             planned = model._of_an_equal(original)
             if not planned.plans:
@@ -165,14 +164,11 @@ def verify(
 
 def _from_given_layout(expected: list[StepRecord], training: _Training, original: torch.nn.Module) -> float | None:
     """How far the gradients of the first step are from those in the given layout; None where `original` is in it."""
-    paths = laid_out(original)
-    if not paths:
+    if not laid_out(original):
         return None
-    give_back(original)
-    try:
+    with layout_kept(original):
+        give_back(original)
         given = training.run(original)[0]
-    finally:
-        lay_out(original, paths)
     squares = [0.0, 0.0]
     for name in given.tensors:
         if not name.startswith("gradient of "):

@@ -27,6 +27,7 @@ from tests.where import here, random_stream
 
 Loss = Callable[[Any], Tensor]
 CPU = torch.device("cpu")
+BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)  # any plan will do
 FEW_ROUNDS = Limits(rounds=2)  # a plan of the default solver that is the same on any machine, and found at once
 
 

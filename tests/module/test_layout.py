@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rk_solvers import Limits
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
     ArgumentError,
@@ -31,11 +30,8 @@ from rockmate.calls import specializations
 from rockmate.choices import layout as choice
 from rockmate.layouts.weights import FORMATS, channels_last_strides, laid_out, lay_out
 from rockmate.plan_files.rank_agreement import RankAgreement
-from tests.module.steps import assert_same_training, squares, train
+from tests.module.steps import BRIEFLY, assert_same_training, squares, train
 from tests.where import placed
-
-BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)
-LAST = torch.channels_last
 
 
 def images(seed=0, size=20):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from rk_solvers import Limits
 from rk_solvers.transfers.reading import costs_of
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
@@ -35,10 +34,8 @@ from rockmate.planning import planner
 from rockmate.reports.explain import explain
 from tests.graph.programs import TINY
 from tests.module.models import Layers, built, rows
-from tests.module.steps import assert_same_training, squares, train
+from tests.module.steps import BRIEFLY, assert_same_training, squares, train
 from tests.where import CPU, here, placed
-
-BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)
 
 
 def elsewhere(folder, limit=None):
