@@ -19,7 +19,7 @@ import platformdirs
 
 from rockmate.errors import PlanFileError
 from rockmate.plan_files.content import PlanFile
-from rockmate.plan_files.files import load, save
+from rockmate.plan_files.files import load, save, write_whole
 from rockmate.units import parse_bytes
 
 _MOST_BYTES = 256 << 20
@@ -120,9 +120,7 @@ def put_note(key: str, text: str) -> None:
     """Keep a short text. A folder that cannot be written keeps nothing, and that is no error."""
     with contextlib.suppress(OSError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = folder() / f".{key}{_SUFFIX}.{os.getpid()}"  # taken away as parts of plans are, if this process ends
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder() / f"{key}{_NOTE}")
+        write_whole(folder() / f"{key}{_NOTE}", text.encode())
         notes = sorted(_files(f"*{_NOTE}"), key=lambda path: path.stat().st_mtime)
         for path in notes[:-_MOST_NOTES]:
             path.unlink(missing_ok=True)
@@ -155,7 +153,7 @@ def _shrink(allowed_bytes: int) -> None:
         total_bytes += entry.size_bytes
         if total_bytes > allowed_bytes:
             drop(entry.key)
-    for part in _files(f".*{_SUFFIX}.*"):
+    for part in (*_files(f".*{_SUFFIX}.*"), *_files(f".*{_NOTE}.*")):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > _ABANDONED_S:
                 part.unlink()

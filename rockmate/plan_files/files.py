@@ -34,6 +34,11 @@ def save(plan_file: PlanFile, path: str | os.PathLike[str]) -> None:
     content = dumps(plan_file)
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)  # the same plan, the same bytes
+    write_whole(path, content)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears whole, or replaces the one that is there in one go. Raises `OSError` as `save`."""
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
