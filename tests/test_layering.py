@@ -119,6 +119,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "choices", "calls", "module",
         ),
         "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
+        "compile": ("errors", "units", "memory", "planning"),
         "integrations": ("errors", "memory", "module"),
         "compat": (
             "errors", "units", "zoo", "memory", "offload", "planning", "options", "plan_files", "module", "queries",

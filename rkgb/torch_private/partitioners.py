@@ -1,0 +1,37 @@
+"""How `torch.compile` divides a joint graph in a forward and a backward one: who is asked, and how a choice is told.
+
+Importing this imports the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from functorch.compile import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = ["CustomPartitionerFn", "partitioned"]
+
+
+def partitioned(
+    joint: torch.fx.GraphModule,
+    inputs: Sequence[object],
+    saved: Collection[torch.fx.Node],
+    repeated: Collection[torch.fx.Node],
+    **options: Any,
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The two graphs that PyTorch's own partitioner makes of `joint`, which it changes.
+
+    What is `saved` is not computed again, what is `repeated` is, where the backward needs it: as selective activation
+    checkpointing tells it. The `options` are those that the compiler hands to a partitioner.
+    """
+    for nodes, policy in ((saved, CheckpointPolicy.MUST_SAVE), (repeated, CheckpointPolicy.MUST_RECOMPUTE)):
+        for node in nodes:
+            node.meta["recompute"] = policy
+            node.meta["ac_graph_id"] = 0  # all in one region: no borders of regions within
+    with torch._functorch.config.patch(activation_memory_budget=1.0):  # or it would choose by itself, and otherwise
+        return min_cut_rematerialization_partition(joint, inputs, **options)

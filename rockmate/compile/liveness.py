@@ -1,0 +1,129 @@
+"""Bytes that a divided joint graph takes, forward and backward, as the compiler will allocate them, nearly.
+
+A loop that is joined with the one loop that reads it fills no memory. What else the compiler does, such as taking the
+memory of an input for an output or another order, takes less; scratch memory of libraries is not seen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from rockmate.compile.joint import JointGraph, bytes_of, is_fused, is_tuple, is_view
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Most bytes above what the caller holds before the step."""
+
+    forward_bytes: int
+    backward_bytes: int
+    saved_bytes: int  # handed from the one to the other
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the whole step, the loss left out that is computed outside."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+class Liveness:
+    """Of one joint graph, for any choice of what is saved."""
+
+    def __init__(self, graph: JointGraph) -> None:
+        self._graph = graph
+        self._holder = {node: graph.holder(node) for node in graph.nodes}
+        self._bytes = {
+            node: 0 if node in graph.given or is_tuple(node) or is_view(node) else bytes_of(node)
+            for node in graph.nodes
+        }
+        self._is_fused = {node: is_fused(node) for node in graph.nodes}
+        self._forward = [node for node in graph.nodes if node in graph.forward and node not in graph.given]
+
+    def peaks(self, saved: frozenset[Node]) -> Peaks:
+        """Where these are saved, and all else that the backward needs is computed again."""
+        graph = self._graph
+        kept = {self._holder[node] for node in saved} - graph.given
+        returned = {self._holder[node] for node in graph.outputs} - graph.given
+        forward_bytes, _ = self._pass(self._forward, (), kept | returned)
+        held = dict.fromkeys([*kept, *returned, *graph.tangents])
+        gradients = {self._holder[node] for node in graph.gradients}
+        backward_bytes, _ = self._pass(graph.backward_order(saved), held, returned | gradients)
+        return Peaks(forward_bytes, backward_bytes, sum(self._bytes[node] for node in kept))
+
+    def _pass(self, order: Sequence[Node], held: Iterable[Node], kept: set[Node]) -> tuple[int, int]:
+        """Most bytes while `order` runs, and those at its end, where `held` is there before, and `kept` afterwards."""
+        order = _with_parts(order)
+        place = {node: number for number, node in enumerate(order)}
+        readers: dict[Node, list[Node]] = {}
+        for node in order:
+            for dep in node.all_input_nodes:
+                readers.setdefault(dep, []).append(node)
+        runs_at: dict[Node, int] = {}
+        last: dict[Node, int] = {}
+        joined: set[Node] = set()
+        real: dict[Node, list[Node]] = {}  # by holder: who reads it, or a view of it, and is none
+        for node in reversed(order):
+            reading = [user for user in readers.get(node, ()) if not is_view(user)]
+            reading += [user for view in readers.get(node, ()) if is_view(view) for user in real.get(view, ())]
+            real[node] = reading
+            runs_at[node] = place[node]
+            if (
+                self._is_fused[node]
+                and not is_view(node)
+                and self._holder[node] not in kept
+                and len(set(reading)) == 1
+                and self._is_fused[reading[0]]
+            ):
+                joined.add(node)
+                runs_at[node] = runs_at[reading[0]]
+            for dep in node.all_input_nodes:
+                holder = self._holder[dep]
+                last[holder] = max(last.get(holder, -1), runs_at[node])
+        freed: dict[int, list[Node]] = {}
+        for holder, at in last.items():
+            if holder not in kept and holder not in joined:
+                freed.setdefault(at, []).append(holder)
+        alive = {holder for holder in held if holder in kept or holder in last}
+        level = highest = sum(self._bytes[holder] for holder in alive)
+        for number, node in enumerate(order):
+            if node not in joined and self._bytes[node] and node not in alive:
+                alive.add(node)
+                level += self._bytes[node]
+            highest = max(highest, level + self._scratch_bytes(node))
+            for holder in freed.get(number, ()):
+                if holder in alive:
+                    alive.discard(holder)
+                    level -= self._bytes[holder]
+            if node in alive and node not in kept and node not in last:
+                alive.discard(node)  # nobody reads it
+                level -= self._bytes[node]
+        return highest, level
+
+    def _scratch_bytes(self, node: Node) -> int:
+        """What the compiler has converted of what a convolution is given, weights above all, while it runs."""
+        if "convolution" not in str(node.target):
+            return 0
+        return sum(bytes_of(dep) for dep in node.all_input_nodes if dep in self._graph.given)
+
+
+def _with_parts(order: Sequence[Node]) -> list[Node]:
+    """What takes one of several values that an operation gives stands behind it: all are there at once."""
+    parts: dict[Node, list[Node]] = {}
+    for node in order:
+        if node.target is operator.getitem:
+            parts.setdefault(node.all_input_nodes[0], []).append(node)
+    found: list[Node] = []
+
+    def add(node: Node) -> None:
+        found.append(node)
+        for part in parts.get(node, ()):
+            add(part)
+
+    own = set(order)
+    for node in order:
+        if node.target is not operator.getitem or node.all_input_nodes[0] not in own:
+            add(node)
+    return found
