@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -34,4 +34,5 @@ def partitioned(
             node.meta["recompute"] = policy
             node.meta["ac_graph_id"] = 0  # all in one region: no borders of regions within
     with torch._functorch.config.patch(activation_memory_budget=1.0):  # or it would choose by itself, and otherwise
-        return min_cut_rematerialization_partition(joint, inputs, **options)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    return forward, backward

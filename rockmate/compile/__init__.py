@@ -1,6 +1,6 @@
-"""`torch.compile` under a budget of bytes: its partitioner, and a check of what a step then takes."""
+"""`torch.compile` under a budget of bytes: its partitioner, and what a step then takes, measured."""
 
-from rockmate.compile.checking import Checked, check
-from rockmate.compile.partitioner import Partitioner
+from rockmate.compile.checking import Checked, check, compile_within
+from rockmate.compile.partitioner import Division, Partitioner
 
-__all__ = ["Checked", "Partitioner", "check"]
+__all__ = ["Checked", "Division", "Partitioner", "check", "compile_within"]

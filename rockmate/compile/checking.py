@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rkgb import Sample, make_sample
+from rkgb import make_sample
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.state.module_state import for_planning, main_device, module_devices, module_state_kept
 from rockmate.compile.partitioner import Partitioner
-from rockmate.errors import ArgumentError
+from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.real_step import peak_of
 from rockmate.units import format_bytes
+
+_ATTEMPTS = 4  # to compile
+_BEYOND = 1.2  # of what a step took too much, the next target is lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,6 @@ class Checked:
 
     peak_bytes: int  # above what was there before the step, as the budget is
     budget_bytes: int
-    predicted_bytes: int  # of the graph that takes most; the loss is left out where it is not compiled
-    graphs: int  # that were compiled with the partitioner
 
     @property
     def fits(self) -> bool:
@@ -33,8 +34,7 @@ class Checked:
 
     def __str__(self) -> str:
         verdict = "within" if self.fits else "above"
-        text = f"a step took {format_bytes(self.peak_bytes)}, {verdict} the budget of {format_bytes(self.budget_bytes)}"
-        return text if self.graphs == 1 else f"{text}, which each of {self.graphs} graphs had by itself"
+        return f"a step took {format_bytes(self.peak_bytes)}, {verdict} the budget of {format_bytes(self.budget_bytes)}"
 
 
 def check(compiled: torch.nn.Module, sample: Any, loss: LossFunction | None = None) -> Checked:
@@ -47,15 +47,73 @@ def check(compiled: torch.nn.Module, sample: Any, loss: LossFunction | None = No
         ArgumentError: the module was not compiled with a `Partitioner`.
         Whatever compiling raises, such as an error of the compiler whose cause is `BudgetTooSmall`.
     """
-    partitioner = _partitioner_of(compiled)
-    arguments: Sample = make_sample(compiled, sample)
+    return Checked(_peak_bytes(compiled, sample, loss), _partitioner_of(compiled).budget_bytes)
+
+
+def compile_within(
+    model: torch.nn.Module,
+    sample: Any,
+    budget: int | str,
+    loss: LossFunction | None = None,
+    **options: Any,
+) -> torch.nn.Module:
+    """`model` compiled by `torch.compile`, and a step of it measured to be within a budget of bytes.
+
+    Where a step takes more than was predicted, the model is compiled again within less, a few times at most. `sample`
+    and `loss` are as for `check`, the other `options` those of `torch.compile`. The model is left as it was.
+
+    Raises:
+        BudgetError: the budget is none in bytes.
+        BudgetTooSmall: no division is predicted to fit, or none that does was found to.
+        Whatever else compiling raises.
+    """
+    budget_bytes = target_bytes = Partitioner(budget).budget_bytes
+    inner = options.pop("options", {})
+    least_bytes = 0
+    for _ in range(_ATTEMPTS):
+        torch._dynamo.reset()  # or code compiled for another budget would run
+        chosen = {**inner, "custom_partitioner_fn": Partitioner(target_bytes)}
+        compiled = cast(torch.nn.Module, torch.compile(model, options=chosen, **options))
+        try:
+            peak_bytes = _peak_bytes(compiled, sample, loss)
+        except Exception as error:
+            if (refused := refusal_in(error)) is None:
+                raise
+            if refused.smallest_budget_bytes > budget_bytes or not least_bytes:
+                least_bytes = refused.smallest_budget_bytes
+                break
+            target_bytes = refused.smallest_budget_bytes
+            continue
+        if peak_bytes <= budget_bytes:
+            return compiled
+        least_bytes = min(least_bytes or peak_bytes, peak_bytes)
+        target_bytes = max(target_bytes - int(_BEYOND * (peak_bytes - budget_bytes)), 1)
+    raise BudgetTooSmall(
+        f"no step of the compiled {type(model).__name__} was found within {format_bytes(budget_bytes)}: the least "
+        f"takes {format_bytes(least_bytes)}. Give that much, a smaller batch, or plan the model itself, which goes lower: "
+        "Rockmate(model, sample, budget).",
+        smallest_budget_bytes=least_bytes,
+        binding_op="",
+        proven_bytes=0,
+    )
+
+
+def refusal_in(error: BaseException) -> BudgetTooSmall | None:
+    """The refusal of a partitioner that an error of the compiler tells of, if it does."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, BudgetTooSmall):
+        seen = seen.__cause__ or getattr(seen, "inner_exception", None)
+    return seen
+
+
+def _peak_bytes(compiled: torch.nn.Module, sample: Any, loss: LossFunction | None) -> int:
+    arguments = make_sample(compiled, sample)
     device = main_device(module_devices(compiled, arguments.tensors))
     with surroundings_aside(), for_planning(compiled):
         for _ in range(2):
             with module_state_kept(compiled, {device}):
                 peak = peak_of(compiled, arguments, loss, device)
-    predicted = max((one.predicted_peak_bytes for one in partitioner.divisions), default=0)
-    return Checked(peak.allocated_bytes, partitioner.budget_bytes, predicted, len(partitioner.divisions))
+    return peak.allocated_bytes
 
 
 def _partitioner_of(compiled: object) -> Partitioner:

@@ -54,11 +54,14 @@ class Chooser:
             return None, least_bytes
         best = min(fitting, key=_by_time)
         for family in families:
-            low = min((c for c in family if c.peaks.step_bytes <= budget_bytes), key=_by_time, default=None)
+            within = [choice for choice in family if choice.peaks.step_bytes <= budget_bytes]
             faster = [c for c in family if c.peaks.step_bytes > budget_bytes and c.repeated_ms < best.repeated_ms]
-            for high in sorted(faster, key=_by_time, reverse=True)[:2] if low is not None else []:
-                for pair in ((low, high), (high, low)):
-                    best = min(best, self._mixed(*pair, budget_bytes) or best, key=_by_time)
+            if not within:
+                continue
+            low = min(within, key=_by_time)
+            for high in sorted(faster, key=_by_time, reverse=True)[:2]:
+                for first, then in ((low, high), (high, low)):
+                    best = min(best, self._mixed(first, then, budget_bytes) or best, key=_by_time)
         return best, least_bytes
 
     def _kept_cuts(self) -> Iterator[tuple[Node, ...]]:
@@ -103,8 +106,10 @@ class Chooser:
         """What saving these takes; None where something would be computed again that must not be."""
         if saved not in self._choices:
             repeated = self._repeated(saved)
-            self._choices[saved] = None if repeated is None else Choice(
-                saved, repeated, self._liveness.peaks(saved), sum(self._time_ms[node] for node in repeated)
+            self._choices[saved] = (
+                None
+                if repeated is None
+                else Choice(saved, repeated, self._liveness.peaks(saved), sum(self._time_ms[node] for node in repeated))
             )
         return self._choices[saved]
 

@@ -63,7 +63,7 @@ class JointGraph:
             if node not in forward:
                 forward.add(node)
                 waiting += node.all_input_nodes
-        # What an operation gives beside its result, such as a mask, is there with it, though the backward alone reads it.
+        # What an operation gives beside its result, such as a mask, is there with it, whoever reads it.
         forward.update(node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in forward)
         given = frozenset([*inputs, *constants]).difference(tangents)
         written = given & _written(module, nodes)

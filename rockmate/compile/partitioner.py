@@ -40,9 +40,9 @@ class Partitioner(CustomPartitionerFn):
     The budget is of the step, above what is there before it: activations, gradients, scratch memory; as that of
     `Rockmate`, but in bytes only, as nobody has seen the eager step. Each graph that is compiled has it by itself, so
     that a model is to be one graph: ``fullgraph=True``. Random numbers are never drawn twice. What the compiler makes
-    of the graphs is predicted, and not proven: `check` measures a step.
+    of the graphs is predicted, and not proven: `check` measures a step, `compile_within` compiles until one fits.
 
-    `divisions` tells what was done for each graph that was compiled, in order.
+    `divisions` tells how each graph was divided, in order, without those that the compiler has found in its cache.
 
     Args:
         budget: bytes, or a size such as "2GiB".
@@ -57,20 +57,20 @@ class Partitioner(CustomPartitionerFn):
         read = read_budget(budget)
         if not isinstance(read, int):
             raise BudgetError(
-                f"a partitioner is given bytes, and {budget!r} is none: nobody has seen an eager step of which it could "
-                'be a part. Give bytes, or a size such as "2GiB".'
+                f"a partitioner is given bytes, and not {budget!r}: it has seen no eager step of which that could be a "
+                'part. Give bytes, or a size such as "2GiB".'
             )
         self.budget_bytes = read
         self.divisions: list[Division] = []
 
     def __call__(
-        self, gm: GraphModule, joint_inputs: Sequence[object], /, **options: Any
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """The forward and the backward of the joint graph `gm`; called by the compiler."""
         gm.graph.eliminate_dead_code()
-        graph = JointGraph.of(gm, options["num_fwd_outputs"])
+        graph = JointGraph.of(gm, kwargs["num_fwd_outputs"])
         inputs = [node for node in graph.nodes if node.op == "placeholder" and node not in graph.tangents]
-        static = set(options.get("static_lifetime_input_indices") or ())
+        static = set(kwargs.get("static_lifetime_input_indices") or ())
         batch = frozenset(node for number, node in enumerate(inputs) if number not in static)
         chosen, least_bytes = Chooser(graph, batch).within(self.budget_bytes)
         if chosen is None:
@@ -85,7 +85,7 @@ class Partitioner(CustomPartitionerFn):
         self.divisions.append(
             Division(chosen.peaks.saved_bytes, chosen.peaks.step_bytes, len(chosen.repeated), chosen.repeated_ms)
         )
-        return partitioned(gm, joint_inputs, chosen.saved, chosen.repeated, **options)
+        return partitioned(gm, joint_inputs, chosen.saved, chosen.repeated, **kwargs)
 
     def uuid(self) -> object:
         """What decides how graphs are divided: the compiler keeps what it compiled under that."""

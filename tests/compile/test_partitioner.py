@@ -1,4 +1,4 @@
-"""Divided graphs compute what the module does, at any budget, within the bytes that were said; nothing is drawn twice."""
+"""Divided graphs compute what the module does, at any budget and within it; nothing is drawn twice."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import rockmate.compile
 from rockmate import BudgetError, BudgetTooSmall, zoo
-from rockmate.compile import Partitioner, check
+from rockmate.compile import Partitioner, check, checking, compile_within
+from rockmate.compile.checking import refusal_in
 from rockmate.errors import ArgumentError
 from tests.compile.joint_graphs import divided
 
@@ -209,7 +210,6 @@ def test_a_compiled_module_keeps_to_its_budget():
     compiled = torch.compile(module, options={"custom_partitioner_fn": Partitioner(int(0.7 * full))})
     found = check(compiled, x, lambda output: output.square().mean())
     assert found.fits
-    assert found.graphs == 1
     assert str(found).startswith("a step took")
     assert slope(compiled, x) == pytest.approx(1, abs=2e-2)  # the loss bends along the way
 
@@ -219,11 +219,23 @@ def test_the_compiler_passes_a_refusal_on():
     compiled = torch.compile(Layers(2), options={"custom_partitioner_fn": Partitioner(1000)})
     with pytest.raises(Exception, match="the least takes") as refused:
         compiled(torch.randn(64, 32))
-    causes, error = [], refused.value
-    while error is not None:
-        causes.append(error)
-        error = error.__cause__ or getattr(error, "inner_exception", None)
-    assert any(isinstance(cause, BudgetTooSmall) for cause in causes)
+    assert isinstance(refusal_in(refused.value), BudgetTooSmall)
+
+
+@needs_compiler
+def test_a_model_is_compiled_again_until_a_step_fits(monkeypatch):
+    module = Layers(2)
+    x = torch.randn(256, 32)
+    free = Partitioner(EVERYTHING)
+    trained(module, x, divided(module, free))
+    budget = int(0.9 * free.divisions[0].predicted_peak_bytes)
+    steps = iter([budget + 4096, budget])
+    monkeypatch.setattr(checking, "_peak_bytes", lambda *_: next(steps))
+    compiled = compile_within(module, x, budget)
+    assert compiled.get_compiler_config()["custom_partitioner_fn"].budget_bytes == budget - int(1.2 * 4096)
+    monkeypatch.undo()
+    with pytest.raises(BudgetTooSmall, match="compiled Layers"):
+        compile_within(module, x, 1000)
 
 
 def test_it_is_found_by_its_name():
