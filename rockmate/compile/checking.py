@@ -90,8 +90,8 @@ def compile_within(
         target_bytes = max(target_bytes - int(_BEYOND * (peak_bytes - budget_bytes)), 1)
     raise BudgetTooSmall(
         f"no step of the compiled {type(model).__name__} was found within {format_bytes(budget_bytes)}: the least "
-        f"takes {format_bytes(least_bytes)}. Give that much, a smaller batch, or plan the model itself, which goes lower: "
-        "Rockmate(model, sample, budget).",
+        f"takes {format_bytes(least_bytes)}. Give that much, a smaller batch, or plan the model itself, which goes "
+        "lower: Rockmate(model, sample, budget).",
         smallest_budget_bytes=least_bytes,
         binding_op="",
         proven_bytes=0,
