@@ -1,4 +1,4 @@
-"""A model with dropout, compiled under ten budgets: by torch.compile's own, by our partitioner, and planned beside them.
+"""A model with dropout, compiled under ten budgets: by torch.compile's own, by our partitioner, and planned beside it.
 
     python benchmarks/compiled_budgets.py                           # half an hour
     python benchmarks/compiled_budgets.py --shares 0.7 0.4          # two budgets
@@ -12,6 +12,7 @@ on the machine.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["ROCKMATE_BACKGROUND"] = "0"  # nothing else is to be computed beside the steps
 
 import torch
 import torch._functorch.config
@@ -168,7 +170,8 @@ def measured(training: Training, shares: list[float], repeats: int) -> tuple[int
             console.print(f"{way} at {share}: {row.peak_share:.3f}, slope {row.slope:.3f}, ready in {row.ready_s} s")
     times: dict[int, list[float]] = {number: [] for number in (-1, *runs)}
     for _ in range(repeats):
-        for number, run in ((-1, training.model), *runs.items()):
+        everyone: dict[int, Run] = {-1: training.model, **runs}
+        for number, run in everyone.items():
             started = time.perf_counter()
             training.step(run)
             times[number].append(time.perf_counter() - started)
@@ -183,7 +186,7 @@ def verdict(rows: list[Row], way: str) -> tuple[bool, str]:
     within = sum(row.peak_share <= row.share for row in reached if row.peak_share is not None)
     right = sum(row.is_right for row in reached)
     peaks = [row.peak_share or 0.0 for row in sorted(reached, key=lambda row: -row.share)]
-    monotone = all(one >= other for one, other in zip(peaks, peaks[1:], strict=False))
+    monotone = all(one >= other for one, other in itertools.pairwise(peaks))
     text = f"{way}: {len(reached)} budgets reached, {within} kept, {right} with right gradients"
     return within == right == len(reached) and monotone, text + ("" if monotone else ", not monotone")
 

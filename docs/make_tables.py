@@ -450,6 +450,37 @@ def layout_sections(report: dict[str, Any]) -> Iterator[str]:
             )
 
 
+def compiled_budget_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of one model that is compiled under many budgets: peak, time and slope of each way, side by side."""
+    where, model = report["circumstances"], report["model"]
+    yield (
+        f"GPT-2 with {model['layers']} layers of {model['width']} and dropout {model['dropout']}, {model['batch']} "
+        f"rows of {model['context']} tokens; its eager step takes {format_bytes(report['eager_bytes'])}. PyTorch "
+        f"{where['torch']}, {where['threads']} CPU threads, {where['processor']}; medians of {where['repeats']} steps, "
+        f"code at {where['code']}."
+    )
+    yield ""
+    ways = list(dict.fromkeys(result["way"] for result in report["rows"]))
+    yield row(["budget", *(f"{way}: {what}" for way in ways for what in ("peak", "time", "slope", "ready in"))])
+    yield row(["--:"] * (1 + 4 * len(ways)))
+    for share in dict.fromkeys(result["share"] for result in report["rows"]):
+        cells = [f"{share:g}"]
+        for way in ways:
+            result = next(one for one in report["rows"] if (one["way"], one["share"]) == (way, share))
+            if result["refused"]:
+                cells += ["refused", "–", "–", f"{result['ready_s']:.0f} s"]
+                continue
+            slope = f"{result['slope']:.3f}"
+            peak = f"{result['peak_share']:.3f}"
+            cells += [
+                peak if result["peak_share"] <= share else f"**{peak}**",
+                f"{result['time_ratio']:.3f}",
+                slope if result["is_right"] else f"**{slope}**",
+                f"{result['ready_s']:.0f} s",
+            ]
+        yield row(cells)
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -460,6 +491,7 @@ SECTIONS = {
     "planning-cpu.json": planning_sections,
     "offload-cpu.json": offload_sections,
     "layouts-cpu.json": layout_sections,
+    "compiled-budgets-cpu.json": compiled_budget_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

@@ -1,6 +1,7 @@
 """The scripts that people run first do run."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -34,6 +35,25 @@ def test_step_benchmark_writes_its_results(tmp_path):
         if contender["budget_bytes"] is not None:
             assert contender["measured_peak_bytes"] <= contender["budget_bytes"]
     assert [bar["limit"] for bar in result["bars"]] == [1.01, 1.15, 1.25]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiled_budgets_are_measured_and_drawn(tmp_path):
+    run_script(
+        "benchmarks/compiled_budgets.py", "--quick", "--shares", "1.2", "--repeats", "2", "--output", str(tmp_path)
+    )
+    report = json.loads((tmp_path / "compiled-budgets-cpu.json").read_text(encoding="utf-8"))
+    assert [row["way"] for row in report["rows"]] == [
+        "torch.compile, its own budget",
+        "torch.compile, our partitioner",
+        "Rockmate",
+    ]
+    for row in report["rows"][1:]:
+        assert row["is_right"]
+        assert row["peak_share"] <= row["share"]
+    lines = list(load_script("docs/make_tables.py").compiled_budget_sections(report))
+    assert sum(line.startswith("| 1.2 |") for line in lines) == 1
 
 
 @pytest.mark.slow

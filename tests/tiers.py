@@ -39,6 +39,7 @@ SETS = {
     "tests/accelerator/test_trainers.py": Sets(1, 2),
     "tests/accelerator/test_verify.py": Sets(1, 1),
     "tests/cli/": Sets(2, 6),
+    "tests/compile/test_partitioner.py": Sets(1, 3),
     "tests/distributed/": Sets(2, 2),
     "tests/families/test_kept.py": Sets(1, 2),
     "tests/families/test_transformers.py": Sets(1, 1),

@@ -71,7 +71,7 @@ def compile_within(
     inner = options.pop("options", {})
     least_bytes = 0
     for _ in range(_ATTEMPTS):
-        torch._dynamo.reset()  # or code compiled for another budget would run
+        torch.compiler.reset()  # or code compiled for another budget would run
         chosen = {**inner, "custom_partitioner_fn": Partitioner(target_bytes)}
         compiled = cast(torch.nn.Module, torch.compile(model, options=chosen, **options))
         try:

@@ -6,6 +6,7 @@ tried for their peak; then mixtures of the best that fits with faster ones that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -106,12 +107,12 @@ class Chooser:
         """What saving these takes; None where something would be computed again that must not be."""
         if saved not in self._choices:
             repeated = self._repeated(saved)
-            self._choices[saved] = (
-                None
-                if repeated is None
-                else Choice(saved, repeated, self._liveness.peaks(saved), sum(self._time_ms[node] for node in repeated))
-            )
+            self._choices[saved] = None if repeated is None else self._choice_of(saved, repeated)
         return self._choices[saved]
+
+    def _choice_of(self, saved: frozenset[Node], repeated: frozenset[Node]) -> Choice:
+        repeated_ms = math.fsum(self._time_ms[node] for node in repeated)
+        return Choice(saved, repeated, self._liveness.peaks(saved), repeated_ms)
 
     def _repeated(self, saved: frozenset[Node]) -> frozenset[Node] | None:
         found: set[Node] = set()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from rkgb.torch_private.partitioners import CustomPartitionerFn, partitioned
+from rkgb.torch_private.compiler.partitioners import CustomPartitionerFn, partitioned
 from rockmate.compile import choose, cut, joint, liveness, rates
 from rockmate.compile.choose import Chooser
 from rockmate.compile.joint import JointGraph

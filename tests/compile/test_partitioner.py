@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rockmate.compile
 from rockmate import BudgetError, BudgetTooSmall, zoo
@@ -55,7 +56,17 @@ class Convolutions(nn.Module):
         return self.layers(x).mean((2, 3))
 
 
+class Checkpointed(Layers):
+    """Marked by hand: the budget decides all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
 MODULES = {
+    "checkpointed": lambda: (Checkpointed(), torch.randn(64, 32)),
     "layers": lambda: (Layers(), torch.randn(64, 32)),
     "convolutions": lambda: (Convolutions(), torch.randn(4, 3, 12, 12)),
     **{name: (lambda name=name: zoo_module(name)) for name in ("gpt2-tiny", "llama-tiny", "resnet18-tiny", "vit-tiny")},
@@ -201,6 +212,7 @@ def slope(module: nn.Module, x: Tensor) -> float:
 
 
 @needs_compiler
+@pytest.mark.ci
 def test_a_compiled_module_keeps_to_its_budget():
     module = Layers(3)
     x = torch.randn(512, 32)
@@ -223,6 +235,7 @@ def test_the_compiler_passes_a_refusal_on():
 
 
 @needs_compiler
+@pytest.mark.ci
 def test_a_model_is_compiled_again_until_a_step_fits(monkeypatch):
     module = Layers(2)
     x = torch.randn(256, 32)

@@ -43,7 +43,7 @@ def names_in(file):
         yield from (name for name in named if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.glob("[a-z]*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(PACKAGE.glob("**/[a-z]*.py")), ids=lambda file: file.stem)
 def test_every_name_is_tested(file):
     tested = "".join(tests.read_text(encoding="utf-8") for tests in HERE.glob("test_torch_private*.py"))
     assert not [name for name in names_in(file) if f"{file.stem}.{name}" not in tested]

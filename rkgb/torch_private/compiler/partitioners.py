@@ -27,8 +27,11 @@ def partitioned(
     """The two graphs that PyTorch's own partitioner makes of `joint`, which it changes.
 
     What is `saved` is not computed again, what is `repeated` is, where the backward needs it: as selective activation
-    checkpointing tells it. The `options` are those that the compiler hands to a partitioner.
+    checkpointing tells it, whose own marks are taken off. The `options` are those that the compiler hands to a
+    partitioner.
     """
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
     for nodes, policy in ((saved, CheckpointPolicy.MUST_SAVE), (repeated, CheckpointPolicy.MUST_RECOMPUTE)):
         for node in nodes:
             node.meta["recompute"] = policy
