@@ -10,6 +10,7 @@ import torch
 from rkgb import make_sample
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.state.module_state import for_planning, main_device, module_devices, module_state_kept
+from rkgb.torch_private.compiler.partitioners import partitioner_of
 from rockmate.compile.partitioner import Partitioner
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.planning.costs import LossFunction
@@ -117,9 +118,7 @@ def _peak_bytes(compiled: torch.nn.Module, sample: Any, loss: LossFunction | Non
 
 
 def _partitioner_of(compiled: object) -> Partitioner:
-    call = getattr(compiled, "_compiled_call_impl", None) or compiled
-    options: dict[str, Any] = getattr(call, "get_compiler_config", dict)() or {}
-    found = options.get("custom_partitioner_fn")
+    found = partitioner_of(compiled)
     if not isinstance(found, Partitioner):
         raise ArgumentError(
             f"this {type(compiled).__name__} was not compiled with a partitioner of ours: "

@@ -2,6 +2,7 @@
 
 import inspect
 
+import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
@@ -64,4 +65,29 @@ def test_the_compiler_takes_a_partitioner():
 
 
 def test_its_names_are_those_that_are_told():
-    assert set(partitioners.__all__) == {"CustomPartitionerFn", "partitioned"}
+    assert set(partitioners.__all__) == {"CustomPartitionerFn", "partitioned", "partitioner_of"}
+
+
+class OfTheCompiler(partitioners.CustomPartitionerFn):
+    def __call__(self, gm, joint_inputs, **kwargs):
+        raise AssertionError("nothing is compiled")
+
+    def uuid(self):
+        return None
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_module_tells_its_partitioner(fullgraph):
+    partitioner = OfTheCompiler()
+    options = {"custom_partitioner_fn": partitioner}
+    compiled = torch.compile(torch.nn.Linear(2, 2), options=options, fullgraph=fullgraph)
+    assert partitioners.partitioner_of(compiled) is partitioner
+    other = torch.compile(torch.nn.Linear(2, 2), backend="eager", fullgraph=fullgraph)
+    assert partitioners.partitioner_of(other) is None
+
+
+def test_a_module_that_is_compiled_in_place_tells_a_copy():
+    module = torch.nn.Linear(2, 2)
+    assert partitioners.partitioner_of(module) is None
+    module.compile(options={"custom_partitioner_fn": OfTheCompiler()})
+    assert isinstance(partitioners.partitioner_of(module), OfTheCompiler)

@@ -14,7 +14,7 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["CustomPartitionerFn", "partitioned"]
+__all__ = ["CustomPartitionerFn", "partitioned", "partitioner_of"]
 
 
 def partitioned(
@@ -39,3 +39,18 @@ def partitioned(
     with torch._functorch.config.patch(activation_memory_budget=1.0):  # or it would choose by itself, and otherwise
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
     return forward, backward
+
+
+def partitioner_of(compiled: object) -> object:
+    """The partitioner with which a module was compiled by inductor, or a copy of it; None if none can be found.
+
+    The back end that is wrapped innermost has it. Of a module that was compiled in place, `get_compiler_config` has a
+    copy, but not where that was with ``fullgraph=True``.
+    """
+    backend = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    config: Any = getattr(backend, "config", None)
+    if not isinstance(config, dict):
+        config = getattr(getattr(compiled, "_compiled_call_impl", None), "get_compiler_config", dict)()
+    return (config or {}).get("custom_partitioner_fn")
