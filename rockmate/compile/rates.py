@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.devices.registry import device_of
+from rkgb.torch_private.modes import without_dispatch_modes
 from rkgb.tree import map_leaves
 from rockmate.compile.joint import bytes_of, is_fused, is_view, size_of, tensors_of
 
@@ -74,7 +75,8 @@ def rates_of(device: torch.device) -> Rates:
             times.append(1e3 * (time.perf_counter() - started))
         return max(min(times), 1e-6)
 
-    with torch.no_grad():
+    # The compiler asks while tensors are not real.
+    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         matrix = torch.ones(_SIDE, _SIDE, device=device)
         copied = torch.ones(_COPIED_BYTES // 4, device=device)
         product_ms = least_ms(lambda: matrix @ matrix)
