@@ -182,7 +182,7 @@ def draws(node: Node) -> bool:
 def is_fused(node: Node) -> bool:
     """Whether the compiler joins its loop with that of who reads it."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
+        return is_view(node)
     name = node.target._schema.name.partition("::")[2]
     return torch.Tag.pointwise in node.target.tags or node.target.is_view or name in _FUSED_BESIDE
 

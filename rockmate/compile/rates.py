@@ -5,6 +5,7 @@ What decides is how the two compare on a device, so two short runs measure that,
 
 from __future__ import annotations
 
+import operator
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +34,7 @@ class Rates:
 
     def time_ms(self, node: Node) -> float:
         """What `node` takes."""
-        if node.op != "call_function" or is_view(node):
+        if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             return 0.0
         moved_bytes = bytes_of(node)
         if is_fused(node):

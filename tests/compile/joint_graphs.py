@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, default_partition, make_boxed_func, nop
+from functorch.compile import aot_function, default_partition, nop
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 from rockmate.compile.joint import JointGraph
 
@@ -27,13 +27,23 @@ def joint_of(function: Callable[..., Any], *arguments: Tensor) -> JointGraph:
     return found[0]
 
 
+def interpreted(graph: GraphModule, _: object) -> Callable[[list[Any]], Any]:
+    """What runs `graph` operation by operation, and lets go of each value, given ones too, after its last use."""
+
+    def run(arguments: list[Any]) -> Any:
+        return Interpreter(graph).boxed_run(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def divided(module: nn.Module, partitioner: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
     """`module`, whose forward and backward are the two graphs that `partitioner` makes, run operation by operation.
 
     Raises what the partitioner raises.
     """
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), partition_fn=partitioner)
+    backend = aot_autograd(fw_compiler=interpreted, partition_fn=partitioner)
     compiled = torch.compile(module, backend=backend, dynamic=dynamic)
 
     def run(*arguments: Any) -> Any:
