@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from rockmate.compile.cut import SavingProblem
@@ -36,9 +35,9 @@ class Choice:
 class Chooser:
     """Choices for one joint graph."""
 
-    def __init__(self, graph: JointGraph, batch: frozenset[Node], device: torch.device | None = None) -> None:
+    def __init__(self, graph: JointGraph, batch: frozenset[Node]) -> None:
         self._graph = graph
-        rates = rates_of(device or main_device_of(graph.nodes))
+        rates = rates_of(main_device_of(graph.nodes))
         self._time_ms = {node: rates.time_ms(node) for node in graph.nodes}
         self._problem = SavingProblem(graph, self._time_ms)
         self._liveness = Liveness(graph)

@@ -16,7 +16,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch.fx import Node
 
-from rockmate.compile.joint import JointGraph, bytes_of, is_tensor_valued, is_tuple, is_view
+from rockmate.compile.joint import JointGraph, bytes_of, is_tensor_valued, is_tuple, is_view, with_inputs
 
 _NEVER = 10**9  # a capacity above all sums of others, which fit whole numbers of 32 bits
 _ALL = 5 * 10**8  # all others together
@@ -35,13 +35,7 @@ class SavingProblem:
 
     def __init__(self, graph: JointGraph, time_ms: Mapping[Node, float]) -> None:
         self._graph = graph
-        wanted: set[Node] = set()
-        waiting = list(graph.needed)
-        while waiting:
-            node = waiting.pop()
-            if node not in wanted:
-                wanted.add(node)
-                waiting += node.all_input_nodes
+        wanted = with_inputs(graph.needed)
         self.nodes = [node for node in graph.nodes if node in wanted]  # all that may be saved or repeated
         self._time_ms = time_ms
 

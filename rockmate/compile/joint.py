@@ -7,7 +7,7 @@ of the backward, whatever they read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -55,14 +55,8 @@ class JointGraph:
         for node in nodes:
             if not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
-        forward: set[Node] = set()
         # What forward writes into its inputs, no output tells.
-        waiting = [*outputs, *(node for node in nodes if node not in after and has_effects(node))]
-        while waiting:
-            node = waiting.pop()
-            if node not in forward:
-                forward.add(node)
-                waiting += node.all_input_nodes
+        forward = with_inputs([*outputs, *(node for node in nodes if node not in after and has_effects(node))])
         # What an operation gives beside its result, such as a mask, is there with it, whoever reads it.
         forward.update(node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in forward)
         given = frozenset([*inputs, *constants]).difference(tangents)
@@ -123,6 +117,18 @@ def _written(module: GraphModule, nodes: list[Node]) -> set[Node]:
         of = getattr(told, "mutated_input", None)
         if of in inputs:
             found.add(inputs[of])
+    return found
+
+
+def with_inputs(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes, what they read, what that reads, and so on."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
     return found
 
 

@@ -47,14 +47,14 @@ class Liveness:
         graph = self._graph
         kept = {self._holder[node] for node in saved} - graph.given
         returned = {self._holder[node] for node in graph.outputs} - graph.given
-        forward_bytes, _ = self._pass(self._forward, (), kept | returned)
+        forward_bytes = self._pass(self._forward, (), kept | returned)
         held = dict.fromkeys([*kept, *returned, *graph.tangents])
         gradients = {self._holder[node] for node in graph.gradients}
-        backward_bytes, _ = self._pass(graph.backward_order(saved), held, returned | gradients)
+        backward_bytes = self._pass(graph.backward_order(saved), held, returned | gradients)
         return Peaks(forward_bytes, backward_bytes, sum(self._bytes[node] for node in kept))
 
-    def _pass(self, order: Sequence[Node], held: Iterable[Node], kept: set[Node]) -> tuple[int, int]:
-        """Most bytes while `order` runs, and those at its end, where `held` is there before, and `kept` afterwards."""
+    def _pass(self, order: Sequence[Node], held: Iterable[Node], kept: set[Node]) -> int:
+        """Most bytes while `order` runs, where `held` is there before, and `kept` afterwards."""
         order = _with_parts(order)
         place = {node: number for number, node in enumerate(order)}
         readers: dict[Node, list[Node]] = {}
@@ -100,7 +100,7 @@ class Liveness:
             if node in alive and node not in kept and node not in last:
                 alive.discard(node)  # nobody reads it
                 level -= self._bytes[node]
-        return highest, level
+        return highest
 
     def _scratch_bytes(self, node: Node) -> int:
         """What the compiler has converted of what a convolution is given, weights above all, while it runs."""
