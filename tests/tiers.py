@@ -24,6 +24,7 @@ class Sets(NamedTuple):
 
 # By file or folder; the longest that matches counts, and all sets are quick where none does.
 SETS = {
+    "tests/accelerator/test_distributed.py": Sets(1, 2),
     "tests/accelerator/test_host_tier.py": Sets(1, 2),
     "tests/accelerator/test_families.py": Sets(1, 3),
     "tests/accelerator/test_faults.py": Sets(1, 1),
@@ -35,7 +36,7 @@ SETS = {
     "tests/accelerator/test_planned.py": Sets(1, 2),
     "tests/accelerator/test_promises.py": Sets(1, 1),
     "tests/accelerator/test_reserved.py": Sets(1, 1),
-    "tests/accelerator/test_threads.py": Sets(1, 2),
+    "tests/accelerator/test_threads.py": Sets(1, 1),
     "tests/accelerator/test_trainers.py": Sets(1, 2),
     "tests/accelerator/test_verify.py": Sets(1, 1),
     "tests/cli/": Sets(2, 6),

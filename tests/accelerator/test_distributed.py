@@ -57,6 +57,7 @@ def test_sharded_blocks_may_be_planned_in_their_first_step(two: Ranks, policy):
     two.run(sharded.assert_planned_in_training_equal_to_eager, policy)
 
 
+@pytest.mark.slow
 def test_a_sharded_step_takes_as_much_less_as_was_planned(two: Ranks):
     for eager_bytes, planned_bytes, promised_bytes in two.run(sharded.step_peaks, 0.6):
         assert promised_bytes > 0.3 * eager_bytes

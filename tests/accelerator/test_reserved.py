@@ -95,6 +95,7 @@ def test_eager_s_own_share_is_its_step(model, batch):
     assert plan.measured_reserved_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_too_little_is_refused_with_what_would_do(device):
     entry = zoo.get("gpt2-tiny", device=device)
     with pytest.raises(BudgetTooSmall) as refusal:
@@ -180,6 +181,7 @@ def test_what_is_predicted_is_measured_and_what_training_reserves(device, name, 
     assert plan.measured_reserved_bytes - max(found) in (0, 2 * MIB)
 
 
+@pytest.mark.slow
 def test_a_plan_of_smaller_gaps_is_looked_for(device):
     """Whatever fits a smaller budget fits a larger one: no plan under it is slower, but for what searches find."""
     entry = zoo.get("resnet50-tiny", device=device)
