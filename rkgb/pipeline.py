@@ -21,9 +21,8 @@ from rkgb.ir.blocks import Block
 from rkgb.ir.call import is_ref, ref_names
 from rkgb.ir.dgraph import DGraph, run_nodes
 from rkgb.ir.kgraph import KGraph
-from rkgb.ir.placement import refuse_devices
 from rkgb.ir.profiles import BlockProfile
-from rkgb.ir.sample import Sample, make_sample
+from rkgb.ir.sample import Sample, make_sample, refuse_devices
 from rkgb.ir.sgraph import SGraph
 from rkgb.passes.b_to_d import b_to_d
 from rkgb.passes.cut import chain, cut

@@ -35,6 +35,10 @@ class LayoutError(RockmateError, ValueError):
     """A layout is none that there is, or the model cannot run in it."""
 
 
+class CompileError(RockmateError, RuntimeError):
+    """Parts of the model that a plan has compiled cannot be compiled here."""
+
+
 class OffloadWarning(UserWarning):
     """Data that were to be moved to a second memory stay where they are."""
 

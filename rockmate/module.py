@@ -92,6 +92,10 @@ class Rockmate(ModuleProxy):
             be faster so, "channels_last" to have all of them; outputs and gradients are then the model's own in that
             layout, to the bit, which are rounded otherwise. Parameters stay what they are, in another order in memory;
             "as given" leaves it alone, or gives it back.
+        compile: True to have what lies between products and convolutions compiled by inductor, each part where it is
+            measured to pay; nothing that draws is ever compiled or drawn again. Outputs and gradients are then those of
+            the model with these parts compiled and without a plan, to the bit, which are rounded otherwise than eager
+            ones. Needs a C++ compiler on the CPU; where a part cannot be compiled, it stays as it is.
         opaque: submodules whose call is one operation, kept or recomputed as a whole, as those that `torch.compile`
             has compiled are anyway: for code that cannot be traced, or that depends on its data.
         shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
@@ -141,6 +145,7 @@ class Rockmate(ModuleProxy):
         plan_in_background: bool = True,
         offload: Offload | Literal["auto", "disk", "host"] | None = None,
         layout: Layout = "as given",
+        compile: bool = False,
         options: PlanOptions | None = None,
     ) -> None:
         said = {
@@ -157,6 +162,7 @@ class Rockmate(ModuleProxy):
             "plan_in_background": plan_in_background,
             "offload": offload,
             "layout": layout,
+            "compile": compile,
         }
         options = PlanOptions.of(options, said, time_limit, gap)
         request = options.request(budget)

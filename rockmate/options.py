@@ -48,6 +48,7 @@ class PlanOptions:
     cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
     offload: Offload | str | None = None  # where data may be moved while nothing reads them
     layout: Layout = "as given"  # of the weights of convolutions; "auto": as is measured to be faster
+    compile: bool = False  # parts between products are compiled where that is measured to pay
     plan_in_background: bool = True  # better plans are looked for while training goes on with what was found quickly
 
     @classmethod
@@ -79,7 +80,12 @@ class PlanOptions:
         return options
 
     def refuse_offload(self, what: str) -> None:
-        """For questions whose answers are of plans that move nothing. Raises `ArgumentError`."""
+        """For questions whose answers are of plans that move and compile nothing. Raises `ArgumentError`."""
+        if self.compile:
+            raise ArgumentError(
+                f"{what} looks at plans of eager operations: leave compile out. The answer holds for "
+                "Rockmate(..., compile=True), too, but for what compiled parts save otherwise."
+            )
         if self.offload is not None:
             raise ArgumentError(
                 f"{what} looks at plans that recompute, and move nothing: leave offload out. The answer holds for "
@@ -105,6 +111,7 @@ class PlanOptions:
             in_background=self.plan_in_background,
             tiers=None if offload is None else Tiers(offload),
             layout=self.layout,
+            compile=self.compile,
         )
         check_request(request)
         return request

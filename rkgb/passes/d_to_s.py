@@ -13,6 +13,7 @@ import networkx as nx
 
 from rkgb.errors import GraphError
 from rkgb.ir.call import Ref
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.dgraph import DGraph, DNode, makers_of
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.sgraph import SGraph, SNode
@@ -138,7 +139,7 @@ def mark_unrepeatable(graph: SGraph) -> SGraph:
                 node.keep_reason = op.call.function.traits.keep_reason or _varying(dgraph, op)
                 if not node.keep_reason and rewritten and any(dgraph.owner(name) in rewritten for name in op.inputs):
                     node.keep_reason = f"{op.name} reads module state that the forward rewrites"
-            elif not isinstance(op.call.function, OpOverload):
+            elif not isinstance(op.call.function, OpOverload | CompiledCall):
                 node.keep_reason = f"{op.call.op_name} is a custom function, which may keep tensors of its own"
             elif reason := _varying(dgraph, op):
                 node.keep_reason = reason

@@ -12,6 +12,7 @@ import torch
 from rkgb.ir.bgraph import LeafKind
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import Ref
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.state.generators import OwnGenerator
@@ -71,6 +72,7 @@ class _Writer:
         function = op.call.function
         # Two submodules called whole are alike where all that was seen of their calls is.
         text = f"opaque {function.traits.fingerprint}" if isinstance(function, OpaqueCall) else repr(function)
+        text = f"compiled {function.digest}" if isinstance(function, CompiledCall) else text
         written, plain = self.numbers_of(op.written), self.numbers_of(op.plain_inputs)
         return f"{name} {text} {arguments} -> {outputs} writes {written} without gradient {plain} {modes}"
 

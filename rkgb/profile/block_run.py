@@ -9,6 +9,7 @@ import torch
 
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import bind
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.dgraph import DGraph, DNode, last_uses
 from rkgb.torch_private.operations import OpOverload
 
@@ -145,7 +146,7 @@ def stand_ins(graph: DGraph, block: Block, given: dict[str, Any]) -> dict[str, t
 
 
 def _is_custom(op: DNode) -> bool:
-    return not isinstance(op.call.function, OpOverload)
+    return not isinstance(op.call.function, OpOverload | CompiledCall)
 
 
 def forget_gradients(block: Block, given: dict[str, Any]) -> None:

@@ -226,5 +226,10 @@ layout_option = click.option(
     show_default=True,
     help="Of the weights of convolutions: auto is channels_last where that is measured to be faster.",
 )
+compile_option = click.option(
+    "--compile/--no-compile",
+    default=False,
+    help="Whether parts of the model are compiled, by inductor, where that is measured to pay.",
+)
 output_options = combined(json_option, quiet_option)
 plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))

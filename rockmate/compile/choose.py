@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from rockmate.compile.cut import SavingProblem
-from rockmate.compile.joint import JointGraph, bytes_of, draws, is_tuple, is_view
-from rockmate.compile.liveness import Liveness, Peaks
-from rockmate.compile.rates import main_device_of, rates_of
+from rockmate.division.cut import SavingProblem
+from rockmate.division.joint import JointGraph, bytes_of, draws, is_tuple, is_view
+from rockmate.division.liveness import Liveness, Peaks
+from rockmate.division.rates import main_device_of, rates_of
 
 _PRICES = tuple(10.0 ** (step / 3) for step in range(-9, 10))  # of all bytes, in times of all operations
 _STRIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the chain's cuts that are saved

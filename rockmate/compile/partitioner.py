@@ -12,9 +12,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from rkgb.torch_private.compiler.partitioners import CustomPartitionerFn, partitioned
-from rockmate.compile import choose, cut, joint, liveness, rates
+from rockmate.compile import choose
 from rockmate.compile.choose import Chooser
-from rockmate.compile.joint import JointGraph
+from rockmate.division import cut, joint, liveness, rates
+from rockmate.division.joint import JointGraph
 from rockmate.errors import BudgetError, BudgetTooSmall
 from rockmate.memory.budget import read_budget
 from rockmate.units import format_bytes

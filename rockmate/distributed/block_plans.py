@@ -17,7 +17,7 @@ from torch import nn
 from rk_solvers.limits import USUAL_LIMITS
 from rkgb import RockmateError, Sample, make_sample
 from rkgb.devices.out_of_memory import if_it_fits
-from rkgb.ir.placement import refuse_devices
+from rkgb.ir.sample import refuse_devices
 from rkgb.process.turns import TURNS
 from rkgb.state.module_state import main_device, module_devices, module_state_kept, training_mode
 from rockmate.distributed.account import BlockProblem, Choice, Chooser, step_bytes, step_time_ms
@@ -162,7 +162,7 @@ def apply(
 def _refuse_others(options: PlanOptions) -> None:
     """Raise `ArgumentError` for what is said of planning and would not be heard here."""
     usual = PlanOptions()
-    for name in ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload", "layout"):
+    for name in ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload", "layout", "compile"):
         if getattr(options, name) != getattr(usual, name):
             raise ArgumentError(
                 f"{name} is an option of whole models, and plans of blocks do not follow it: leave it out. Loss, "

@@ -20,6 +20,7 @@ from rk_solvers import Problem
 from rkgb import AllGraphs
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, is_ref
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import OpProfile
 from rkgb.ir.sgraph import SNode
@@ -229,7 +230,7 @@ class _Alignment:
                 raise NotAligned("outputs")
             if graph.attributes or base.attributes or graph.varying or len(graph.generators) != len(base.generators):
                 raise NotAligned("attributes, shapes that depend on data, or generators")
-            if any(isinstance(op.call.function, OpaqueCall) for op in graph):
+            if any(isinstance(op.call.function, OpaqueCall | CompiledCall) for op in graph):
                 raise NotAligned("operations of which nothing is known")
             for name, value in base.values.items():
                 other = graph.values[name]

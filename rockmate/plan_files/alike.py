@@ -19,6 +19,7 @@ import torch
 from rkgb import AllGraphs, DGraph, RecordMismatch, SNode
 from rkgb.errors import GraphError
 from rkgb.ir.call import Call
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.restoration import Restoration
 from rkgb.passes.cut import chain, cut
@@ -183,7 +184,9 @@ def _other_numbers(traced: Traced, before: Measured) -> set[Number] | None:
     """The numbers that differ, where nothing else does; None where something does, or nothing."""
     then, now = _numbers_of(before), _numbers_of(traced)
     earlier = before.numbers
-    if then.keys() != now.keys() or any(isinstance(op.call.function, OpaqueCall) for op in before.graphs.D_graph):
+    if then.keys() != now.keys() or any(
+        isinstance(op.call.function, OpaqueCall | CompiledCall) for op in before.graphs.D_graph
+    ):
         return None
     different = {number for number in now if not is_same(then[number], now[number])}
     different |= set(earlier.numbers if earlier is not None else ())

@@ -15,6 +15,7 @@ from rkgb.ir.profiles import BlockProfile
 from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.plan import Plan
+from rockmate.regions.option import CompiledRegions
 
 FORMAT: Literal["rockmate-plan"] = "rockmate-plan"
 VERSION: Literal[2] = 2
@@ -148,6 +149,7 @@ class Promise(Record, frozen=True):
     stored_bytes: int = 0  # in the second memory at most
     measured_stored_bytes: int | None = None
     layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
+    compiled: CompiledRegions | None = None  # parts that are compiled; None where nobody asked for that
 
     @property
     def whole_budget_bytes(self) -> int:

@@ -15,6 +15,7 @@ from rkgb.devices.registry import device_of
 from rkgb.export.json_form.functions import name_of
 from rkgb.export.json_form.names import operation_name
 from rkgb.ir.call import Ref, function_name
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.values import ValueInfo
 from rkgb.passes.equivalence import canonical_form
@@ -208,6 +209,8 @@ def _function(function: Callable[..., Any]) -> str:
         return operation_name(function)
     if isinstance(function, Guard):
         return f"guard: {function_name(function.read)} is {_text(function.expected)}"
+    if isinstance(function, CompiledCall):
+        return f"{function.name}, compiled: {function.digest}"
     if isinstance(function, OpaqueCall):
         return f"call of {function.name}"
     return name_of(function)

@@ -134,6 +134,7 @@ def request_of(plan_file: PlanFile, request: PlanRequest) -> PlanRequest:
         pin=asked.pinned,
         tiers=tiers,
         chosen_layout=plan_file.promise.layout,
+        chosen_regions=plan_file.promise.compiled,
     )
 
 

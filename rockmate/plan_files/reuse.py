@@ -18,6 +18,7 @@ import rk_solvers
 import rkgb
 from rkgb import RecordMismatch, Sample, make_sample
 from rkgb.profile.measure import MeasuredBlocks
+from rkgb.state.module_state import main_device, module_devices
 from rockmate.errors import OffloadError, PlanFileError, PoorPlanWarning
 from rockmate.guards.checkpointing import is_switched_off
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
@@ -32,7 +33,9 @@ from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
+from rockmate.regions.option import RegionTrial
 
+_MOST_COMPILED = 4  # plans of a module whose parts are compiled: that takes seconds for each
 _OF_MEASURING = 32  # digits of a key that are of what is measured: as many are of what is solved
 
 
@@ -52,6 +55,7 @@ def plan_or_reuse(
     Raises as `measure` and `make_plan` do.
     """
     check_request(request)
+    request = _compiling(model, request, use_cache, len(earlier))
     with planning(model), ResidentRise() as resident:
         traced = trace_model(model, sample, request)
         alone = default_exchange(0.0) is None
@@ -209,6 +213,36 @@ def key_of_measuring(model: torch.nn.Module, traced: Traced, request: PlanReques
         is_switched_off(),  # a fraction is of the step with the model's own checkpointing, where that is on
     ]
     return digest_of(of_measuring)
+
+
+def _compiling(model: torch.nn.Module, request: PlanRequest, use_cache: bool, plans: int) -> PlanRequest:
+    """The request for a module that has so many plans already: where calls are of ever other sizes, none compiles."""
+    if not request.compile:
+        return request
+    trials = _TrialNotes(model) if use_cache and cache.is_enabled() else None
+    return replace(request, compile=plans < _MOST_COMPILED, trials=trials)
+
+
+class _TrialNotes:
+    """What was found of regions of `model`, compiled and not, in the user's cache."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._here = msgspec.to_builtins(made_here(main_device(module_devices(model, []))))
+
+    def _key(self, digest: str) -> str:
+        return digest_of(["region", digest, self._here, code_digest()])
+
+    def get(self, digest: str) -> RegionTrial | None:
+        text = cache.get_note(self._key(digest))
+        if text is None:
+            return None
+        try:
+            return msgspec.json.decode(text.encode(), type=RegionTrial)
+        except msgspec.DecodeError:
+            return None
+
+    def put(self, digest: str, trial: RegionTrial) -> None:
+        cache.put_note(self._key(digest), msgspec.json.encode(trial).decode())
 
 
 def digest_of(content: list[Any]) -> str:

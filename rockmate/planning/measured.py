@@ -14,7 +14,7 @@ import torch
 
 from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
-from rkgb.ir.placement import refuse_devices, refuse_without_data
+from rkgb.ir.sample import refuse_devices, refuse_without_data
 from rkgb.passes.d_to_s import run_once
 from rkgb.pipeline import exact_trace, measured_graphs, trace_like, with_trained_outputs
 from rkgb.process.autocast import Autocast
@@ -45,6 +45,8 @@ from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, 
 from rockmate.planning.pins import check_pins, pinned_operations, reading_what_is_written
 from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
+from rockmate.regions.choose import as_chosen, with_compiled_regions
+from rockmate.regions.option import CompiledRegions
 from rockmate.runtime.windows import parameters_that_may_rest
 
 
@@ -80,6 +82,7 @@ class Measured:
     asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
     # Bytes of parameters that may be in a second memory until they are read, by name; none where nobody asked.
     may_rest: Mapping[str, int] = field(default_factory=dict)
+    regions: CompiledRegions | None = None  # its parts that are compiled; None where nobody asked
     threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
 
     def was_measured_as_now(self) -> bool:
@@ -122,6 +125,7 @@ class Traced:
     tracing_s: float
     gradients: frozenset[str]  # parameters whose gradients are there now; none where the budget counts all gradients
     asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
+    regions: CompiledRegions | None = None  # its parts that are compiled; None where nobody asked
 
 
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, sibling: Measured | None = None) -> Measured:
@@ -170,6 +174,7 @@ def trace_model(
         dataflow, loss_cost = _with_loss(dataflow, model, arguments, request, trained, returned)
         del returned
         pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
+        dataflow, regions = _with_regions(dataflow, model, arguments, request, pinned)
         graph = run_once(d_to_s(dataflow), pinned)
     devices = module_devices(model, arguments.tensors)
     return Traced(
@@ -186,6 +191,7 @@ def trace_model(
         time.perf_counter() - started,
         frozenset() if request.scope == "total" else gradients_there(model, dataflow),
         asked_sizes,
+        regions,
     )
 
 
@@ -310,6 +316,7 @@ def joined(
         traced.loss,
         gradients,
         asked_sizes=traced.asked_sizes,
+        regions=traced.regions,
     )
 
 
@@ -327,6 +334,17 @@ def _trace(
         is_still=request.is_still,
         opaque=opaque,
     )
+
+
+def _with_regions(
+    graph: DGraph, model: torch.nn.Module, sample: Sample, request: PlanRequest, apart: Mapping[str, str]
+) -> tuple[DGraph, CompiledRegions | None]:
+    """The graph with parts compiled, as was asked for or as another plan has them."""
+    if request.chosen_regions is not None:
+        return as_chosen(graph, request.chosen_regions, request.progress), request.chosen_regions
+    if not request.compile:
+        return graph, None
+    return with_compiled_regions(graph, model, sample, apart, request.progress, request.trials)
 
 
 def _read(

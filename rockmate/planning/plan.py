@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rk_solvers import Schedule, SecondMemory
 from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
+from rockmate.regions.option import CompiledRegions
 from rockmate.units import format_bytes, format_ms
 
 
@@ -46,6 +47,7 @@ class Plan:
     stored_bytes: int = 0  # in the second memory at most, predicted
     measured_stored_bytes: int | None = None  # in the real step
     layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
+    compiled: CompiledRegions | None = None  # parts that are compiled; None where nobody asked for that
 
     @property
     def whole_budget_bytes(self) -> int:

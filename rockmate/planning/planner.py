@@ -521,6 +521,7 @@ def _planned(
         waiting_ms=simulation.waiting_ms,
         stored_bytes=solution.stored_bytes,
         layout=request.chosen_layout,
+        compiled=measured.regions,
     )
     tier = None if solution.memory is None or request.tiers is None else request.tiers.on(measured.device)
     return planned_as(plan, measured, module, tier)

@@ -19,6 +19,7 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.pins import Pin
 from rockmate.progress import ProgressCallback, no_progress
+from rockmate.regions.option import CompiledRegions, KnownTrials
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class PlanRequest:
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
     layout: Layout = "as given"  # which layout the weights of convolutions are to have
     chosen_layout: ChosenLayout | None = None  # which they have; None where none was asked for
+    compile: bool = False  # whether parts of the model are compiled where that pays
+    chosen_regions: CompiledRegions | None = None  # those of another plan, to be compiled in this one
+    trials: KnownTrials | None = None  # what was found of such parts before; None where nothing is kept
 
     def memory_to_rest_in(self, device: torch.device) -> SecondMemory | None:
         """Where parameters may be that no operation reads, as under a budget for all of training; else None."""

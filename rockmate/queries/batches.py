@@ -11,7 +11,7 @@ import torch
 
 from rk_solvers import Problem
 from rkgb import Sample, make_sample
-from rkgb.ir.placement import refuse_devices, refuse_without_data
+from rkgb.ir.sample import refuse_devices, refuse_without_data
 from rkgb.process.turns import TURNS
 from rkgb.state.module_state import module_state_kept
 from rkgb.tree import leaves, map_leaves

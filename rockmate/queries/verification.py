@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from rkgb import RockmateError, Sample, make_sample
+from rkgb import DGraph, RockmateError, Sample, make_sample
 from rkgb.process.turns import TURNS
 from rkgb.recording.digest import digest
 from rkgb.replay.own_checkpoints import random_numbers_restored, told_of_other_numbers
-from rkgb.replay.replay import backward_from, first_difference_place, seed_streams
+from rkgb.replay.replay import backward_from, first_difference_place, run_graph, seed_streams
 from rkgb.replay.step_record import StepRecord, largest_difference
 from rkgb.state.attributes import FreshTensors, Snapshot
 from rkgb.state.generators import OwnGenerator
@@ -67,6 +67,9 @@ class Verification:
     # In another layout than the given one: how far the first step's gradients are from those in that, as the norm of
     # the difference over the norm of those. Units that rounding flips, as of a ReLU, are in it. None in the given one.
     from_given_layout: float | None = None
+    # Where parts are compiled, the plan is compared with the model whose parts are, and that has none: how far, in the
+    # same way, the first step's gradients are from those of the model as it is.
+    from_eager: float | None = None
 
     def __str__(self) -> str:
         budget = format_bytes(self.plan.budget_bytes)
@@ -74,8 +77,11 @@ class Verification:
         if self.from_given_layout is not None:
             away = f"{self.from_given_layout:.1e} from those as given"
             layout = f" in their layout, {self.plan.layout}; gradients are {away}"
+        if self.from_eager is not None:
+            layout += f", with parts compiled; gradients are {self.from_eager:.1e} from eager's"
         if self.exact:
-            same = "outputs, gradients, buffers, random stream and parameters are eager's"
+            whose = "eager's" if self.from_eager is None else "those without a plan"
+            same = f"outputs, gradients, buffers, random stream and parameters are {whose}"
             return f"exact under {budget}: {same}{layout}"
         repeated = "repeats itself exactly"
         if not self.eager_is_deterministic:
@@ -136,19 +142,19 @@ def verify(
         present = {name for name, parameter in original.named_parameters() if parameter.grad is not None}
         present |= {graph.leaves[name].path for name in measured.gradients}
         training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, frozenset(present))
+        eager, is_compiled = training, measured.regions is not None and bool(measured.regions.chosen)
+        if is_compiled:
+            training = replace(training, compiled=graph)
         expected, repeated = (training.run(original) for _ in range(2))
         itself = _first_difference(expected, repeated)
         found = training.run(planned)
         difference = _first_difference(expected, found)
         where = checkpoint = None
-        if difference is not None and itself is None:
-            with random_numbers_restored() as places:
-                restored = training.run(original)
-            if places and _first_difference(restored, found) is None:
-                checkpoint = told_of_other_numbers(places[0])
-        if difference is not None and itself is None and checkpoint is None:  # else there is no place to blame
-            where = _place_of(difference, training, original, planned)
+        if difference is not None and itself is None:  # else there is no place to blame
+            checkpoint = _own_checkpoint(found, training, original)
+            where = None if checkpoint else _place_of(difference, training, original, planned)
         from_given = _from_given_layout(expected, training, original)
+        from_eager = _distance(expected[0], eager.run(original)[0]) if is_compiled else None
     return Verification(
         exact=difference is None,
         first_difference=None if difference is None else str(difference),
@@ -159,7 +165,15 @@ def verify(
         eager_difference=None if itself is None else str(itself),
         own_checkpoint=checkpoint,
         from_given_layout=from_given,
+        from_eager=from_eager,
     )
+
+
+def _own_checkpoint(found: list[StepRecord], training: _Training, original: torch.nn.Module) -> str | None:
+    """In words: a checkpoint of the model's own without whose other numbers nothing of what was `found` differs."""
+    with random_numbers_restored() as places:
+        restored = training.run(original)
+    return told_of_other_numbers(places[0]) if places and _first_difference(restored, found) is None else None
 
 
 def _from_given_layout(expected: list[StepRecord], training: _Training, original: torch.nn.Module) -> float | None:
@@ -169,11 +183,16 @@ def _from_given_layout(expected: list[StepRecord], training: _Training, original
     with layout_kept(original):
         give_back(original)
         given = training.run(original)[0]
+    return _distance(expected[0], given)
+
+
+def _distance(found: StepRecord, given: StepRecord) -> float:
+    """The norm of the difference of all gradients over the norm of those `given`."""
     squares = [0.0, 0.0]
     for name in given.tensors:
         if not name.startswith("gradient of "):
             continue
-        ours, theirs = expected[0].tensor(name), given.tensor(name)
+        ours, theirs = found.tensor(name), given.tensor(name)
         if ours is not None and theirs is not None:
             squares[0] += float((ours.double() - theirs.double()).pow(2).sum())
             squares[1] += float(theirs.double().pow(2).sum())
@@ -203,6 +222,7 @@ class _Training:
     optimizer: str | MakeOptimizer
     generators: tuple[OwnGenerator, ...]
     present: frozenset[str]  # parameters whose gradients are there before a step, as zeros
+    compiled: DGraph | None = None  # by which the module itself runs, where parts of it are compiled under the plan
 
     def run(self, module: torch.nn.Module) -> list[StepRecord]:
         """What each step left behind; the parameters are in the last record. `module` is left as it was."""
@@ -222,7 +242,7 @@ class _Training:
         for _ in range(self.steps):
             for name, parameter in module.named_parameters():
                 parameter.grad = torch.zeros_like(parameter) if name in self.present else None
-            records.append(_step(module, self.sample.copy(), self.loss))
+            records.append(_step(module, self.sample.copy(), self.loss, self.compiled))
             for one in self.generators:
                 records[-1].add(f"state of {one.name}", one.in_module(traced).get_state())
             if optimizer is not None:
@@ -242,12 +262,13 @@ class _Training:
         return self.optimizer(parameters)
 
 
-def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None) -> StepRecord:
+def _step(module: torch.nn.Module, sample: Sample, loss: LossFunction | None, compiled: DGraph | None) -> StepRecord:
     torch.clear_autocast_cache()  # of the weights before the last optimizer step
     traced = module.original if isinstance(module, Rockmate) else module
     before, fresh = Snapshot(traced.named_modules()), FreshTensors(traced)
     with torch.enable_grad():
-        output = sample.call(module)
+        is_reference = compiled is not None and traced is module
+        output = run_graph(compiled, traced, sample) if compiled and is_reference else sample.call(module)
         outputs = leaves(output)
         record = StepRecord({})
         for index, tensor in enumerate(outputs):

@@ -83,6 +83,8 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
     found += _of_moves(plan_file)
     found += _of_layout(plan_file)
+    if promise.compiled is not None:
+        found.append(Fact("Compiled", f"{len(promise.compiled.chosen) or 'no'} parts", promise.compiled.told))
     taken_bytes = promise.planning_peak_bytes
     taken = "" if taken_bytes is None else f", in {format_bytes(taken_bytes)} of memory"
     found.append(Fact("Solver", promise.solver, f"planned in {format_ms(1000 * promise.planning_s)}{taken}"))

@@ -15,6 +15,7 @@ import torch
 from rk_solvers import Schedule
 from rkgb import DNode, KGraph, LeafKind, SNode
 from rkgb.ir.call import Call, Ref, ref_names
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.dgraph import last_uses, makers_of
 from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
@@ -273,7 +274,7 @@ class _Assigner:
 
     def _fills_several(self, op: DNode) -> bool:
         """Such operations may leave out, without gradients, what only their backward reads (LSTM's workspace)."""
-        if op.call.function in _SAME_WITHOUT_GRADIENTS:
+        if op.call.function in _SAME_WITHOUT_GRADIENTS or isinstance(op.call.function, CompiledCall):
             return False
         fresh = [name for name in op.output_names if self.dgraph.owner(name) == name]
         return len(fresh) > 1 and any(self.dgraph.values[name].requires_grad for name in op.output_names)

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule, Interpreter
 
-from rockmate.compile.joint import JointGraph
+from rockmate.division.joint import JointGraph
 
 
 def joint_of(function: Callable[..., Any], *arguments: Tensor) -> JointGraph:

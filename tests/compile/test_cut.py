@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rockmate.compile.cut import SavingProblem
-from rockmate.compile.joint import JointGraph, bytes_of, draws, has_effects, is_tuple, is_view
+from rockmate.division.cut import SavingProblem
+from rockmate.division.joint import JointGraph, bytes_of, draws, has_effects, is_tuple, is_view
 from tests.compile.joint_graphs import joint_of
 
 UNARY = (torch.sin, torch.exp, torch.tanh, torch.sigmoid, lambda x: x * 2, lambda x: x.t())

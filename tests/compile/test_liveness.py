@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from rockmate import PeakMemory
 from rockmate.compile import Partitioner
 from rockmate.compile.choose import chain_cuts
-from rockmate.compile.liveness import Liveness
+from rockmate.division.liveness import Liveness
 from tests.compile.joint_graphs import divided, joint_of
 
 EVERYTHING = 1 << 50

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from rockmate.compile.rates import Rates, main_device_of, rates_of
+from rockmate.division.rates import Rates, main_device_of, rates_of
 from tests.compile.joint_graphs import joint_of
 
 CPU = torch.device("cpu")

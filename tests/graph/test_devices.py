@@ -12,8 +12,7 @@ from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.caching_allocator import AllocatorLevels
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.registry import KINDS, device_of, host
-from rkgb.ir.placement import refuse_devices
-from rkgb.ir.sample import make_sample
+from rkgb.ir.sample import make_sample, refuse_devices
 from rkgb.state.module_state import main_device, random_states, seed_default_streams
 from rockmate import PeakMemory, Rockmate
 from rockmate.guards.flags import BackEndFlags

@@ -11,6 +11,7 @@ from rkgb.export.json_form import names
 from rkgb.export.json_form.containers import MissingFunction
 from rkgb.export.json_form.errors import Place, shortly
 from rkgb.export.json_form.trees import TreeReader, TreeWriter
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.process.autocast import OFF, Autocast, autocast_kinds
 from rkgb.recording.guard import Guard
@@ -36,6 +37,8 @@ def write_function(function: Any, place: Place, trees: TreeWriter) -> Any:
         }
     if isinstance(function, MissingFunction):
         return _custom(function.name, function.autocast)
+    if isinstance(function, CompiledCall):
+        return _custom(function.name, OFF)
     if isinstance(function, OpaqueCall):
         return _custom(function.name, function.autocast)
     if isinstance(function, UnderAutocast):

@@ -15,6 +15,7 @@ from rockmate.cli.options import (
     BudgetText,
     Chosen,
     OutputFile,
+    compile_option,
     layout_option,
     offload_options,
     output_options,
@@ -37,6 +38,7 @@ from rockmate.queries.verification import OPTIMIZERS
         "rockmate plan mixer-tiny --budget 0.8 --solver greedy --time-limit 2 -o mixer.json.gz",
         "rockmate plan model.py:make --budget 2MiB --scope total --optimizer adamw",
         "rockmate plan resnet18-tiny --budget 0.8 --layout auto",
+        "rockmate plan llama-demo --budget 0.7 --compile",
         "rockmate plan gpt2-demo --budget 0.3 --offload disk:/scratch --offload-limit 4GiB",
     ),
 )
@@ -63,6 +65,7 @@ from rockmate.queries.verification import OPTIMIZERS
 @click.option("--opaque", multiple=True, metavar="PATH", help="A submodule whose call is one operation.")
 @offload_options
 @layout_option
+@compile_option
 @solver_options
 @click.option("-o", "--output", type=OutputFile(), help="Write the plan; packed, if it ends in .gz.")
 @click.option("--cache/--no-cache", default=True, help="Whether to look for the plan in the cache, and keep it there.")

@@ -7,7 +7,15 @@ from typing import Any
 import click
 
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Chosen, json_option, layout_option, offload_options, target_options
+from rockmate.cli.options import (
+    BudgetText,
+    Chosen,
+    compile_option,
+    json_option,
+    layout_option,
+    offload_options,
+    target_options,
+)
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
 from rockmate.layouts.option import Layout
@@ -56,8 +64,11 @@ def with_training_options(function: Any) -> Any:
 @with_training_options
 @offload_options
 @layout_option
+@compile_option
 @json_option
-def command(chosen: Chosen, as_json: bool, offload: Offload | None, layout: Layout, **training: Any) -> int:
+def command(
+    chosen: Chosen, as_json: bool, offload: Offload | None, layout: Layout, compile: bool, **training: Any
+) -> int:
     """Compare training under a budget with eager training, bit by bit.
 
     Copies of the model are trained for a few steps, eagerly twice and under a plan. Compared are outputs, gradients,
@@ -65,7 +76,7 @@ def command(chosen: Chosen, as_json: bool, offload: Offload | None, layout: Layo
     are not, and 2 where the input is wrong or cannot be planned.
     """
     target = chosen.target()
-    options = PlanOptions(loss=target.loss, offload=offload, layout=layout)
+    options = PlanOptions(loss=target.loss, offload=offload, layout=layout, compile=compile)
     found = verify(target.model, target.sample, options=options, **training)
     if as_json:
         tell_json("verify", verification_content(found) | {"plan": plan_content(found.plan)})
@@ -83,4 +94,5 @@ def verification_content(found: Verification) -> dict[str, Any]:
         "eager_is_deterministic": found.eager_is_deterministic,
         "where": found.where,
         "from_given_layout": found.from_given_layout,
+        "from_eager": found.from_eager,
     }

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from rkgb.devices.registry import device_of
 from rkgb.torch_private.modes import without_dispatch_modes
 from rkgb.tree import map_leaves
-from rockmate.compile.joint import bytes_of, is_fused, is_view, size_of, tensors_of
+from rockmate.division.joint import bytes_of, is_fused, is_view, size_of, tensors_of
 
 _SIDE = 512  # of the matrices whose product is timed
 _COPIED_BYTES = 1 << 25

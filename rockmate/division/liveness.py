@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from rockmate.compile.joint import JointGraph, bytes_of, is_fused, is_tuple, is_view
+from rockmate.division.joint import JointGraph, bytes_of, is_fused, is_tuple, is_view
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch.fx import Node
 
-from rockmate.compile.joint import JointGraph, bytes_of, is_tensor_valued, is_tuple, is_view, with_inputs
+from rockmate.division.joint import JointGraph, bytes_of, is_tensor_valued, is_tuple, is_view, with_inputs
 
 _NEVER = 10**9  # a capacity above all sums of others, which fit whole numbers of 32 bits
 _ALL = 5 * 10**8  # all others together
@@ -33,8 +33,10 @@ class Saved:
 class SavingProblem:
     """The forward of one joint graph, and what its nodes cost to be computed again."""
 
-    def __init__(self, graph: JointGraph, time_ms: Mapping[Node, float]) -> None:
+    def __init__(self, graph: JointGraph, time_ms: Mapping[Node, float], charged: Collection[Node] = ()) -> None:
+        """What the caller holds anyway costs nothing to be saved, but for what is `charged`."""
         self._graph = graph
+        self._charged = frozenset(charged)
         wanted = with_inputs(graph.needed)
         self.nodes = [node for node in graph.nodes if node in wanted]  # all that may be saved or repeated
         self._time_ms = time_ms
@@ -85,6 +87,8 @@ class SavingProblem:
         return self._time_ms[node]
 
     def _save_ms(self, node: Node, kept: Collection[Node], ms_per_byte: float) -> float:
+        if node in self._charged:
+            return ms_per_byte * bytes_of(node)
         if node in self._graph.given or node in self._graph.outputs or node in kept or not is_tensor_valued(node):
             return 0.0 if self.may_save(node) else float("inf")
         return ms_per_byte * bytes_of(node) if self.may_save(node) else float("inf")

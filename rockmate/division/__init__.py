@@ -1,0 +1,1 @@
+"""Dividing the joint graph of a forward and its backward: what is saved between them, and what that takes."""

@@ -1,0 +1,111 @@
+"""From a region to compiled code: its joint graph is divided by least cuts, and each half compiled by inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from rkgb.ir.compiled import Kernels
+from rkgb.ir.values import ValueInfo
+from rkgb.torch_private.compiler.parts import compiled, forward_and_backward_of
+from rockmate.division.cut import SavingProblem
+from rockmate.division.joint import JointGraph
+from rockmate.division.rates import main_device_of, rates_of
+
+_PRICE = 3.0  # of a byte that is saved, in times of writing and reading it: joined loops repeat nearly for nothing
+
+
+def kernels_of(function: Callable[..., Any], inputs: Sequence[ValueInfo], differentiable: Sequence[bool]) -> Kernels:
+    """What `function` is compiled to for tensors like these `inputs`; which of its outputs have gradients is given.
+
+    Raises what the compiler raises.
+    """
+    joint = forward_and_backward_of(lambda *given: tuple(function(*given)), lambda: list(map(_like, inputs)))
+    halves = _Halves.of(joint, differentiable)
+    forward = compiled(halves.forward, is_backward=False)
+    backward = None if halves.backward is None else compiled(halves.backward, is_backward=True)
+    return Kernels(forward, backward, halves.read, halves.gradients, halves.tangents)
+
+
+def _like(info: ValueInfo) -> torch.Tensor:
+    made = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
+    return made.requires_grad_(info.requires_grad)
+
+
+class _Halves:
+    """The two graphs of a joint one."""
+
+    def __init__(self) -> None:
+        self.forward: GraphModule
+        self.backward: GraphModule | None = None
+        self.read: tuple[int, ...] = ()
+        self.gradients: tuple[int | None, ...] = ()
+        self.tangents: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, joint: GraphModule, differentiable: Sequence[bool]) -> _Halves:
+        halves = cls()
+        inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+        tangents = [node for node in inputs if node.name.startswith("tangents")]
+        primals = [node for node in inputs if node not in tangents]
+        (returned,) = next(node for node in joint.graph.nodes if node.op == "output").args
+        count = len(differentiable)
+        made, gradients = list(returned[:count]), list(returned[count:])
+        wanted = [node for node in gradients if isinstance(node, Node)]
+        saved = _saved(joint, count) if wanted else ()
+        read = [node for node in saved if node in primals]
+        kept = [node for node in saved if node not in primals]
+        halves.forward = _extracted(joint, primals, [*made, *kept])
+        halves.gradients = tuple(None if not isinstance(node, Node) else wanted.index(node) for node in gradients)
+        halves.read = tuple(primals.index(node) for node in read)
+        taking = [place for place, takes in enumerate(differentiable) if takes] if tangents else []
+        halves.tangents = tuple(
+            (place, tuple(one.meta["val"].shape), tuple(one.meta["val"].stride()))
+            for place, one in zip(taking, tangents, strict=True)
+        )
+        if wanted:
+            halves.backward = _extracted(joint, [*read, *kept, *tangents], wanted)
+        return halves
+
+
+def _saved(joint: GraphModule, outputs: int) -> list[Node]:
+    graph = JointGraph.of(joint, outputs)
+    rates = rates_of(main_device_of(graph.nodes))
+    # What is read of earlier operations is held for this, unless one of them holds it, too.
+    charged = [node for node in graph.given if len(node.meta["val"].shape) > 1]
+    problem = SavingProblem(graph, {node: rates.time_ms(node) for node in graph.nodes}, charged)
+    chosen = problem.cheapest(_PRICE / rates.bytes).saved
+    needed, seen, waiting = [], set(), list(graph.needed)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in chosen or node in graph.given:
+            needed.append(node)
+        else:
+            waiting += node.all_input_nodes
+    return sorted(needed, key=graph.place.__getitem__)
+
+
+def _extracted(joint: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    """The part of a graph between these inputs and outputs."""
+    graph, copies = torch.fx.Graph(), dict[Node, Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    wanted, waiting = set(inputs), [node for node in outputs if isinstance(node, Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in wanted:
+            wanted.add(node)
+            waiting += node.all_input_nodes
+    for node in joint.graph.nodes:
+        if node in wanted and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] if isinstance(node, Node) else node for node in outputs))
+    graph.lint()
+    return GraphModule(joint, graph)

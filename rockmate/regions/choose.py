@@ -1,0 +1,182 @@
+"""From a traced graph to one whose regions are compiled where that pays: each is tried on the sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rkgb import Block, DGraph, Sample
+from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.ir.call import bind
+from rkgb.ir.compiled import CompiledCall
+from rkgb.ir.dgraph import last_uses, leaf_tensors
+from rkgb.passes.equivalence import canonical_form
+from rkgb.process.autocast import without_autocast
+from rkgb.state.module_state import module_devices, module_state_kept
+from rockmate.errors import CompileError
+from rockmate.progress import ProgressCallback
+from rockmate.regions.find import Region, region_of, regions_of
+from rockmate.regions.function import function_of, normalisations
+from rockmate.regions.join import joined
+from rockmate.regions.option import CompiledRegions, KnownTrials, RegionTrial
+from rockmate.regions.trial import tried
+
+_NAMED = 3  # operations of a region in its name
+
+# Of this process, by digest and threads: each class is compiled once, and tried once.
+_CALLS: dict[tuple[str, int], CompiledCall] = {}
+_TRIED: dict[CompiledCall, RegionTrial] = {}
+
+
+def with_compiled_regions(
+    graph: DGraph,
+    module: torch.nn.Module,
+    sample: Sample,
+    apart: Collection[str],
+    progress: ProgressCallback,
+    known: KnownTrials | None = None,
+) -> tuple[DGraph, CompiledRegions]:
+    """`graph` with its regions compiled where that takes less time, or fewer bytes in no more, and all that were tried.
+
+    Each class of equal regions is compiled once, and run beside its operations on what the first of them reads. What
+    cannot be compiled stays as it is. Operations whose names are in `apart` are in no region. Classes that are `known`
+    are not tried again, and what is found is added there. `module`, in the mode in which it was traced, is left as it
+    was.
+    """
+    started = time.perf_counter()
+    regions = regions_of(graph, apart)
+    if not regions:
+        return graph, CompiledRegions()
+    calls = [_call_of(graph, region) for region in regions]
+    found = _Trials(graph, dict(zip(regions, calls, strict=True)), progress).run(module, sample, known)
+    trials = tuple(
+        replace(found[call], operations=tuple(op.name for op in region.ops))
+        for region, call in zip(regions, calls, strict=True)
+    )
+    taken = [(region, call) for region, call, trial in zip(regions, calls, trials, strict=True) if trial.pays]
+    return joined(graph, taken), CompiledRegions(trials, seconds=time.perf_counter() - started)
+
+
+def as_chosen(graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback) -> DGraph:
+    """`graph` with the regions compiled that were `chosen` in one like it; those that it does not have are left out.
+
+    Raises `CompileError` where one cannot be compiled.
+    """
+    by_name = {op.name: op for op in graph}
+    wanted = [trial.operations for trial in chosen.chosen if set(trial.operations) <= by_name.keys()]
+    regions = [region_of(graph, [by_name[name] for name in names]) for names in wanted]
+    calls = [_call_of(graph, region) for region in regions]
+    classes = {call: region for region, call in zip(regions, calls, strict=True) if not call.kernels}
+    for number, (call, region) in enumerate(classes.items()):
+        progress("compile", number, len(classes))
+        try:
+            _build(graph, region, call)
+        except Exception as error:
+            raise CompileError(
+                f"{region.ops[0].name} and {len(region.ops) - 1} operations after it, which the plan has compiled, "
+                f"cannot be compiled here: {reason_of(error)}. Plan with compile=False."
+            ) from error
+    if classes:
+        progress("compile", len(classes), len(classes))
+    return joined(graph, list(zip(regions, calls, strict=True)))
+
+
+def _call_of(graph: DGraph, region: Region) -> CompiledCall:
+    """The one of all regions like this one, compiled or not yet."""
+    block = Block([], list(region.ops), [], list(region.inputs), list(region.outputs))
+    digest = canonical_form(graph, block).digest
+    key = (digest, torch.get_num_threads())
+    if key not in _CALLS:
+        names = dict.fromkeys(op.call.op_name.strip("_") for op in region.ops)
+        name = "_".join(["compiled", *list(names)[:_NAMED]])
+        outputs = len(region.outputs) + 2 * len(normalisations(region))
+        _CALLS[key] = CompiledCall(name, digest, function_of(region), outputs)
+    return _CALLS[key]
+
+
+def _build(graph: DGraph, region: Region, call: CompiledCall) -> None:
+    # Importing it imports the compiler.
+    from rockmate.regions.build import kernels_of
+
+    inputs = [graph.values[name] for name in region.inputs]
+    differentiable = [graph.values[name].requires_grad for name in region.outputs]
+    differentiable += [False] * (call.outputs - len(differentiable))
+    call.kernels[:] = [kernels_of(call.eager, inputs, differentiable)]
+
+
+def reason_of(error: Exception) -> str:
+    """Of an error, in one line."""
+    if is_out_of_memory(error):
+        return "memory ran out while it was tried"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+@dataclass(eq=False, slots=True)
+class _Trials:
+    """A walk through the graph on the sample, in which the first region of each class is compiled and tried."""
+
+    graph: DGraph
+    calls: dict[Region, CompiledCall]
+    progress: ProgressCallback
+
+    def run(
+        self, module: torch.nn.Module, sample: Sample, known: KnownTrials | None
+    ) -> dict[CompiledCall, RegionTrial]:
+        """What was found, by class."""
+        found = self._of_before(known)
+        if all(call in found for call in self.calls.values()):
+            return found
+        graph = joined(self.graph, list(self.calls.items()))
+        region_of_node = {f"compiled_{number}": region for number, region in enumerate(self.calls)}
+        classes = len(set(self.calls.values()))
+        with module_state_kept(module, module_devices(module, sample.tensors), graph.generators), without_autocast():
+            values: dict[str, Any] = dict(leaf_tensors(graph.leaves, module, sample.copy().tensors))
+            given = set(values)
+            for node, dropped in zip(graph.nodes, last_uses(graph.nodes, []), strict=True):
+                call = node.call.function
+                if isinstance(call, CompiledCall) and call not in found:
+                    self.progress("compile", len(found), classes)
+                    found[call] = _TRIED[call] = trial = self._try(region_of_node[node.name], call, values)
+                    if known is not None:
+                        known.put(call.digest, trial)
+                with torch.no_grad():
+                    bind(node.outputs, node.call.evaluate(values), values)
+                for name in dropped:
+                    if name not in given:
+                        values.pop(name, None)
+        self.progress("compile", classes, classes)
+        return found
+
+    def _of_before(self, known: KnownTrials | None) -> dict[CompiledCall, RegionTrial]:
+        """Of the classes that are known: what was found, and what pays compiled again, from the compiler's cache."""
+        found: dict[CompiledCall, RegionTrial] = {}
+        for region, call in self.calls.items():
+            trial = _TRIED.get(call)
+            if trial is None and known is not None:
+                trial = known.get(call.digest)
+            if trial is None or call in found:
+                continue
+            if trial.pays and not call.kernels:
+                self.progress("compile", len(found), len(set(self.calls.values())))
+                try:
+                    _build(self.graph, region, call)
+                except Exception:  # noqa: BLE001  then it is tried again, and that is told
+                    continue
+            found[call] = trial
+        return found
+
+    def _try(self, region: Region, call: CompiledCall, values: dict[str, Any]) -> RegionTrial:
+        try:
+            if not call.kernels:
+                _build(self.graph, region, call)
+            trial = tried(self.graph, region, call, values)
+        except Exception as error:  # noqa: BLE001  whatever the compiler cannot do stays as it is
+            trial = RegionTrial((), 0.0, 0.0, 0, 0, reason_of(error))
+        if trial.refused:
+            call.kernels.clear()  # its operations run one by one from here on
+        return trial

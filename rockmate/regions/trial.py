@@ -1,0 +1,150 @@
+"""A compiled region beside its operations one by one, on the tensors that it is given: equal, and worth it?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rkgb import DGraph
+from rkgb.devices.registry import device_of
+from rkgb.ir.call import bind
+from rkgb.ir.compiled import CompiledCall
+from rockmate.regions.find import Region
+from rockmate.regions.function import normalisations
+from rockmate.regions.option import RegionTrial
+
+_TURNS = 5  # of each, at least
+_MOST_TURNS = 25
+_TRIAL_S = 0.3  # beyond which there are no more turns than there must be
+# Norm of the difference over the norm: rounding, in another order of sums; units that it flips, as of a ReLU, are few.
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+Run = Callable[..., Sequence[torch.Tensor]]
+
+
+def tried(graph: DGraph, region: Region, call: CompiledCall, values: Mapping[str, torch.Tensor]) -> RegionTrial:
+    """The compiled `call` of `region` beside its operations, on `values` of its inputs, which are left as they are."""
+    names = tuple(op.name for op in region.ops)
+    inputs = [_leaf(values[name], graph.values[name].requires_grad) for name in region.inputs]
+    taking = [graph.values[name].requires_grad for name in region.outputs]
+    written = {name: values[name].detach().clone() for op in normalisations(region) for name in op.written}
+
+    def eager(*given: torch.Tensor) -> list[torch.Tensor]:
+        found: dict[str, Any] = {**written, **dict(zip(region.inputs, given, strict=True))}
+        for op in region.ops:
+            bind(op.outputs, op.call.evaluate(found), found)
+        return [found[name] for name in region.outputs]
+
+    def compiled(*given: torch.Tensor) -> list[torch.Tensor]:
+        made = call(*given)
+        return (list(made) if isinstance(made, (list, tuple)) else [made])[: len(region.outputs)]
+
+    gradients: list[torch.Tensor] = []
+    expected, found = (_Step(run, inputs, taking, gradients) for run in (eager, compiled))
+    reason = _misfit(graph, region, expected, found)
+    eager_bytes, compiled_bytes = expected.saved_bytes, found.saved_bytes
+    if reason:
+        return RegionTrial(names, 0.0, 0.0, eager_bytes, compiled_bytes, reason)
+    del expected, found
+    times: tuple[list[float], list[float]] = ([], [])
+    started = time.perf_counter()
+    device = device_of(inputs[0].device)
+    while len(times[0]) < _TURNS or (time.perf_counter() - started < _TRIAL_S and len(times[0]) < _MOST_TURNS):
+        for run, spent in zip((eager, compiled), times, strict=True):
+            device.synchronize()
+            begun = time.perf_counter()
+            _Step(run, inputs, taking, gradients, is_watched=False)
+            device.synchronize()
+            spent.append(1e3 * (time.perf_counter() - begun))
+    return RegionTrial(names, min(times[0]), min(times[1]), eager_bytes, compiled_bytes)
+
+
+def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+class _Step:
+    """One forward and backward: what it gave, and what autograd saved for it."""
+
+    def __init__(
+        self,
+        run: Run,
+        inputs: list[torch.Tensor],
+        taking: list[bool],
+        gradients: list[torch.Tensor],
+        is_watched: bool = True,
+    ) -> None:
+        saved: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+            return tensor
+
+        with torch.enable_grad():
+            if is_watched:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    outputs = list(run(*inputs))
+            else:
+                outputs = list(run(*inputs))
+        parameters = {one.untyped_storage().data_ptr() for one in inputs if one.is_leaf and one.dim() <= 1}
+        self.saved_bytes = sum(
+            one.untyped_storage().nbytes() for place, one in saved.items() if place not in parameters
+        )
+        reached = [one for one, takes in zip(outputs, taking, strict=True) if takes and one.requires_grad]
+        if not gradients:
+            gradients += [_random_like(one, seed) for seed, one in enumerate(reached)]
+        wanted = [one for one in inputs if one.requires_grad]
+        self.gradients: Sequence[torch.Tensor | None] = ()
+        if wanted and reached:
+            self.gradients = torch.autograd.grad(reached, wanted, gradients, allow_unused=True)
+        self.outputs = [one.detach() for one in outputs]
+
+
+def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """A gradient: numbers of a generator of their own."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    numbers = torch.rand(tensor.shape, generator=generator, dtype=torch.float32) - 0.25
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(numbers)
+
+
+def _misfit(graph: DGraph, region: Region, expected: _Step, found: _Step) -> str:
+    """Why the compiled region must not stand for the operations; "" where it may."""
+    seen: set[int] = set()
+    for name, theirs, ours in zip(region.outputs, expected.outputs, found.outputs, strict=True):
+        info = graph.values[name]
+        if (tuple(ours.shape), ours.dtype, ours.device) != (info.shape, info.dtype, info.device):
+            return f"it gives another kind of tensor for {name}"
+        if tuple(ours.stride()) != tuple(theirs.stride()):
+            return f"{name} lies otherwise in memory"
+        storage = ours.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != ours.numel() * ours.element_size():
+            return f"{name} shares its memory"
+        seen.add(storage.data_ptr())
+    pairs = [*zip(expected.outputs, found.outputs, strict=True)]
+    if len(expected.gradients) != len(found.gradients):
+        return "it has other gradients"
+    for one, other in zip(expected.gradients, found.gradients, strict=True):
+        if (one is None) != (other is None):
+            return "it has other gradients"
+        if one is not None and other is not None:
+            pairs.append((one, other))
+    for one, other in pairs:
+        if not _is_close(one, other):
+            return f"its numbers are others: {_distance(one, other):.1e} away"
+    return ""
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not one.dtype.is_floating_point:
+        return float((one != other).double().mean())
+    mine, theirs = one.double(), other.double()
+    away = torch.where((mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0, mine - theirs)
+    size = torch.where(mine.isfinite(), mine, 0.0).norm()
+    return float(away.norm() / size) if size > 0 else float(away.norm())
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _distance(one, other) <= _CLOSE.get(one.dtype, 1e-3)
