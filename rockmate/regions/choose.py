@@ -94,7 +94,7 @@ def _call_of(graph: DGraph, region: Region) -> CompiledCall:
         names = dict.fromkeys(op.call.op_name.strip("_") for op in region.ops)
         name = "_".join(["compiled", *list(names)[:_NAMED]])
         outputs = len(region.outputs) + 2 * len(normalisations(region))
-        _CALLS[key] = CompiledCall(name, digest, function_of(region), outputs)
+        _CALLS[key] = CompiledCall(name, digest, function_of(graph, region), outputs)
     return _CALLS[key]
 
 

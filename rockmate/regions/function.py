@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rkgb import DNode
+from rkgb import DGraph, DNode
 from rkgb.ir.call import bind
 from rkgb.passes.b_to_d import statistics_written
 from rockmate.regions.find import Region
@@ -22,7 +22,7 @@ def normalisations(region: Region) -> list[DNode]:
     return [op for op in region.ops if statistics_written(op.call) is not None]
 
 
-def function_of(region: Region) -> Callable[..., Tensors]:
+def function_of(graph: DGraph, region: Region) -> Callable[..., Tensors]:
     """The operations of `region`, one by one, on its inputs: its outputs, then what statistics are written from.
 
     For each batch normalisation these are the batch's means and its variances, those by one less than there are values.
@@ -35,7 +35,7 @@ def function_of(region: Region) -> Callable[..., Tensors]:
             if statistics_written(op.call) is None:
                 bind(op.outputs, op.call.evaluate(values), values)
             else:
-                made, found = _normalised(op, values)
+                made, found = _normalised(graph, op, values)
                 bind(op.outputs, made, values)
                 statistics += found
         return [*(values[name] for name in region.outputs), *statistics]
@@ -43,13 +43,14 @@ def function_of(region: Region) -> Callable[..., Tensors]:
     return run
 
 
-def _normalised(op: DNode, values: dict[str, Any]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+def _normalised(graph: DGraph, op: DNode, values: dict[str, Any]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """A batch normalisation that writes nothing, and what it would write statistics from."""
-    x, weight, bias, _, _, _, momentum, eps, *_ = op.call.args
+    x, weight, bias, running, _, _, momentum, eps, *_ = op.call.args
+    kept = graph.values[running.name].dtype  # of the statistics: a batch of fewer bits is summed up in these
     given, weight, bias = (values[one.name] for one in (x, weight, bias))
     made, _, _ = _aten.native_batch_norm.default(given, weight, bias, None, None, True, momentum, eps)
     places = [place for place in range(given.dim()) if place != 1]
     count = given.numel() // given.shape[1]
     with torch.no_grad():  # as the normalisation itself is decomposed, so that both are computed once
-        variance, mean = torch.var_mean(given, dim=places, correction=0, keepdim=True)
+        variance, mean = torch.var_mean(given.to(kept), dim=places, correction=0, keepdim=True)
     return made, (mean.reshape(-1), variance.reshape(-1) * (count / max(count - 1, 1)))

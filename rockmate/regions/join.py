@@ -75,9 +75,8 @@ def _operations(
                 shape=info.shape,
                 stride=(1,),
                 offset=0,
-                dtype=torch.float32,
                 requires_grad=False,
-                storage_bytes=info.shape[0] * 4,
+                storage_bytes=info.shape[0] * info.dtype.itemsize,
             )
             outputs.append(name)
             moved = f"{name}_written"

@@ -1,0 +1,31 @@
+"""Regions compiled by no compiler: their graphs are interpreted, which takes no seconds and rounds as eager does."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.fx import GraphModule
+
+from rockmate.regions import build, choose
+from rockmate.regions.option import RegionTrial
+
+
+def interpreted_graph(graph: GraphModule, is_backward: bool) -> Callable[[list[Any]], Any]:
+    return lambda given: graph(*given)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing was compiled or tried before, and nothing is left of it."""
+    choose._CALLS.clear()
+    choose._TRIED.clear()
+    yield
+    choose._CALLS.clear()
+    choose._TRIED.clear()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """What is compiled is interpreted, and pays wherever it is right."""
+    monkeypatch.setattr(build, "compiled", interpreted_graph)
+    monkeypatch.setattr(RegionTrial, "pays", property(lambda trial: not trial.refused))
