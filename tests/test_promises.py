@@ -54,6 +54,7 @@ PROMISES = {
     "`solver`": "module/test_module.py::test_a_solver_may_be_named",
     "`time_limit`": "module/test_module.py::test_a_search_that_is_interrupted_leaves_its_best_plan",
     "`gap`": "module/test_module.py::test_a_plan_tells_how_far_from_the_best_it_may_be",
+    "`compile`": "regions/test_choose.py::test_training_is_that_of_the_parts_compiled_without_a_plan",
     "`layout`": "module/test_layout.py::test_each_region_is_in_the_layout_in_which_it_is_quicker",
     "`offload`": "module/test_offload.py::test_most_of_a_chain_moves_where_the_disk_is_quick",
     "`opaque`": "module/test_called_whole.py::test_training_is_exact",

@@ -62,6 +62,7 @@ SETS = {
     "tests/module/test_offload.py": Sets(1, 2),
     "tests/offload/": Sets(1, 2),
     "tests/plan_files/": Sets(1, 2),
+    "tests/regions/": Sets(4, 8),
     "tests/solver/": Sets(3, 8),
     "tests/test_docs.py": Sets(2, 4),
     "tests/test_hf_families.py": Sets(1, 4),

@@ -20,6 +20,7 @@ from rockmate.division.joint import JointGraph, bytes_of, is_tensor_valued, is_t
 
 _NEVER = 10**9  # a capacity above all sums of others, which fit whole numbers of 32 bits
 _ALL = 5 * 10**8  # all others together
+_OF_INPUTS = 0.5  # of a price: what is read again from an input, the forward can be repeated from, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class SavingProblem:
 
     def _save_ms(self, node: Node, kept: Collection[Node], ms_per_byte: float) -> float:
         if node in self._charged:
-            return ms_per_byte * bytes_of(node)
+            return _OF_INPUTS * ms_per_byte * bytes_of(node)
         if node in self._graph.given or node in self._graph.outputs or node in kept or not is_tensor_valued(node):
             return 0.0 if self.may_save(node) else float("inf")
         return ms_per_byte * bytes_of(node) if self.may_save(node) else float("inf")

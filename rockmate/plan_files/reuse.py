@@ -6,8 +6,9 @@ import functools
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import rkgb
 from rkgb import RecordMismatch, Sample, make_sample
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.state.module_state import main_device, module_devices
-from rockmate.errors import OffloadError, PlanFileError, PoorPlanWarning
+from rockmate.errors import BudgetTooSmall, OffloadError, PlanFileError, PoorPlanWarning
 from rockmate.guards.checkpointing import is_switched_off
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.memory.resident import ResidentRise
@@ -27,14 +28,15 @@ from rockmate.memory.split import gradients_made, gradients_there
 from rockmate.plan_files import cache
 from rockmate.plan_files.alike import taken_over
 from rockmate.plan_files.content import PlanFile
-from rockmate.plan_files.rank_agreement import default_exchange, plan_with_others, solver_text
+from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, key_of, plan_with_others, solver_text
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
-from rockmate.regions.option import RegionTrial
+from rockmate.regions.option import CompiledRegions, RegionTrial
 
+_WAIT_S = 600.0  # for another rank, which traces, compiles and measures
 _MOST_COMPILED = 4  # plans of a module whose parts are compiled: that takes seconds for each
 _OF_MEASURING = 32  # digits of a key that are of what is measured: as many are of what is solved
 
@@ -52,10 +54,66 @@ def plan_or_reuse(
     Of plans that were made `earlier` under the same budget, one whose graph is the same but for numbers is taken over.
 
     One of several ranks plans with the others, and takes nothing from the cache: all are to do the same.
+    Where parts may be compiled, the plan is the faster one of those with them and without.
     Raises as `measure` and `make_plan` do.
     """
     check_request(request)
     request = _compiling(model, request, use_cache, len(earlier))
+    if request.compile:
+        exchange = default_exchange(_WAIT_S)
+        if exchange is not None:
+            request = replace(request, chosen_regions=_agreed_regions(model, sample, request, exchange))
+        return _compiled_or_not(partial(_plan_or_reuse, model, sample, known, use_cache, earlier), request)
+    return _plan_or_reuse(model, sample, known, use_cache, earlier, request)
+
+
+def _compiled_or_not(
+    make: Callable[[PlanRequest], tuple[Measured, LoweredPlan]], request: PlanRequest
+) -> tuple[Measured, LoweredPlan]:
+    """The plan with compiled parts, unless that without is predicted to take less time, or it is the only one."""
+    without = replace(request, compile=False, chosen_regions=None)
+    told = "no plan with compiled parts is within the budget"
+    try:
+        measured, planned = make(request)
+    except BudgetTooSmall:
+        measured, planned = make(without)
+    else:
+        regions, plan = measured.regions, planned.plan
+        # No plan of eager operations takes less time than the step that keeps all.
+        if regions is None or not regions.chosen or plan.time_ms <= plan.baseline_time_ms:
+            return measured, planned
+        eager, other = make(without)
+        if plan.time_ms <= other.plan.time_ms:
+            return measured, planned
+        measured, planned, told = eager, other, "plans without compiled parts take less time"
+    measured.regions = CompiledRegions(refused=told)
+    planned.plan = replace(planned.plan, compiled=measured.regions)
+    return measured, planned
+
+
+def _agreed_regions(
+    model: torch.nn.Module, sample: Any, request: PlanRequest, exchange: RankAgreement
+) -> CompiledRegions | None:
+    """The parts that all ranks compile: those of the first to come."""
+
+    def of_this_rank() -> str:
+        with planning(model):
+            return msgspec.json.encode(trace_model(model, sample, request).regions).decode()
+
+    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
+    calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
+    text, _ = exchange.agree(key_of(["regions", type(model).__qualname__, shapes, calls]), of_this_rank)
+    return msgspec.json.decode(text.encode(), type=CompiledRegions | None)
+
+
+def _plan_or_reuse(
+    model: torch.nn.Module,
+    sample: Any,
+    known: MeasuredBlocks,
+    use_cache: bool,
+    earlier: Sequence[tuple[Measured, LoweredPlan]],
+    request: PlanRequest,
+) -> tuple[Measured, LoweredPlan]:
     with planning(model), ResidentRise() as resident:
         traced = trace_model(model, sample, request)
         alone = default_exchange(0.0) is None
@@ -75,6 +133,8 @@ def plan_or_reuse(
                 cache.put(key, plan_file_of(model, measured, planned.plan, request))
         else:
             measured, planned = found
+            # A graph none of whose parts is compiled is that of nobody who asked for it.
+            planned.plan = replace(planned.plan, compiled=measured.regions)
     measured.sample = None
     return measured, planned
 

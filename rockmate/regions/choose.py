@@ -66,6 +66,8 @@ def as_chosen(graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback
 
     Raises `CompileError` where one cannot be compiled.
     """
+    if not chosen.chosen:
+        return graph
     by_name = {op.name: op for op in graph}
     wanted = [trial.operations for trial in chosen.chosen if set(trial.operations) <= by_name.keys()]
     regions = [region_of(graph, [by_name[name] for name in names]) for names in wanted]

@@ -48,9 +48,11 @@ def regions_of(graph: DGraph, apart: Collection[str] = ()) -> list[Region]:
     while True:
         found = finder.regions()
         out = {op.name for ops in found for op in finder.unfit(ops)}
-        if not out:
+        ends = {op for ops in found for op in finder.ends_of(ops)} if not out else set()
+        if not out and ends <= finder.ends:
             break
         finder.apart |= out
+        finder.ends |= ends
     made = (region_of(graph, ops) for ops in found if sum(map(finder.computes, ops)) >= _LEAST_OPERATIONS)
     return [region for region in made if region.outputs]
 
@@ -79,6 +81,7 @@ class _Finder:
     def __init__(self, graph: DGraph, apart: Collection[str]) -> None:
         self._graph = graph
         self.apart = set(apart)
+        self.ends: set[DNode] = set()  # operations whose readers are in other regions than they are
         self._place = {op: place for place, op in enumerate(graph)}
         self._maker = {name: op for op in graph for name in op.output_names}
         self._readers: dict[str, list[DNode]] = defaultdict(list)
@@ -116,7 +119,7 @@ class _Finder:
             for name in op.written:  # whoever reads what was there before runs before
                 before += readers[self._graph.owner(name)]
             own = self.may_join(op)
-            depth[op] = max((depth[other] + (not self.may_join(other)) for other in before), default=0)
+            depth[op] = max((depth[other] + self._is_border(other) for other in before), default=0)
             if own:
                 joined.add_node(op)
                 joined.add_edges_from((op, other) for other in before if other in joined and depth[other] == depth[op])
@@ -124,6 +127,21 @@ class _Finder:
                 readers[self._graph.owner(name)].append(op)
         parts = [sorted(part, key=self._place.__getitem__) for part in networkx.connected_components(joined)]
         return sorted(parts, key=lambda part: self._place[part[0]])
+
+    def _is_border(self, op: DNode) -> bool:
+        return op in self.ends or not self.may_join(op)
+
+    def ends_of(self, ops: list[DNode]) -> list[DNode]:
+        """Those of a region that make what is read in it and outside.
+
+        They are to be its last ones: whatever follows on such a value can then be had again from that value alone,
+        and needs nothing of what it was made of.
+        """
+        own = set(ops)
+        return [op for op in ops if self._is_read_outside(op, own) and self._is_read_inside(op, own)]
+
+    def _is_read_inside(self, op: DNode, own: set[DNode]) -> bool:
+        return any(reader in own for name in op.output_names for reader in self._readers[name])
 
     def may_join(self, op: DNode) -> bool:
         """Whether it may be in a region, by itself."""

@@ -52,7 +52,12 @@ class CompiledRegions:
     @property
     def chosen(self) -> tuple[RegionTrial, ...]:
         """Those that are compiled."""
-        return tuple(trial for trial in self.trials if trial.pays)
+        return () if self.refused else tuple(trial for trial in self.trials if trial.pays)
+
+    @property
+    def gained_ms(self) -> float:
+        """How much less time they take compiled."""
+        return sum(trial.eager_ms - trial.compiled_ms for trial in self.chosen)
 
     @property
     def told(self) -> str:

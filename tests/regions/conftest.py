@@ -1,12 +1,13 @@
 """Regions compiled by no compiler: their graphs are interpreted, which takes no seconds and rounds as eager does."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch.fx import GraphModule
 
-from rockmate.regions import build, choose
+from rockmate.regions import build, choose, trial
 from rockmate.regions.option import RegionTrial
 
 
@@ -26,6 +27,10 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """What is compiled is interpreted, and pays wherever it is right."""
+    """What is compiled is interpreted, and said to pay wherever it is right."""
+
+    def tried(*given: Any) -> RegionTrial:
+        return replace(trial.tried(*given), eager_ms=1e3, compiled_ms=1.0)
+
     monkeypatch.setattr(build, "compiled", interpreted_graph)
-    monkeypatch.setattr(RegionTrial, "pays", property(lambda trial: not trial.refused))
+    monkeypatch.setattr(choose, "tried", tried)

@@ -1,0 +1,162 @@
+"""What a region is compiled to: its two halves, what they hand on, and gradients of any kind that come back."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rkgb.ir.compiled import CompiledCall
+from rkgb.ir.values import info_of
+from rkgb.replay.step_record import bitwise_equal
+from rockmate.regions.build import kernels_of
+
+aten = torch.ops.aten
+
+
+def normalised(x: Tensor, r: Tensor, mask: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    total = x * mask + r
+    return [total, aten.native_layer_norm(total, [total.shape[-1]], weight, bias, 1e-5)[0]]
+
+
+def root_mean_square(x: Tensor, weight: Tensor) -> list[Tensor]:
+    return [x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight]
+
+
+def gate(a: Tensor, b: Tensor) -> list[Tensor]:
+    return [F.silu(a) * b]
+
+
+def attention(x: Tensor, hidden: Tensor) -> list[Tensor]:
+    return [torch.softmax((x / 8).masked_fill(hidden, float("-inf")), -1)]
+
+
+def several(x: Tensor, y: Tensor) -> list[Tensor]:
+    positive = x > 0
+    return [torch.where(positive, x, y), positive, (x * y).sum(-1)]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return made.requires_grad_()
+
+
+CASES = {
+    "normalised": (normalised, lambda: [numbers(3, 5, 8), numbers(3, 5, 8), (numbers(3, 5, 8) > 0).double().detach(),
+                                        numbers(8), numbers(8)]),
+    "root mean square": (root_mean_square, lambda: [numbers(3, 5, 8), numbers(8)]),
+    "gate": (gate, lambda: [numbers(3, 16), numbers(3, 16, seed=1)]),
+    "attention": (attention, lambda: [numbers(2, 6, 6), (numbers(6, 6) > 1).detach()]),
+    "several": (several, lambda: [numbers(4, 6), numbers(4, 6, seed=1)]),
+    "without gradient": (several, lambda: [numbers(4, 6).detach(), numbers(4, 6, seed=1).detach()]),
+    "one without gradient": (gate, lambda: [numbers(3, 16), numbers(3, 16, seed=1).detach()]),
+}  # fmt: skip
+
+
+def call_of(function, inputs) -> CompiledCall:
+    outputs = function(*inputs)
+    infos = [info_of(one, f"value_{place}") for place, one in enumerate(inputs)]
+    kernels = kernels_of(function, infos, [one.requires_grad for one in outputs])
+    return CompiledCall("compiled", "", function, len(outputs), [kernels])
+
+
+def as_list(made: Tensor | list[Tensor]) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def assert_right(function, inputs) -> None:
+    call = call_of(function, inputs)
+    expected, found = function(*inputs), as_list(call(*inputs))
+    roots = [place for place, one in enumerate(expected) if one.requires_grad]
+    assert [one.requires_grad for one in found] == [one.requires_grad for one in expected]
+    wanted = [one for one in inputs if one.requires_grad]
+    gradients = [torch.rand_like(expected[place]) for place in roots]
+    theirs = torch.autograd.grad([expected[place] for place in roots], wanted, gradients) if roots else ()
+    ours = torch.autograd.grad([found[place] for place in roots], wanted, gradients) if roots else ()
+    for one, other in zip([*expected, *theirs], [*found, *ours], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)  # sums in another order
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", CASES)
+def test_halves_give_what_the_operations_give(name):
+    function, make = CASES[name]
+    assert_right(function, make())
+
+
+@pytest.mark.ci  # seconds for each
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_halves_give_what_the_operations_give(name):
+    function, make = CASES[name]
+    assert_right(function, make())
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_without_gradients_it_is_the_same_to_the_bit():
+    function, make = CASES["normalised"]
+    inputs = make()
+    call = call_of(function, inputs)
+    with torch.no_grad():
+        without = call(*inputs)
+    for one, other in zip(call(*inputs), without, strict=True):
+        assert bitwise_equal(one.detach(), other)
+        assert not other.requires_grad
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_gradients_may_be_missing_and_lie_otherwise():
+    function, make = CASES["normalised"]
+    inputs = make()
+    call = call_of(function, inputs)
+    for gradient in (torch.ones(()).double().expand(3, 5, 8), torch.rand(8, 5, 3).double().permute(2, 1, 0)):
+        for place in (0, 1):
+            theirs = torch.autograd.grad(function(*inputs)[place], inputs[:2], gradient)
+            ours = torch.autograd.grad(call(*inputs)[place], inputs[:2], gradient)
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_twice_differentiated_is_refused_and_twice_walked_is_not():
+    function, make = CASES["gate"]
+    inputs = make()
+    made = call_of(function, inputs)(*inputs).sum()
+    made.backward(retain_graph=True)
+    first = [one.grad.clone() for one in inputs]
+    made.backward()
+    assert all(torch.equal(one.grad, 2 * before) for one, before in zip(inputs, first, strict=True))
+    made = call_of(function, inputs)(*inputs).sum()
+    (gradient,) = torch.autograd.grad(made, inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        gradient.sum().backward()
+
+
+def saved_by(run, inputs) -> int:
+    storages = {}
+    given = {one.untyped_storage().data_ptr() for one in inputs if one.dim() <= 1}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run(*inputs)
+    assert kept is not None
+    return sum(size for place, size in storages.items() if place not in given)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", [name for name in CASES if name != "without gradient"])
+def test_no_more_is_saved_than_by_the_operations(name):
+    function, make = CASES[name]
+    inputs = make()
+    assert saved_by(call_of(function, inputs), inputs) <= saved_by(function, inputs)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_it_is_copied_as_itself():
+    """A planned module is copied with its code: kernels are no part of a state."""
+    function, make = CASES["gate"]
+    call = call_of(function, make())
+    assert copy.copy(call).kernels is call.kernels

@@ -1,0 +1,304 @@
+"""`Rockmate(..., compile=True)`: parts are compiled where that pays, and training is exact in what it then is."""
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rkgb.replay.step_record import bitwise_equal
+from rockmate import (
+    ArgumentError,
+    BudgetTooSmall,
+    CompileError,
+    Offload,
+    PlanOptions,
+    Rockmate,
+    distributed,
+    max_batch,
+    plan_files,
+    smallest_budget,
+    verify,
+    zoo,
+)
+from rockmate.plan_files import reuse
+from rockmate.regions import build, choose
+from rockmate.regions.option import CompiledRegions, RegionTrial
+from tests.module.models import Layers, Normalised, built, rows
+from tests.module.random_networks import random_case
+from tests.module.steps import BRIEFLY, squares, train
+from tests.regions.conftest import interpreted_graph
+
+COMPILED = PlanOptions(loss=squares, compile=True, limits=BRIEFLY, plan_in_background=False)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def compiled_parts(model: Rockmate) -> CompiledRegions:
+    assert model.plan.compiled is not None
+    return model.plan.compiled
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("budget", [1.0, 0.85, 0.75])
+@pytest.mark.parametrize("make", [Layers, Normalised])
+def test_training_is_that_of_the_parts_compiled_without_a_plan(make, budget):
+    sample = rows() if make is Layers else torch.randn(4, 3, 16, 16)
+    found = verify(built(make), sample, budget, options=COMPILED)
+    assert found.exact, found
+    assert found.from_eager is not None
+    assert found.from_eager < 1e-5
+    assert found.plan.compiled.chosen
+    assert "those without a plan" in str(found)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("seed", range(12))
+def test_random_networks_are_exact(seed):
+    case = random_case(seed)
+    with case.casting():
+        options = PlanOptions(loss=case.loss, compile=True, limits=BRIEFLY, plan_in_background=False)
+        found = verify(case.network, case.batch(0), 0.9, options=options, steps=2)
+    assert found.exact or not found.eager_is_deterministic, f"{found}\n{case}"
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.ci  # half a minute for each
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "resnet18-tiny", "bert-tiny", "vit-tiny"])
+def test_models_are_exact_and_within_their_budget(name):
+    entry = zoo.get(name)
+    options = PlanOptions(loss=entry.loss, compile=True, plan_in_background=False)
+    found = verify(entry.model, entry.sample, 0.7, options=options)
+    assert found.exact, found
+    assert found.from_eager is None or found.from_eager < 1e-4
+    assert found.plan.measured_peak_bytes <= found.plan.budget_bytes
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_statistics_are_written_once_a_step():
+    model = built(Normalised)
+    other = copy.deepcopy(model)
+    batches = [torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    planned = Rockmate(other, batches[0], 0.8, options=COMPILED)
+    assert compiled_parts(planned).chosen
+    train(model, batches), train(planned, batches)
+    for (name, one), (_, theirs) in zip(other.named_buffers(), model.named_buffers(), strict=True):
+        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5, msg=name)
+    counts = [int(one) for name, one in other.named_buffers() if name.endswith("num_batches_tracked")]
+    assert set(counts) == {3}
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_random_stream_is_eager_s():
+    model, batch = built(Layers), rows()
+    planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
+    states = []
+    for one in (model, planned):
+        torch.manual_seed(5)
+        squares(one(batch)).backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_plan_file_has_its_parts_and_compiles_them_again(tmp_path):
+    model, batch = built(Layers), rows()
+    planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
+    plan_files.save(planned.plan_file(), tmp_path / "plan.json")
+    choose._CALLS.clear(), choose._TRIED.clear()
+    again = Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
+    assert again.plan.compiled == planned.plan.compiled
+    gradients = []
+    for one in (planned, again):
+        torch.manual_seed(5)
+        squares(one(batch)).backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    assert all(bitwise_equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_plan_file_whose_parts_cannot_be_compiled_says_so(tmp_path, monkeypatch):
+    model, batch = built(Layers), rows()
+    plan_files.save(Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED).plan_file(), tmp_path / "plan.json")
+    choose._CALLS.clear(), choose._TRIED.clear()
+    monkeypatch.setattr(build, "compiled", without_compiler)
+    with pytest.raises(CompileError, match=r"cannot be compiled here: RuntimeError: no C\+\+ compiler"):
+        Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_cache_keeps_what_was_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCKMATE_CACHE", "1")
+    monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path))
+    model, batch = built(Layers), rows()
+    tried = []
+    monkeypatch.setattr(choose, "tried", lambda *given, _tried=choose.tried: tried.append(given) or _tried(*given))
+    for _ in range(2):
+        planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
+        assert compiled_parts(planned).chosen
+        choose._CALLS.clear(), choose._TRIED.clear()
+    assert len(tried) == 2  # classes
+
+
+def without_compiler(graph, is_backward):
+    raise RuntimeError("no C++ compiler was found.\nInstall one.")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_cannot_be_compiled_stays_as_it_is_and_is_told(monkeypatch):
+    monkeypatch.setattr(build, "compiled", without_compiler)
+    model, batch = built(Layers), rows()
+    planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
+    assert not compiled_parts(planned).chosen
+    assert "no C++ compiler was found" in str(planned.plan.compiled)
+    assert verify(planned, batch, loss=squares).from_eager is None
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("wrong", ["values", "gradients", "strides", "shared"])
+def test_what_is_compiled_wrongly_is_not_used(wrong, monkeypatch):
+    def compiled(graph, is_backward):
+        run = interpreted_graph(graph, is_backward)
+
+        def changed(given):
+            made = list(run(given))
+            if wrong == ("gradients" if is_backward else "values"):
+                made[0] = made[0] * 1.01
+            if wrong == "strides" and not is_backward:
+                made[0] = made[0].t().contiguous().t()
+            if wrong == "shared" and not is_backward:
+                made[0] = torch.cat([made[0], made[0]])[: made[0].shape[0]]
+            return made
+
+        return changed
+
+    monkeypatch.setattr(build, "compiled", compiled)
+    planned = Rockmate(built(Layers), rows(), 0.6, options=COMPILED)
+    assert not compiled_parts(planned).chosen
+    told = {"values": "numbers are others", "gradients": "numbers are others", "strides": "lies otherwise"}
+    assert told.get(wrong, "shares its memory") in str(planned.plan.compiled)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_ctrl_c_while_compiling_leaves_all_usable(monkeypatch):
+    def interrupted(graph, is_backward):
+        raise KeyboardInterrupt
+
+    model, batch = built(Normalised), torch.randn(4, 3, 16, 16)
+    before = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "compiled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Rockmate(model, batch, 0.8, options=COMPILED)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert compiled_parts(Rockmate(model, batch, 0.8, options=COMPILED)).chosen
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_pinned_is_in_no_part():
+    model, batch = built(Layers), rows()
+    every = compiled_parts(Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED))
+    name = every.trials[0].operations[0]
+    options = PlanOptions(loss=squares, compile=True, limits=BRIEFLY, plan_in_background=False, pin=(name,))
+    found = Rockmate(copy.deepcopy(model), batch, 0.8, options=options).plan.compiled
+    assert all(name not in trial.operations for trial in found.trials)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
+def test_calls_of_other_sizes_train_exactly():
+    model = built(Layers, 4, 0.0)
+    planned = Rockmate(copy.deepcopy(model), rows(), 0.9, options=COMPILED)
+    for count in (100, 200, 300, 400, 500, 50, 512):
+        batch = rows(count)[:count]
+        for one in (model, planned):
+            one.zero_grad()
+            squares(one(batch)).backward()
+        for mine, theirs in zip(planned.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    compiled = [plan.compiled for plan in planned.plans]
+    assert sum(one is not None and bool(one.chosen) for one in compiled) <= 4
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_threshold_says_what_pays(monkeypatch):
+    monkeypatch.undo()
+    trial = RegionTrial(("a", "b"), 1.0, 0.99, 100, 100)
+    assert not trial.pays
+    assert RegionTrial(("a", "b"), 1.0, 0.97, 100, 100).pays
+    assert RegionTrial(("a", "b"), 1.0, 0.99, 100, 80).pays
+    assert not RegionTrial(("a", "b"), 1.0, 1.01, 100, 80).pays
+    assert not RegionTrial(("a", "b"), 1.0, 0.5, 100, 100, "it has other gradients").pays
+    assert str(CompiledRegions()) == "nothing to compile"
+    assert str(CompiledRegions((trial,))) == "no part of it is faster compiled"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_nothing_is_compiled_unless_it_is_asked_for():
+    assert Rockmate(built(Layers), rows(), 0.8, loss=squares, limits=BRIEFLY).plan.compiled is None
+    assert choose._CALLS == {}
+
+
+def test_questions_of_eager_plans_refuse_it():
+    model = built(Layers)
+    with pytest.raises(ArgumentError, match="leave compile out"):
+        max_batch(model, lambda count: rows()[:count], "1GiB", options=COMPILED)
+    with pytest.raises(ArgumentError, match="leave compile out"):
+        smallest_budget(model, rows(), 1.1, options=COMPILED)
+    with pytest.raises(ArgumentError, match="compile is an option of whole models"):
+        distributed.plan_blocks(nn.Sequential(model), [rows()], "1GiB", blocks=Layers, options=COMPILED)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_report_tells_of_it(tmp_path):
+    planned = Rockmate(built(Layers), rows(), 0.6, options=COMPILED)
+    assert "Compiled" in str(planned.report())
+    assert "compiled_" in planned.code
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_it_moves_data_too(tmp_path):
+    moving = replace(COMPILED, offload=Offload("disk", path=str(tmp_path)))
+    assert verify(built(Layers), rows(), 0.8, options=moving).exact
+
+
+def test_each_turn_of_budgets_is_exact_and_lower(interpreted):
+    peaks = []
+    for budget in (1.0, 0.85, 0.75, 0.7):
+        found = verify(built(Layers), rows(), budget, options=COMPILED, steps=1)
+        assert found.exact
+        peaks.append(found.plan.measured_peak_bytes)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(peaks))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_where_no_plan_has_room_for_compiled_parts_there_is_one_without(monkeypatch):
+    def never(measured, request, module):
+        if measured.regions is not None:
+            raise BudgetTooSmall("too small. Sorry", 10**9, "", 0)
+        return make_plan(measured, request, module)
+
+    make_plan = reuse.make_plan
+    monkeypatch.setattr(reuse, "make_plan", never)
+    planned = Rockmate(built(Layers), rows(), 0.6, options=COMPILED)
+    assert str(planned.plan.compiled) == "no plan with compiled parts is within the budget"
+    assert verify(planned, rows(), loss=squares).from_eager is None
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_faster_plan_is_taken(monkeypatch, is_faster):
+    def slowed(measured, request, module):
+        planned = make_plan(measured, request, module)
+        if (measured.regions is not None) is not is_faster:
+            planned.plan = replace(planned.plan, time_ms=1e6 * planned.plan.time_ms)
+        return planned
+
+    make_plan = reuse.make_plan
+    monkeypatch.setattr(reuse, "make_plan", slowed)
+    planned = Rockmate(built(Layers), rows(), 0.8, options=COMPILED)
+    assert bool(compiled_parts(planned).chosen) == is_faster
+    assert is_faster or str(planned.plan.compiled) == "plans without compiled parts take less time"
