@@ -417,8 +417,8 @@ OFFLOAD_WAYS = {
 }
 
 
-def layout_sections(report: dict[str, Any]) -> Iterator[str]:
-    """Lines of convolutional models in two layouts: a table for each model, from a run of its own."""
+def model_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of ways to train several models: a table for each model, from a run of its own."""
     for place, model in enumerate(report["models"]):
         where = model["circumstances"]
         if place:
@@ -490,8 +490,9 @@ SECTIONS = {
     "new-sizes-cpu.json": new_size_sections,
     "planning-cpu.json": planning_sections,
     "offload-cpu.json": offload_sections,
-    "layouts-cpu.json": layout_sections,
+    "layouts-cpu.json": model_sections,
     "compiled-budgets-cpu.json": compiled_budget_sections,
+    "compiled-parts-cpu.json": model_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

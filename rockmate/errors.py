@@ -39,6 +39,10 @@ class CompileError(RockmateError, RuntimeError):
     """Parts of the model that a plan has compiled cannot be compiled here."""
 
 
+class CompileWarning(UserWarning):
+    """Parts of the model that were to be compiled stay as they are."""
+
+
 class OffloadWarning(UserWarning):
     """Data that were to be moved to a second memory stay where they are."""
 

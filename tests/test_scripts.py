@@ -57,6 +57,22 @@ def test_compiled_budgets_are_measured_and_drawn(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(("script", "model"), [("compiled_parts", "llama"), ("layouts", "resnet50")])
+def test_models_are_measured_by_turns_and_drawn(tmp_path, script, model):
+    options = ["--quick", "--models", model, "--shares", "0.9", "--repeats", "2", "--no-inductor"]
+    run_script(f"benchmarks/{script}.py", *options, "--output", str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    report = json.loads(path.read_text(encoding="utf-8"))
+    (rows,) = (one["rows"] for one in report["models"])
+    assert rows[0]["label"] == "eager"
+    for row in rows[1:]:
+        assert row["budget_bytes"] is None or row["peak_bytes"] <= row["budget_bytes"]
+    lines = list(load_script("docs/make_tables.py").model_sections(report))
+    assert sum(line.startswith("| rockmate 0.90") for line in lines) == 2
+
+
+@pytest.mark.slow
 def test_graph_benchmark_writes_its_results(tmp_path):
     run_script("benchmarks/graphs.py", "--quick", "--repeats", "1", "--output", str(tmp_path))
     (path,) = tmp_path.iterdir()

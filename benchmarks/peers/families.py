@@ -16,6 +16,7 @@ class Family(StrEnum):
     HUGGING_FACE = "hugging face"
     OFFLOAD = "offload"
     LAYOUT = "channels_last"
+    PARTS = "compiled parts"
     OURS = "rockmate"
     OTHER_SOLVERS = "rockmate's other solvers"
 

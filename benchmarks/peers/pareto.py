@@ -21,6 +21,7 @@ MARKERS = {
     Family.HUGGING_FACE: ("tab:red", "v", 45),
     Family.OFFLOAD: ("tab:gray", "X", 45),
     Family.LAYOUT: ("tab:blue", "d", 40),
+    Family.PARTS: ("tab:blue", "P", 40),
     Family.OTHER_SOLVERS: ("tab:cyan", "o", 30),
 }
 FIGURE_INCHES = (8.6, 4.2)

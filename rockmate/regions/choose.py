@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from rkgb.ir.dgraph import last_uses, leaf_tensors
 from rkgb.passes.equivalence import canonical_form
 from rkgb.process.autocast import without_autocast
 from rkgb.state.module_state import module_devices, module_state_kept
-from rockmate.errors import CompileError
+from rockmate.errors import CompileError, CompileWarning
 from rockmate.progress import ProgressCallback
 from rockmate.regions.find import Region, region_of, regions_of
 from rockmate.regions.function import function_of, normalisations
@@ -30,6 +31,7 @@ _NAMED = 3  # operations of a region in its name
 # Of this process, by digest and threads: each class is compiled once, and tried once.
 _CALLS: dict[tuple[str, int], CompiledCall] = {}
 _TRIED: dict[CompiledCall, RegionTrial] = {}
+_TOLD: set[str] = set()  # reasons against compiling
 
 
 def with_compiled_regions(
@@ -57,8 +59,19 @@ def with_compiled_regions(
         replace(found[call], operations=tuple(op.name for op in region.ops))
         for region, call in zip(regions, calls, strict=True)
     )
+    _tell_failed(found.values(), sum(1 for trial in trials if trial.refused))
     taken = [(region, call) for region, call, trial in zip(regions, calls, trials, strict=True) if trial.pays]
     return joined(graph, taken), CompiledRegions(trials, seconds=time.perf_counter() - started)
+
+
+def _tell_failed(trials: Iterable[RegionTrial], parts: int) -> None:
+    """Warn of what cannot be compiled, each reason once in a process."""
+    reasons = dict.fromkeys(trial.refused for trial in trials if trial.refused and trial.refused not in _TOLD)
+    if not reasons:
+        return
+    _TOLD.update(reasons)
+    many = "1 part of the model stays as it is" if parts == 1 else f"{parts} parts of the model stay as they are"
+    warnings.warn(f"{many}, and cannot be compiled: {'; '.join(reasons)}.", CompileWarning, stacklevel=2)
 
 
 def as_chosen(graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback) -> DGraph:

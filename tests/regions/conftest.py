@@ -18,11 +18,12 @@ def interpreted_graph(graph: GraphModule, is_backward: bool) -> Callable[[list[A
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing was compiled or tried before, and nothing is left of it."""
-    choose._CALLS.clear()
-    choose._TRIED.clear()
+    held = (choose._CALLS, choose._TRIED, choose._TOLD)
+    for one in held:
+        one.clear()
     yield
-    choose._CALLS.clear()
-    choose._TRIED.clear()
+    for one in held:
+        one.clear()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 
 from rkgb.replay.step_record import bitwise_equal
@@ -13,6 +14,7 @@ from rockmate import (
     ArgumentError,
     BudgetTooSmall,
     CompileError,
+    CompileWarning,
     Offload,
     PlanOptions,
     Rockmate,
@@ -149,13 +151,15 @@ def without_compiler(graph, is_backward):
 def test_what_cannot_be_compiled_stays_as_it_is_and_is_told(monkeypatch):
     monkeypatch.setattr(build, "compiled", without_compiler)
     model, batch = built(Layers), rows()
-    planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
+    with pytest.warns(CompileWarning, match=r"stay as they are, and cannot be compiled: RuntimeError"):
+        planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
     assert not compiled_parts(planned).chosen
     assert "no C++ compiler was found" in str(planned.plan.compiled)
     assert verify(planned, batch, loss=squares).from_eager is None
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::rockmate.CompileWarning")
 @pytest.mark.parametrize("wrong", ["values", "gradients", "strides", "shared"])
 def test_what_is_compiled_wrongly_is_not_used(wrong, monkeypatch):
     def compiled(graph, is_backward):
@@ -302,3 +306,63 @@ def test_the_faster_plan_is_taken(monkeypatch, is_faster):
     planned = Rockmate(built(Layers), rows(), 0.8, options=COMPILED)
     assert bool(compiled_parts(planned).chosen) == is_faster
     assert is_faster or str(planned.plan.compiled) == "plans without compiled parts take less time"
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore::rockmate.CompileWarning")
+def test_without_a_c_compiler_the_model_is_planned_as_it_is(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with inductor_config.patch({"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True}):
+        planned = Rockmate(built(Layers), rows(), 0.8, options=COMPILED)
+    assert not compiled_parts(planned).chosen
+    assert all(trial.refused for trial in compiled_parts(planned).trials)
+    assert verify(planned, rows(), loss=squares).exact
+
+
+class SmoothLayers(nn.Module):
+    """A transformer's kinds of operations without kinks."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        for first, then in itertools.pairwise(self.parts):
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+            x = x + torch.softmax(first(normed) * 2, -1) * torch.nn.functional.silu(then(normed)) * 3
+        return x
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("fresh")
+def test_compiled_gradients_are_as_near_to_those_of_float64_as_eager_ones(monkeypatch):
+    monkeypatch.setattr(RegionTrial, "pays", property(lambda trial: not trial.refused))
+    monkeypatch.setattr(reuse, "_compiled_or_not", lambda make, request: make(request))
+    model, batch = built(SmoothLayers), rows()
+    exact = copy.deepcopy(model).double()
+    planned = Rockmate(copy.deepcopy(model), batch, 0.9, options=COMPILED)
+    assert compiled_parts(planned).chosen
+    away = []
+    for one, given in ((exact, batch.double()), (model, batch), (planned, batch)):
+        squares(one(given)).backward()
+        gradients = torch.cat([parameter.grad.double().flatten() for parameter in one.parameters()])
+        away.append(gradients)
+    truth, eager, ours = away
+    assert (ours - truth).norm() <= 2 * (eager - truth).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "bert-tiny"])
+def test_ten_budgets_are_exact_kept_and_monotone(name):
+    peaks = []
+    for budget in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55):
+        entry = zoo.get(name)
+        options = PlanOptions(loss=entry.loss, compile=True, plan_in_background=False)
+        found = verify(entry.model, entry.sample, budget, options=options, steps=2)
+        assert found.exact, found
+        assert found.plan.measured_peak_bytes <= found.plan.budget_bytes
+        peaks.append(found.plan.measured_peak_bytes)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(peaks))
