@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import LONG
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -96,3 +98,10 @@ def test_a_test_of_a_promise_is_quick(name: str):
     of_all = {node.attr for line in of_file for node in ast.walk(line) if isinstance(node, ast.Attribute)}
     own = {mark.attr for mark in functions[function].decorator_list if isinstance(mark, ast.Attribute)}
     assert not (own | of_all) & {"ci", "slow", "cuda"}
+
+
+def test_long_tests_are_there_and_no_promise():
+    for name in LONG:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
+        assert not any(function in promise for promise in PROMISES.values()), name

@@ -47,7 +47,7 @@ SETS = {
     "tests/families/test_random_lengths.py": Sets(1, 1),
     "tests/families/test_recorded.py": Sets(1, 1),
     "tests/front_doors/": Sets(2, 5),
-    "tests/graph/": Sets(3, 8),
+    "tests/graph/": Sets(2, 8),
     "tests/graph/test_json_refusals.py": Sets(EVERY, EVERY),
     "tests/graph/test_render.py": Sets(2, 12),
     "tests/graph/test_render_files.py": Sets(2, 12),
@@ -62,14 +62,60 @@ SETS = {
     "tests/module/test_offload.py": Sets(1, 2),
     "tests/offload/": Sets(1, 2),
     "tests/plan_files/": Sets(1, 2),
-    "tests/regions/": Sets(4, 8),
-    "tests/solver/": Sets(3, 8),
+    "tests/regions/": Sets(3, 8),
+    "tests/solver/": Sets(2, 8),
     "tests/test_docs.py": Sets(2, 4),
     "tests/test_hf_families.py": Sets(1, 4),
     "tests/test_notebooks.py": Sets(1, 1),
     "tests/test_peers.py": Sets(2, 4),
     "tests/trainers/": Sets(1, 1),
 }
+
+
+# Tests of many seconds each, beside quicker ones of the same code: the tier of CI runs them.
+LONG = frozenset(
+    {
+        "tests/cli/test_verify_command.py::test_budgets_that_nothing_fits_or_that_are_none_end_with_status_2",
+        "tests/distributed/test_agreement.py::test_all_ranks_are_told_that_the_budget_is_too_small",
+        "tests/distributed/test_agreement.py::test_an_error_of_the_planning_rank_reaches_all_and_is_not_for_ever",
+        "tests/families/test_background.py::test_a_search_that_fails_is_no_failure_of_training",
+        "tests/families/test_lengths.py::test_a_last_short_batch_and_lengths_vary_together",
+        "tests/families/test_lengths.py::test_one_row_and_no_row_are_as_eager_has_them",
+        "tests/families/test_lengths.py::test_whatever_a_first_step_of_new_sizes_ends_with_the_call_is_planned_by_itself",
+        "tests/graph/test_deep.py::test_modules_nested_as_deep_as_python_runs_them_are_traced",
+        "tests/graph/test_model_zoo.py::test_a_graph_without_one_gradient_is_not_that_of_the_model",
+        "tests/graph/test_partition.py::test_leaves_run_one_after_another_from_what_they_are_handed",
+        "tests/graph/test_render_files.py::test_opening_shows_the_first_page",
+        "tests/graph/test_render_files.py::test_same_graph_gives_same_bytes_whatever_the_time_and_settings",
+        "tests/graph/test_render_files.py::test_settings_and_graphs_are_left_as_they_were",
+        "tests/graph/test_scaling.py::test_work_grows_at_most_as_n_log_n",
+        "tests/module/test_budget.py::test_a_fraction_under_autocast_is_of_a_step_whose_backward_is_outside",
+        "tests/module/test_changes.py::test_a_module_planned_under_autocast_wants_it_in_every_call",
+        "tests/module/test_compiled.py::test_a_compiled_training_step_leaves_the_backward_of_the_plan_alone",
+        "tests/module/test_leaks.py::test_planning_collects_its_own_garbage_and_leaves_frozen_what_was",
+        "tests/module/test_offload.py::test_a_module_that_is_gone_leaves_no_file_and_no_thread",
+        "tests/module/test_options.py::test_queries_take_the_same_record",
+        "tests/offload/test_file_tier.py::test_ctrl_c_while_it_is_waited_for_leaves_all_usable",
+        "tests/reports/test_reports.py::test_the_same_plan_gives_the_same_bytes",
+        "tests/solver/test_auto.py::test_never_slower_than_its_parts",
+        "tests/solver/test_bound.py::test_near_the_best_plan_on_real_structures",
+        "tests/solver/test_bound.py::test_refinement_with_spans_goes_on_from_where_it_is",
+        "tests/solver/test_checkmate.py::test_blocks_are_proven",
+        "tests/solver/test_checkmate.py::test_the_sweep_and_the_program_find_the_same_times",
+        "tests/solver/test_exact_windows.py::test_a_window_is_looked_at_once_until_the_plan_near_it_is_another",
+        "tests/solver/test_hiremate.py::test_a_u_shape_is_planned_with_its_skips_down_to_the_smallest_budget_known",
+        "tests/solver/test_hiremate.py::test_divided_problems_have_plans_that_fit_and_never_beat_the_oracle",
+        "tests/solver/test_hiremate.py::test_the_same_numbers_give_the_same_plan",
+        "tests/solver/test_rockmate.py::test_plans_fit_what_they_say_and_lie_between_the_oracle_and_greedy_options",
+        "tests/solver/test_rockmate.py::test_too_small_a_budget_names_one_that_works",
+        "tests/solver/test_rotor.py::test_a_hundred_blocks_are_quick",
+        "tests/solver/test_search.py::test_a_relaxation_that_raises_is_told_once_and_the_search_ends_with_a_valid_plan",
+        "tests/test_first_hour.py::test_no_step_is_begun_without_time_left",
+        "tests/test_peers.py::test_decisions_of_a_policy_are_followed_in_order",
+        "tests/test_peers.py::test_eager_alone_needs_no_sitting",
+        "tests/test_peers.py::test_who_is_not_ready_in_time_is_out",
+    }
+)
 
 
 def assign_tiers(items: Iterable[pytest.Item]) -> None:
@@ -79,6 +125,7 @@ def assign_tiers(items: Iterable[pytest.Item]) -> None:
         tests[item.nodeid.partition("[")[0]].append(item)
     for name, sets in tests.items():
         quick, ci = sets_of(name)
+        quick = 0 if name in LONG else quick
         for tier, most in (("ci", quick), ("slow", ci)):
             taken = spread(len(sets), most)
             for place, item in enumerate(sets):

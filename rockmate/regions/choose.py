@@ -20,7 +20,7 @@ from rkgb.process.autocast import without_autocast
 from rkgb.state.module_state import module_devices, module_state_kept
 from rockmate.errors import CompileError, CompileWarning
 from rockmate.progress import ProgressCallback
-from rockmate.regions.find import Region, region_of, regions_of
+from rockmate.regions.find import Region, named_regions, regions_of
 from rockmate.regions.function import function_of, normalisations
 from rockmate.regions.join import joined
 from rockmate.regions.option import CompiledRegions, KnownTrials, RegionTrial
@@ -81,9 +81,7 @@ def as_chosen(graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback
     """
     if not chosen.chosen:
         return graph
-    by_name = {op.name: op for op in graph}
-    wanted = [trial.operations for trial in chosen.chosen if set(trial.operations) <= by_name.keys()]
-    regions = [region_of(graph, [by_name[name] for name in names]) for names in wanted]
+    regions = named_regions(graph, [trial.operations for trial in chosen.chosen])
     calls = [_call_of(graph, region) for region in regions]
     classes = {call: region for region, call in zip(regions, calls, strict=True) if not call.kernels}
     for number, (call, region) in enumerate(classes.items()):

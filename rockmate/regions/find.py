@@ -53,20 +53,14 @@ def regions_of(graph: DGraph, apart: Collection[str] = ()) -> list[Region]:
             break
         finder.apart |= out
         finder.ends |= ends
-    made = (region_of(graph, ops) for ops in found if sum(map(finder.computes, ops)) >= _LEAST_OPERATIONS)
+    made = (finder.region_of(ops) for ops in found if sum(map(finder.computes, ops)) >= _LEAST_OPERATIONS)
     return [region for region in made if region.outputs]
 
 
-def region_of(graph: DGraph, ops: Iterable[DNode]) -> Region:
-    """These operations, with what they read from outside and what is read outside of them."""
-    ops = tuple(ops)
-    own = set(ops)
-    made = {name for op in ops for name in op.output_names}
-    statistics = {name for op in ops for name in _statistics(op)}
-    read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made and name not in statistics)
-    wanted = {name for op in graph if op not in own for name in op.inputs} | set(graph.output_names)
-    outputs = [name for op in ops for name in op.output_names if name in wanted]
-    return Region(ops, tuple(read), tuple(outputs))
+def named_regions(graph: DGraph, names: Iterable[tuple[str, ...]]) -> list[Region]:
+    """The regions of these operations, each by the names of its own; those that are not all there are left out."""
+    finder, by_name = _Finder(graph, ()), {op.name: op for op in graph}
+    return [finder.region_of([by_name[name] for name in one]) for one in names if by_name.keys() >= set(one)]
 
 
 def _statistics(op: DNode) -> list[str]:
@@ -93,9 +87,19 @@ class _Finder:
                 self._writers[owner].append(op)
         self._kept = set(graph.output_names)
         self._reading = {op: self._before(op) for op in graph}
+        self._fit = {op for op in graph if self._may_ever_join(op)}
         drawing = [op for op in graph if op.is_random or op.is_guard]  # they stay in their order
         for one, other in itertools.pairwise(drawing):
             self._reading[other].append(one)
+
+    def region_of(self, ops: list[DNode]) -> Region:
+        """These operations, with what they read from outside and what is read outside of them."""
+        own = set(ops)
+        made = {name for op in ops for name in op.output_names}
+        statistics = {name for op in ops for name in _statistics(op)}
+        read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made and name not in statistics)
+        outputs = [name for op in ops for name in op.output_names if self._is_read_outside(op, own, name)]
+        return Region(tuple(ops), tuple(read), tuple(outputs))
 
     def _before(self, op: DNode) -> list[DNode]:
         """Operations after which `op` runs: those that make, and have written, what it reads or writes."""
@@ -145,12 +149,11 @@ class _Finder:
 
     def may_join(self, op: DNode) -> bool:
         """Whether it may be in a region, by itself."""
+        return op in self._fit and op.name not in self.apart
+
+    def _may_ever_join(self, op: DNode) -> bool:
         function = op.call.function
-        if (
-            op.name in self.apart
-            or not isinstance(function, OpOverload)
-            or not function._schema.name.startswith("aten")
-        ):
+        if not isinstance(function, OpOverload) or not function._schema.name.startswith("aten::"):
             return False
         if op.is_random or op.is_guard or not op.grad_enabled or op.plain_inputs:
             return False
