@@ -23,6 +23,7 @@ class Kernels:
     read: tuple[int, ...]  # places of the inputs that the backward reads
     gradients: tuple[int | None, ...]  # for each input, the place of its gradient among what the backward returns
     tangents: tuple[tuple[int, tuple[int, ...], Strides], ...]  # outputs with gradients: place, sizes, strides of those
+    saved: tuple[str, ...] = ()  # what the forward hands to the backward beside inputs, in words
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,7 +35,7 @@ class CompiledCall:
     """
 
     name: str
-    digest: str  # equal for those that compute, save and take the same
+    digest: str  # equal for those that compute the same
     eager: Callable[..., list[torch.Tensor]]  # the operations themselves
     outputs: int
     kernels: list[Kernels] = field(default_factory=list)  # none until it is compiled
@@ -42,6 +43,12 @@ class CompiledCall:
     @property
     def __name__(self) -> str:
         return self.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for those that compute, save and take the same, compiled by whichever release."""
+        divided = [(kernels.read, kernels.saved) for kernels in self.kernels]
+        return f"{self.digest} {divided}"
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.digest[:12]}>"

@@ -72,7 +72,7 @@ class _Writer:
         function = op.call.function
         # Two submodules called whole are alike where all that was seen of their calls is.
         text = f"opaque {function.traits.fingerprint}" if isinstance(function, OpaqueCall) else repr(function)
-        text = f"compiled {function.digest}" if isinstance(function, CompiledCall) else text
+        text = f"compiled {function.fingerprint}" if isinstance(function, CompiledCall) else text
         written, plain = self.numbers_of(op.written), self.numbers_of(op.plain_inputs)
         return f"{name} {text} {arguments} -> {outputs} writes {written} without gradient {plain} {modes}"
 

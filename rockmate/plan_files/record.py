@@ -210,7 +210,7 @@ def _function(function: Callable[..., Any]) -> str:
     if isinstance(function, Guard):
         return f"guard: {function_name(function.read)} is {_text(function.expected)}"
     if isinstance(function, CompiledCall):
-        return f"{function.name}, compiled: {function.digest}"
+        return f"{function.name}, compiled: {function.fingerprint}"
     if isinstance(function, OpaqueCall):
         return f"call of {function.name}"
     return name_of(function)

@@ -13,8 +13,11 @@ from rkgb.ir.values import ValueInfo
 from rkgb.torch_private.compiler.parts import compiled, forward_and_backward_of
 from rockmate.division.cut import SavingProblem
 from rockmate.division.joint import JointGraph
-from rockmate.division.rates import main_device_of, rates_of
+from rockmate.division.rates import Rates
 
+# Not measured: wherever and whenever a part is compiled, it is to save the same, as a plan of it was made for.
+# There are no products in it, so that only bytes count.
+_RATES = Rates(operations=1e9, bytes=1e7)
 _PRICE = 3.0  # of a byte that is saved, in times of writing and reading it: joined loops repeat nearly for nothing
 
 
@@ -27,7 +30,7 @@ def kernels_of(function: Callable[..., Any], inputs: Sequence[ValueInfo], differ
     halves = _Halves.of(joint, differentiable)
     forward = compiled(halves.forward, is_backward=False)
     backward = None if halves.backward is None else compiled(halves.backward, is_backward=True)
-    return Kernels(forward, backward, halves.read, halves.gradients, halves.tangents)
+    return Kernels(forward, backward, halves.read, halves.gradients, halves.tangents, halves.saved)
 
 
 def _like(info: ValueInfo) -> torch.Tensor:
@@ -42,6 +45,7 @@ class _Halves:
         self.forward: GraphModule
         self.backward: GraphModule | None = None
         self.read: tuple[int, ...] = ()
+        self.saved: tuple[str, ...] = ()
         self.gradients: tuple[int | None, ...] = ()
         self.tangents: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
 
@@ -61,6 +65,7 @@ class _Halves:
         halves.forward = _extracted(joint, primals, [*made, *kept])
         halves.gradients = tuple(None if not isinstance(node, Node) else wanted.index(node) for node in gradients)
         halves.read = tuple(primals.index(node) for node in read)
+        halves.saved = tuple(_told(node) for node in kept)
         taking = [place for place, takes in enumerate(differentiable) if takes] if tangents else []
         halves.tangents = tuple(
             (place, tuple(one.meta["val"].shape), tuple(one.meta["val"].stride()))
@@ -71,13 +76,17 @@ class _Halves:
         return halves
 
 
+def _told(node: Node) -> str:
+    kept = node.meta["val"]
+    return f"{kept.dtype} {tuple(kept.shape)} {tuple(kept.stride())}"
+
+
 def _saved(joint: GraphModule, outputs: int) -> list[Node]:
     graph = JointGraph.of(joint, outputs)
-    rates = rates_of(main_device_of(graph.nodes))
     # What is read of earlier operations is held for this, unless one of them holds it, too.
     charged = [node for node in graph.given if len(node.meta["val"].shape) > 1]
-    problem = SavingProblem(graph, {node: rates.time_ms(node) for node in graph.nodes}, charged)
-    chosen = problem.cheapest(_PRICE / rates.bytes).saved
+    problem = SavingProblem(graph, {node: _RATES.time_ms(node) for node in graph.nodes}, charged)
+    chosen = problem.cheapest(_PRICE / _RATES.bytes).saved
     needed, seen, waiting = [], set(), list(graph.needed)
     while waiting:
         node = waiting.pop()

@@ -184,12 +184,13 @@ class _Trials:
         return found
 
     def _try(self, region: Region, call: CompiledCall, values: dict[str, Any]) -> RegionTrial:
+        was_built = bool(call.kernels)  # for a plan of a file, which goes on with them
         try:
-            if not call.kernels:
+            if not was_built:
                 _build(self.graph, region, call)
             trial = tried(self.graph, region, call, values)
         except Exception as error:  # noqa: BLE001  whatever the compiler cannot do stays as it is
             trial = RegionTrial((), 0.0, 0.0, 0, 0, reason_of(error))
-        if trial.refused:
+        if trial.refused and not was_built:
             call.kernels.clear()  # its operations run one by one from here on
         return trial

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "DDP, FSDP2": "tests/accelerator/test_distributed.py",
     '`"2GiB"`, `"500 MB"`, `"2G"`, `"1e9"`': "reading a text runs nothing on a device",
     '`None`, `"auto"`': "test_without_a_budget_it_is_what_the_device_has_free, below",
+    "`compile`": "inductor compiles for no device of this kind: tests/accelerator/test_compiled_parts.py",
     "Training goes on.": "test_what_no_plan_fits_runs_by_the_least_plan_and_is_told, below: the CPU's has its numbers",
     "`plan_in_background`": "whether it is wanted is no matter of a device; test_families has that it works there",
 }

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from rockmate import (
     CompileError,
     CompileWarning,
     Offload,
+    PlanFileMismatch,
     PlanOptions,
     Rockmate,
     distributed,
@@ -126,6 +128,16 @@ def test_a_plan_file_whose_parts_cannot_be_compiled_says_so(tmp_path, monkeypatc
     choose._CALLS.clear(), choose._TRIED.clear()
     monkeypatch.setattr(build, "compiled", without_compiler)
     with pytest.raises(CompileError, match=r"cannot be compiled here: RuntimeError: no C\+\+ compiler"):
+        Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_plan_file_of_parts_that_save_otherwise_is_another_graph_s(tmp_path, monkeypatch):
+    model, batch = built(SmoothLayers), rows()
+    plan_files.save(Rockmate(copy.deepcopy(model), batch, 0.9, options=COMPILED).plan_file(), tmp_path / "plan.json")
+    choose._CALLS.clear(), choose._TRIED.clear()
+    monkeypatch.setattr(build, "_PRICE", 0.0)  # as another release might divide
+    with pytest.raises(PlanFileMismatch, match="compiled"):
         Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
 
 
@@ -366,3 +378,33 @@ def test_ten_budgets_are_exact_kept_and_monotone(name):
         assert found.plan.measured_peak_bytes <= found.plan.budget_bytes
         peaks.append(found.plan.measured_peak_bytes)
     assert all(later <= earlier for earlier, later in itertools.pairwise(peaks))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_copy_trains_as_the_module_does():
+    model, batch = built(Layers), rows()
+    planned = Rockmate(model, batch, 0.8, options=COMPILED)
+    assert compiled_parts(planned).chosen
+    other = copy.deepcopy(planned)
+    gradients = []
+    for one in (planned, other):
+        torch.manual_seed(5)
+        squares(one(batch)).backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    assert all(bitwise_equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::rockmate.PickleWarning")
+def test_a_pickled_module_trains_as_the_module_does():
+    model, batch = built(Layers), rows()
+    planned = Rockmate(model, batch, 0.8, loss=squares, compile=True)
+    assert compiled_parts(planned).chosen
+    other = pickle.loads(pickle.dumps(planned))
+    gradients = []
+    for one in (planned, other):
+        torch.manual_seed(5)
+        squares(one(batch)).backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)  # its own plan is made anew, if need be
