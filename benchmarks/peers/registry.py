@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from benchmarks.peers import auto_sac, checkpointing, compiled, layouts, library, ours
+from benchmarks.peers import auto_sac, checkpointing, compiled, compiled_parts, layouts, library, ours
 from benchmarks.peers.case import Peer
 from benchmarks.peers.families import Family
 
@@ -17,6 +17,7 @@ def peers_for(shares: tuple[float, ...], skipped: Collection[Family] = ()) -> tu
         *auto_sac.PEERS,
         *library.PEERS,
         *layouts.peers(shares),
+        *compiled_parts.peers(shares),
         *ours.peers(shares),
     )
     return tuple(peer for peer in everyone if peer.family not in skipped)
