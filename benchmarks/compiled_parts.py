@@ -1,7 +1,7 @@
 """Models eager, planned, planned with compiled parts, and compiled whole by inductor.
 
     python benchmarks/compiled_parts.py                               # five models; an hour
-    python benchmarks/compiled_parts.py --models llama --no-inductor  # one of them, without what takes longest
+    python benchmarks/compiled_parts.py --models hf-llama --no-inductor  # one of them, without what takes longest
     python benchmarks/compiled_parts.py --quick --output folder       # tiny models, whose times mean nothing
 
 Each model's contenders take turns in one process, each round in another order; ratios are of medians, peaks are exact.
@@ -21,7 +21,7 @@ from benchmarks.peers import compiled_parts
 from benchmarks.peers.by_model import measured_models
 from benchmarks.reporting import option_parser
 
-MODELS = ("llama", "vit", "bert", "gpt2", "resnet50")
+MODELS = ("hf-llama", "hf-bert", "vit", "gpt2", "resnet50")
 SHARES = (0.7, 0.5, 0.4)
 
 

@@ -58,7 +58,7 @@ def test_compiled_budgets_are_measured_and_drawn(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize(("script", "model"), [("compiled_parts", "llama"), ("layouts", "resnet50")])
+@pytest.mark.parametrize(("script", "model"), [("compiled_parts", "hf-llama"), ("layouts", "resnet50")])
 def test_models_are_measured_by_turns_and_drawn(tmp_path, script, model):
     options = ["--quick", "--models", model, "--shares", "0.9", "--repeats", "2", "--no-inductor"]
     run_script(f"benchmarks/{script}.py", *options, "--output", str(tmp_path))
