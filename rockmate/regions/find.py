@@ -28,7 +28,10 @@ _JOINED = frozenset(
 )
 """Operations beside those tagged as pointwise whose loops are joined with others."""
 
-_COPYING = frozenset({"cat", "stack"})  # joined where all that they read is made there
+_COPYING = frozenset({"cat", "stack"})  # joined where they read little, some of which is made there
+_MOST_COPIED = 4  # tensors
+# What their backward reads is their input: where that is made in the same region, they begin another.
+_OF_INPUT = frozenset("layer_norm native_layer_norm group_norm native_group_norm rms_norm batch_norm".split())
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.int32})
 _LEAST_OPERATIONS = 2  # that compute: a single one is a single loop already
 
@@ -136,16 +139,25 @@ class _Finder:
         return op in self.ends or not self.may_join(op)
 
     def ends_of(self, ops: list[DNode]) -> list[DNode]:
-        """Those of a region that make what is read in it and outside.
+        """Those of a region that make what is read in it and kept for others, or for the backward, anyway.
 
         They are to be its last ones: whatever follows on such a value can then be had again from that value alone,
         and needs nothing of what it was made of.
         """
         own = set(ops)
-        return [op for op in ops if self._is_read_outside(op, own) and self._is_read_inside(op, own)]
+        return [op for op in ops if self._is_read_inside(op, own) and self._is_kept(op, own)]
 
     def _is_read_inside(self, op: DNode, own: set[DNode]) -> bool:
         return any(reader in own for name in op.output_names for reader in self._readers[name])
+
+    def _is_kept(self, op: DNode, own: set[DNode]) -> bool:
+        normalised = {
+            reader.inputs[0]
+            for name in op.output_names
+            for reader in self._readers[name]
+            if reader in own and reader.call.op_name in _OF_INPUT
+        }
+        return self._is_read_outside(op, own) or not normalised.isdisjoint(op.output_names)
 
     def may_join(self, op: DNode) -> bool:
         """Whether it may be in a region, by itself."""
@@ -191,7 +203,7 @@ class _Finder:
         statistics = set(_statistics(op))
         if any(graph.owner(name) not in fresh for name in op.written if name not in statistics):
             return False  # it writes what is not the region's
-        if op.call.op_name in _COPYING and not made.issuperset(op.inputs):
+        if op.call.op_name in _COPYING and (made.isdisjoint(op.inputs) or len(op.inputs) > _MOST_COPIED):
             return False
         for name in op.inputs:
             # What a compiled backward computes again must find its inputs as they were.
