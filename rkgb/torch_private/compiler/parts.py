@@ -14,7 +14,6 @@ import torch._inductor.config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
@@ -46,6 +45,9 @@ def compiled(graph: GraphModule, is_backward: bool) -> Callable[[list[Any]], Seq
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     mode = detect_fake_mode(examples)
     with _as_the_compiler_asks(mode):
+        # Importing it starts workers, unless it is told that there are none.
+        from torch._inductor.compile_fx import compile_fx_inner
+
         made: Any = compile_fx_inner(graph, examples, is_backward=is_backward, static_input_idxs=())
     return made
 
@@ -55,6 +57,7 @@ def _as_the_compiler_asks(mode: Any) -> Iterator[None]:
     with (
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),
-        torch._inductor.config.patch(fx_graph_cache=True, cpp_wrapper=False),
+        # In this process: workers beside it would start while operations are timed.
+        torch._inductor.config.patch(fx_graph_cache=True, cpp_wrapper=False, compile_threads=1),
     ):
         yield
