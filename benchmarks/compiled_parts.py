@@ -1,8 +1,8 @@
 """Models eager, planned, planned with compiled parts, and compiled whole by inductor.
 
-    python benchmarks/compiled_parts.py                               # five models; an hour
+    python benchmarks/compiled_parts.py                                  # five models; an hour
     python benchmarks/compiled_parts.py --models hf-llama --no-inductor  # one of them, without what takes longest
-    python benchmarks/compiled_parts.py --quick --output folder       # tiny models, whose times mean nothing
+    python benchmarks/compiled_parts.py --quick --output folder          # tiny models, whose times mean nothing
 
 Each model's contenders take turns in one process, each round in another order; ratios are of medians, peaks are exact.
 Budgets are shares of the peak of the eager step. Nothing is taken from a cache of plans or of compiled code. Models
