@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -12,6 +12,15 @@ from torch.autograd.function import once_differentiable
 Strides = tuple[int, ...]
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Compiled code: it is given a list, which it may empty, and returns what it makes."""
+
+
+class Tangent(NamedTuple):
+    """The gradient of an output, as compiled code takes it."""
+
+    place: int  # of the output
+    sizes: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,7 +31,7 @@ class Kernels:
     backward: Compiled | None  # of inputs that it reads, what was saved, and gradients; None where nothing has one
     read: tuple[int, ...]  # places of the inputs that the backward reads
     gradients: tuple[int | None, ...]  # for each input, the place of its gradient among what the backward returns
-    tangents: tuple[tuple[int, tuple[int, ...], Strides], ...]  # outputs with gradients: place, sizes, strides of those
+    tangents: tuple[Tangent, ...]  # of the outputs that have gradients
     saved: tuple[str, ...] = ()  # what the forward hands to the backward beside inputs, in words
 
 
@@ -79,7 +88,7 @@ class _Halves(torch.autograd.Function):
         ctx.kernels = kernels
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(inputs[place] for place in kernels.read), *saved)
-        differentiable = {place for place, _, _ in kernels.tangents}
+        differentiable = {tangent.place for tangent in kernels.tangents}
         ctx.mark_non_differentiable(*(one for place, one in enumerate(outputs) if place not in differentiable))
         return outputs
 
@@ -89,9 +98,8 @@ class _Halves(torch.autograd.Function):
         kernels: Kernels = ctx.kernels
         saved = list(ctx.saved_tensors)
         device = next(one for one in gradients if one is not None).device
-        for place, sizes, strides in kernels.tangents:
+        for place, sizes, strides, dtype in kernels.tangents:
             given = gradients[place]
-            dtype = torch.float32 if given is None else given.dtype
             if given is None:
                 given = torch.zeros((), dtype=dtype, device=device).expand(sizes)
             saved.append(_lying(given, sizes, strides))

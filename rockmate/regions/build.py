@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from rkgb.ir.compiled import Kernels
+from rkgb.ir.compiled import Kernels, Tangent
 from rkgb.ir.values import ValueInfo
 from rkgb.torch_private.compiler.parts import compiled, forward_and_backward_of
 from rockmate.division.cut import SavingProblem
@@ -47,7 +47,7 @@ class _Halves:
         self.read: tuple[int, ...] = ()
         self.saved: tuple[str, ...] = ()
         self.gradients: tuple[int | None, ...] = ()
-        self.tangents: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
+        self.tangents: tuple[Tangent, ...] = ()
 
     @classmethod
     def of(cls, joint: GraphModule, differentiable: Sequence[bool]) -> _Halves:
@@ -68,7 +68,7 @@ class _Halves:
         halves.saved = tuple(_told(node) for node in kept)
         taking = [place for place, takes in enumerate(differentiable) if takes] if tangents else []
         halves.tangents = tuple(
-            (place, tuple(one.meta["val"].shape), tuple(one.meta["val"].stride()))
+            Tangent(place, tuple(one.meta["val"].shape), tuple(one.meta["val"].stride()), one.meta["val"].dtype)
             for place, one in zip(taking, tangents, strict=True)
         )
         if wanted:

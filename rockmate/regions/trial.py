@@ -89,7 +89,7 @@ class _Step:
                     outputs = list(run(*inputs))
             else:
                 outputs = list(run(*inputs))
-        parameters = {one.untyped_storage().data_ptr() for one in inputs if one.is_leaf and one.dim() <= 1}
+        parameters = {one.untyped_storage().data_ptr() for one in inputs if one.dim() <= 1}
         self.saved_bytes = sum(
             one.untyped_storage().nbytes() for place, one in saved.items() if place not in parameters
         )

@@ -105,8 +105,18 @@ def test_without_gradients_it_is_the_same_to_the_bit():
         assert not other.requires_grad
 
 
+@pytest.mark.ci
+@pytest.mark.usefixtures("fresh")
+def test_gradients_may_be_missing_and_lie_otherwise_where_it_is_compiled():
+    assert_any_gradients_will_do()
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_gradients_may_be_missing_and_lie_otherwise():
+    assert_any_gradients_will_do()
+
+
+def assert_any_gradients_will_do():
     function, make = CASES["normalised"]
     inputs = make()
     call = call_of(function, inputs)
