@@ -72,7 +72,7 @@ def _chosen_alone(
     with planning(model):
         traced = trace_model(model, sample, request)
         key = _kept_under(model, traced, request, asked) if use_cache and cache.is_enabled() else None
-        found = None if key is None else _kept(key)
+        found = None if key is None else cache.get_note(key, ChosenLayout)
         if found is None:
             found = _measured_in_both(model, traced, request, asked, known)
             if key is not None:
@@ -82,16 +82,6 @@ def _chosen_alone(
 
 def _kept_under(model: torch.nn.Module, traced: Traced, request: PlanRequest, asked: Layout) -> str:
     return digest_of(["layout", asked, key_of_measuring(model, traced, request)])
-
-
-def _kept(key: str) -> ChosenLayout | None:
-    text = cache.get_note(key)
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text.encode(), type=ChosenLayout)
-    except msgspec.DecodeError:
-        return None
 
 
 def _measured_in_both(

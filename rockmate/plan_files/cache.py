@@ -14,13 +14,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import platformdirs
 
 from rockmate.errors import PlanFileError
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save, write_whole
 from rockmate.units import parse_bytes
+
+Noted = TypeVar("Noted")
 
 _MOST_BYTES = 256 << 20
 _SUFFIX = ".json.gz"
@@ -109,10 +113,10 @@ def put(key: str, plan_file: PlanFile) -> bool:
     return _path(key).exists()
 
 
-def get_note(key: str) -> str | None:
-    """What was found out and kept under `key`; None where there is nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        return (folder() / f"{key}{_NOTE}").read_text(encoding="utf-8")
+def get_note(key: str, kind: type[Noted]) -> Noted | None:
+    """What was noted of that kind, as JSON, under `key`; None where there is nothing, or nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError):  # msgspec's own errors are `ValueError`s
+        return msgspec.json.decode((folder() / f"{key}{_NOTE}").read_bytes(), type=kind)
     return None
 
 

@@ -293,13 +293,7 @@ class _TrialNotes:
         return digest_of(["region", digest, self._here, code_digest()])
 
     def get(self, digest: str) -> RegionTrial | None:
-        text = cache.get_note(self._key(digest))
-        if text is None:
-            return None
-        try:
-            return msgspec.json.decode(text.encode(), type=RegionTrial)
-        except msgspec.DecodeError:
-            return None
+        return cache.get_note(self._key(digest), RegionTrial)
 
     def put(self, digest: str, trial: RegionTrial) -> None:
         cache.put_note(self._key(digest), msgspec.json.encode(trial).decode())

@@ -39,6 +39,16 @@ COMPILED = PlanOptions(loss=squares, compile=True, limits=BRIEFLY, plan_in_backg
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
+def gradients_of(batch: torch.Tensor, *models: nn.Module) -> list[list[torch.Tensor]]:
+    """Of each model, after a step with the same random numbers."""
+    found = []
+    for one in models:
+        torch.manual_seed(5)
+        squares(one(batch)).backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    return found
+
+
 def compiled_parts(model: Rockmate) -> CompiledRegions:
     assert model.plan.compiled is not None
     return model.plan.compiled
@@ -113,11 +123,7 @@ def test_a_plan_file_has_its_parts_and_compiles_them_again(tmp_path):
     choose._CALLS.clear(), choose._TRIED.clear()
     again = Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
     assert again.plan.compiled == planned.plan.compiled
-    gradients = []
-    for one in (planned, again):
-        torch.manual_seed(5)
-        squares(one(batch)).backward()
-        gradients.append([parameter.grad for parameter in one.parameters()])
+    gradients = gradients_of(batch, planned, again)
     assert all(bitwise_equal(*pair) for pair in zip(*gradients, strict=True))
 
 
@@ -386,11 +392,7 @@ def test_a_copy_trains_as_the_module_does():
     planned = Rockmate(model, batch, 0.8, options=COMPILED)
     assert compiled_parts(planned).chosen
     other = copy.deepcopy(planned)
-    gradients = []
-    for one in (planned, other):
-        torch.manual_seed(5)
-        squares(one(batch)).backward()
-        gradients.append([parameter.grad for parameter in one.parameters()])
+    gradients = gradients_of(batch, planned, other)
     assert all(bitwise_equal(*pair) for pair in zip(*gradients, strict=True))
 
 
@@ -401,10 +403,6 @@ def test_a_pickled_module_trains_as_the_module_does():
     planned = Rockmate(model, batch, 0.8, loss=squares, compile=True)
     assert compiled_parts(planned).chosen
     other = pickle.loads(pickle.dumps(planned))
-    gradients = []
-    for one in (planned, other):
-        torch.manual_seed(5)
-        squares(one(batch)).backward()
-        gradients.append([parameter.grad for parameter in one.parameters()])
+    gradients = gradients_of(batch, planned, other)
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)  # its own plan is made anew, if need be
