@@ -40,7 +40,7 @@ from rkgb.replay.unsteady import unsteady_submodules
 from rkgb.replay.varying import without_varying_guards
 from rkgb.state.attributes import Writing, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import for_planning, module_state_kept
+from rkgb.state.module_state import for_planning, module_devices, module_state_kept
 from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import leaves, map_leaves
 
@@ -218,7 +218,8 @@ def exact_trace(
         )
     tracer = "record" if cast else tracer
     with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
-        check = _Check(low_memory, may_branch, is_still, tell, tuple(opaque))
+        has_data = all(device_of(device).has_data for device in module_devices(model, sample.tensors))
+        check = _Check(low_memory, may_branch, is_still, tell, tuple(opaque), is_needed=has_data)
         basic, dataflow = _believed_trace(model, sample, tracer, check)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)

@@ -32,6 +32,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "devices": ("torch_private", "process"),
         "state": ("errors", "tree", "source", "torch_private", "process", "devices"),
         "ir": ("errors", "tree", "sizes", "torch_private", "process", "devices", "state"),
+        "shapes": ("errors", "tree", "torch_private", "process", "devices", "state", "ir"),
         "restore": ("errors", "tree", "torch_private", "devices", "ir"),
         "passes": ("errors", "tree", "torch_private", "process", "devices", "state", "ir", "restore"),
         "recording": ("errors", "tree", "source", "torch_private", "process", "state", "ir", "passes"),
@@ -122,6 +123,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "errors", "units", "progress", "memory", "layouts", "runtime", "planning", "options", "plan_files",
             "choices", "calls", "module",
         ),
+        "forecast": ("errors", "units", "memory", "planning", "options", "queries"),
         "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
         "compile": ("errors", "units", "division", "memory", "planning"),
         "integrations": ("errors", "memory", "module"),
@@ -130,12 +132,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "cli": (
             "errors", "units", "progress", "zoo", "memory", "layouts", "offload", "planning", "options", "plan_files",
-            "reports", "module", "queries",
+            "reports", "module", "queries", "forecast",
         ),
         "__main__": ("cli",),
         "": (
             "moved", "errors", "memory", "offload", "resting", "planning", "options", "plan_files", "calls", "module",
-            "queries", "distributed",
+            "queries", "forecast", "distributed",
         ),
     },
 }  # fmt: skip
@@ -149,6 +151,7 @@ ROCKMATE_MAY_USE = (
     "rkgb.devices",
     "rkgb.state",
     "rkgb.ir",
+    "rkgb.shapes",
     "rkgb.restore",
     "rkgb.passes",
     "rkgb.recording",
@@ -201,6 +204,7 @@ FACADES = {
     "rockmate/queries/max_batch.py",
     "rockmate/queries/min_budget.py",
     "rockmate/queries/sweep.py",
+    "rockmate/forecast/estimate.py",
     "rockmate/module.py",
 }
 

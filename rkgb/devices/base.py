@@ -8,6 +8,7 @@ rounds nothing. `rkgb.devices.registry` finds the class of a device.
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -43,12 +44,13 @@ class Device(abc.ABC):
 
     kind: ClassVar[str]  # as PyTorch names it: `torch.device.type`
     title: ClassVar[str] = ""  # how messages name the kind, where its name does not say all
+    has_data: ClassVar[bool] = True  # else there are shapes alone: values cannot be compared, and times are estimates
     is_supported: ClassVar[bool] = True  # memory can be measured there, so that budgets can be kept
     is_host: ClassVar[bool] = False  # tensors are in the memory of the process, and reading one waits for nothing
     overcommits: ClassVar[bool] = False  # more may be promised than there is: who takes it at its word is ended
     fails_for_good: ClassVar[bool] = True  # after an index out of range, nothing runs there any more
     is_orderly: ClassVar[bool] = False  # what runs in parallel adds, writes and breaks ties in a fixed order
-    packs: ClassVar[bool] = False  # masks, indices and statistics stand for larger tensors: written for it, and pays
+    packs: bool = False  # masks, indices and statistics stand for larger tensors: written for it, and pays
     times_cold: ClassVar[bool] = False  # what repetitions take depends on what the caches hold
     may_capture_graphs: ClassVar[bool] = False  # a compiler may put kernels into graphs with memory of their own
     # Flags of PyTorch's back ends that matter there beside those that matter everywhere: names, and what reads them.
@@ -78,6 +80,10 @@ class Device(abc.ABC):
         """Whether this process can make tensors on it."""
         return True
 
+    def around_planning(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which planning runs operations there."""
+        return contextlib.nullcontext()
+
     # ---- time ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -104,6 +110,10 @@ class Device(abc.ABC):
         run()
         self.synchronize()
         return (time.perf_counter() - started) * 1e3
+
+    def copy_ms(self, size_bytes: int) -> float:
+        """What it takes to read so many bytes and write them: of devices without data, which measure nothing."""
+        raise NotImplementedError
 
     # ---- memory -------------------------------------------------------------------------------------
 

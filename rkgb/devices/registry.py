@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -81,9 +84,25 @@ def refusal_text(device: torch.device) -> str:
     return supported_text() if reason is None else f"{supported_text()} ({reason})"
 
 
+MakeDevice = Callable[[torch.device], Device]
+
+_STAND_INS: contextvars.ContextVar[Mapping[str, MakeDevice]] = contextvars.ContextVar("stand_ins", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def standing_in(kind: str, make: MakeDevice) -> Iterator[None]:
+    """Within this context and thread, devices of `kind`, one that cannot be measured, are what `make` makes of them."""
+    token = _STAND_INS.set({**_STAND_INS.get(), kind: make})
+    try:
+        yield
+    finally:
+        _STAND_INS.reset(token)
+
+
 def device_of(device: torch.device) -> Device:
     """All that depends on the kind of `device`."""
-    return KINDS.get(device.type, Other)(device)
+    kind = KINDS.get(device.type)
+    return kind(device) if kind is not None else _STAND_INS.get().get(device.type, Other)(device)
 
 
 def host() -> Device:

@@ -155,6 +155,11 @@ def _refused(device: torch.device) -> str:
     return f"{device}. {refusal_text(device)}: {_ADVICE}"
 
 
+def _lacks_data(tensor: torch.Tensor) -> bool:
+    """On the meta device, unless it stands for another one."""
+    return tensor.is_meta and not device_of(tensor.device).is_supported
+
+
 def refuse_without_data(module: torch.nn.Module, sample: Sample) -> None:
     """Raise `ModelError` or `SampleError` for tensors on the meta device.
 
@@ -162,14 +167,14 @@ def refuse_without_data(module: torch.nn.Module, sample: Sample) -> None:
     """
     for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
-            if tensor.is_meta:
+            if _lacks_data(tensor):
                 raise ModelError(
                     f"{what} {name!r} of {type(module).__name__} is on the meta device, without data: there is nothing "
                     "to plan with. Load the weights first; a module whose weights a library offloads between calls (as "
                     "cpu_offload and device_map do) is for inference, and cannot be planned."
                 )
     for index, tensor in enumerate(sample.tensors):
-        if tensor.is_meta:
+        if _lacks_data(tensor):
             raise SampleError(
                 f"tensor {index} of the sample of {type(module).__name__} is on the meta device, without data. Give "
                 "the tensors of one training step, on the device where it will run."

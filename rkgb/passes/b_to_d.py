@@ -18,7 +18,7 @@ from rkgb.restore import prepared
 from rkgb.state.generators import OwnGenerator, generators_for
 from rkgb.state.module_state import module_devices, module_state_kept, nothing_packed, random_states
 from rkgb.torch_private.modes import without_dispatch_modes
-from rkgb.torch_private.operations import OpOverload
+from rkgb.torch_private.operations import OpOverload, is_composite
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
@@ -97,6 +97,14 @@ class _Inspector:
         self._random = states
         return moved
 
+    def _draws_nothing(self, node: BNode, values: dict[str, Any]) -> bool:
+        """Whether it would draw if there were data: the stream stands still where there are none."""
+        function = node.call.function
+        if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
+            return False
+        # What is made of other operations and was not taken apart draws nothing: dropout of nothing.
+        return not is_composite(function) and any(values[name].is_meta for name in node.output_names)
+
     def observe(self, node: BNode, values: dict[str, Any]) -> None:
         plain = [name for name in node.call.inputs if not self.values[name].requires_grad]
         for name in node.output_names:
@@ -114,7 +122,7 @@ class _Inspector:
                 node.outputs,
                 node.grad_enabled,
                 node.source,
-                is_random=self.refresh_random_states(),
+                is_random=self.refresh_random_states() or self._draws_nothing(node, values),
                 written=written,
                 is_guard=bool(getattr(node.call.function, "is_guard", False)),
                 plain_inputs=plain,

@@ -109,6 +109,8 @@ class _Writer:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of all elements of `tensor`, wherever they are."""
+    """Of all elements of `tensor`, wherever they are; without data, nothing more than its shape is known."""
+    if tensor.is_meta:
+        return ""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -66,6 +66,8 @@ class MemoryObserver(SavedObserver):
         self.mark()
 
     def _remember(self, tensor: torch.Tensor) -> None:
+        if tensor.device != self.log.device:
+            return  # the log does not have it
         storage = tensor.untyped_storage()
         self.storages.append((storage.data_ptr(), self._marks))  # the next mark follows it
         if not self.log.has_addresses:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rkgb.devices.base import Device
 from rkgb.devices.registry import device_of
 from rkgb.ir.blocks import Block
 from rkgb.ir.dgraph import DGraph, DNode, leaf_tensors, run_nodes
@@ -28,7 +29,7 @@ from rkgb.passes.equivalence import CanonicalForm, canonical_form
 from rkgb.process.autocast import without_autocast
 from rkgb.profile.block_memory import observe_memory
 from rkgb.profile.block_run import Observer, forget_gradients, run_block, stand_ins
-from rkgb.profile.recompute_cost import OtherData, repetition_times
+from rkgb.profile.recompute_cost import OtherData, estimated_restorations, repetition_times
 from rkgb.state.module_state import main_device, module_devices, module_state_kept
 
 _WALKS = ("measure", "time")  # through the model, as progress names them
@@ -67,11 +68,13 @@ def measure_blocks(
     for index, form in enumerate(forms):
         classes.setdefault(form.digest, []).append(index)
     compared = {indices[0] for digest, indices in classes.items() if digest in measured}
-    timed = {index for digest, indices in classes.items() if digest not in measured for index in _spread(indices)}
+    new = [indices for digest, indices in classes.items() if digest not in measured]
+    timed = {index for indices in new for index in _spread(indices, device_of(_device(dgraph, blocks[indices[0]])))}
+    has_data = all(device_of(device).has_data for device in module_devices(module, sample.tensors))
     others = OtherData()
     started = time.perf_counter()
     for walk in _WALKS:
-        if walk != _WALKS[0] and (not timed or (time.perf_counter() - started) * 1e3 > _LONG_WALK_MS):
+        if walk != _WALKS[0] and (not timed or not has_data or (time.perf_counter() - started) * 1e3 > _LONG_WALK_MS):
             break
         with module_state_kept(module, module_devices(module, sample.tensors), dgraph.generators), without_autocast():
             for index, values in _walked(blocks, dict(leaf_tensors(dgraph.leaves, module, sample.tensors))):
@@ -87,8 +90,10 @@ def measure_blocks(
     return [_profile_of(form, measured) for form in forms]
 
 
-def _spread(indices: list[int]) -> list[int]:
-    """The first of equivalent blocks, and others far from each other."""
+def _spread(indices: list[int], device: Device) -> list[int]:
+    """The first of equivalent blocks, and others far from each other where their times are measured."""
+    if not device.has_data:
+        return indices[:1]
     return [indices[number * len(indices) // _TIMED_BLOCKS] for number in range(_TIMED_BLOCKS)]
 
 
@@ -121,7 +126,11 @@ def _measure(
     else:
         timing = _Timing(_device(graph, block))
         seen = timing.of(observe_memory(graph, block, values, _device(graph, block), timing).profile())
-        profile = _timed(graph, block, values, seen, others)
+        if device_of(_device(graph, block)).has_data:
+            profile = _timed(graph, block, values, seen, others)
+        else:
+            repeat_ms, restore_ms = estimated_restorations(graph, block, seen.ops)
+            profile = replace(seen, repeat_ms=repeat_ms, restore_ms=restore_ms)
     measured[form.digest] = form.names, profile
     forget_gradients(block, values)
 

@@ -328,7 +328,7 @@ class _PythonReads(TorchFunctionMode):
         """Note what is read of the data of arguments where no dispatcher sees it."""
         for place in _DATA_WITHIN.get(name, ()):
             tensor = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(place)
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # which nobody could compare
                 self._recorder.note_read(torch.Tensor.tolist, (tensor,), tensor.tolist())
 
     def _read_number(self, func: Any, args: Any, kwargs: Any) -> Any:

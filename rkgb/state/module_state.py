@@ -238,12 +238,22 @@ def for_planning(module: torch.nn.Module) -> Iterator[None]:
         TURNS.planning(module),
         room_for_calls(module),
         surroundings_aside(),
+        _around_planning(module),
         torch.inference_mode(mode=False),  # a plan may be made ahead in the middle of an evaluation
         training_mode(module),
         shadow_parameters(module),
         root_hooks_aside(module),
         torch.enable_grad(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _around_planning(module: torch.nn.Module) -> Iterator[None]:
+    """What the devices of `module` need around all that planning runs."""
+    with contextlib.ExitStack() as stack:
+        for device in module_devices(module):
+            stack.enter_context(device_of(device).around_planning())
         yield
 
 

@@ -11,6 +11,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     },
     "operation": {
         "_overloadname": '"default" where the schema has no name',
+        "_overloadpacket": "all operations of its name",
         "_schema": "what it reads, writes and returns, with the names and types of its arguments",
     },
     # The dictionaries themselves, which two modules may share and which are given back as they were: the public methods

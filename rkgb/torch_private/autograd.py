@@ -51,3 +51,8 @@ FunctionBase: Any = _C._FunctionBase
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 """The class between these two. Up to PyTorch 2.13, `torch.autograd.Function.apply` calls the `apply` of this one."""
+
+
+def running_node() -> Any:
+    """The node of the autograd graph whose backward runs in this thread, or has just run; None where none does."""
+    return torch._C._current_autograd_node()

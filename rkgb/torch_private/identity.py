@@ -53,3 +53,10 @@ def is_only_holder(tensor: torch.Tensor) -> bool:
         in_cpp, in_python, tensors = _counts(tensor)
         tensors -= tensor.requires_grad and tensor.is_leaf
     return can_be_freed and all(map(int.__le__, (in_cpp, in_python, tensors), _ALONE))
+
+
+def holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the storage of `tensor`, and how many hold it: to be compared with what one gets for another."""
+    with nobody_asked():
+        storage = tensor.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata), torch.Tensor._use_count(tensor)  # type: ignore[attr-defined]

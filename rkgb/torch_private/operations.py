@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 _C: Any = torch._C
 
@@ -25,6 +26,44 @@ tensor_methods: Any = _C.TensorBase
 
 negated_view = torch._neg_view
 """Of a tensor: the same storage, read with the other sign. Public functions make one of the imaginary part alone."""
+
+# ---- operations with private names --------------------------------------------------------------------------
+
+_aten: Any = torch.ops.aten
+
+read_number = _aten._local_scalar_dense.default
+"""What `Tensor.item` is."""
+
+copy_to = _aten._to_copy.default
+"""What `Tensor.to` is, where it copies."""
+
+convolution = _aten._convolution.default
+"""All convolutions, with what back ends are to do."""
+
+all_true = _aten._is_all_true.default
+"""Whether all of a tensor of truths is: asked where a forward makes sure of something."""
+
+any_true = _aten._is_any_true.default
+"""As `all_true`, of the opposite."""
+
+ctc_loss = _aten._ctc_loss
+"""With its overloads `default`, given lengths as numbers, and `Tensor`."""
+
+ctc_loss_backward = _aten._ctc_loss_backward
+"""With the same overloads."""
+
+attention_of_the_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
+"""The fused attention of the CPU: the output, and the logarithm of a sum for each row."""
+
+attention_of_accelerators = _aten._scaled_dot_product_efficient_attention
+"""A fused attention of CUDA that takes masks and dropout: the same, and the state of its draws."""
+
+grouped_product = tuple(
+    function
+    for function in (getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None))
+    if function
+)
+"""A product of matrices for each group of rows; PyTorch 2.9 has the first of the two names alone."""
 
 
 def overload_names(qualified: str) -> set[str]:

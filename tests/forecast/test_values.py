@@ -1,0 +1,75 @@
+"""What a forward reads of masks, positions and constants is known without data; what comes of parameters is not."""
+
+import pytest
+import torch
+from torch import nn
+
+from rockmate import TraceError, estimate
+
+
+class Net(nn.Module):
+    def __init__(self, look):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("order", torch.arange(8))
+        self.look = look
+
+    def forward(self, given, mask):
+        return self.layer(given) * self.look(self, given, mask)
+
+
+def rows(mask):
+    return torch.randn(len(mask), 8), mask
+
+
+LOOKS = {
+    "whether all hold": lambda net, given, mask: 2.0 if bool(mask.all()) else 3.0,
+    "a number of a buffer": lambda net, given, mask: float(net.order[3].item()),
+    "a list of a constant": lambda net, given, mask: float(sum(torch.tensor([1, 2, 3]).tolist())),
+    "places in a list": lambda net, given, mask: 2.0 if 7 in net.order[[-1, 0]] else 3.0,
+    "how many places hold": lambda net, given, mask: float(len(mask.nonzero())),
+    "an array": lambda net, given, mask: float(mask.sum().numpy()),
+    "what was written": lambda net, given, mask: float(torch.zeros(4).fill_(2.0).sum()),
+    "what all must be": lambda net, given, mask: 1.0 if torch.distributions.Normal(given.mean(), 1.0) else 2.0,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_what_comes_of_the_sample_and_of_constants_is_known(look):
+    found = estimate(Net(look), rows(torch.tensor([True, False, True, True])), batches=False, time_limit=0.1)
+    assert not found.unplanned
+    assert found.smallest is not None
+    assert found.peak_bytes > 4 * 8 * 4
+
+
+def test_rows_that_a_mask_selects_are_as_many_as_hold():
+    class Selecting(Net):
+        def forward(self, given, mask):
+            return self.layer(given)[mask]
+
+    few = estimate(Selecting(None), rows(torch.arange(64) < 2), batches=False, time_limit=0.1)
+    many = estimate(Selecting(None), rows(torch.arange(64) < 60), batches=False, time_limit=0.1)
+    assert many.peak_bytes > few.peak_bytes + 50 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda net, given, mask: float(net.layer(given).sum()),
+        lambda net, given, mask: len(net.layer(given)[0].nonzero()),
+        lambda net, given, mask: net.layer(given).tolist()[0][0],
+    ],
+)
+def test_what_comes_of_parameters_is_refused_in_words(look):
+    with pytest.raises(TraceError, match="computed with parameters.*Measure the model itself"):
+        estimate(Net(look), rows(torch.ones(4, dtype=torch.bool)))
+
+
+def test_a_draw_is_anything_and_leaves_the_stream_as_it_was():
+    sample, model = (
+        rows(torch.ones(4, dtype=torch.bool)),
+        Net(lambda net, given, mask: 2.0 if torch.rand(()) < 2 else 3.0),
+    )
+    before = torch.get_rng_state()
+    assert estimate(model, sample, batches=False, time_limit=0.1).peak_bytes > 0
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,95 @@
+"""What is used of PyTorch's private names where there are no data (`rkgb.shapes`)."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.torch_private import autograd, identity, operations
+
+
+class Seen(TorchDispatchMode):
+    """Notes each operation, and what is asked for while it runs."""
+
+    def __init__(self, ask=lambda args: None):
+        super().__init__()
+        self.calls = []
+        self._ask = ask
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, self._ask(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_node_whose_backward_runs_is_told():
+    assert autograd.running_node() is None
+    given = torch.ones(3, requires_grad=True)
+    total = given.exp().sum()
+    with Seen(lambda args: autograd.running_node()) as seen:
+        total.backward()
+    names = [node.name() for _, node in seen.calls if node is not None]
+    assert "ExpBackward0" in names
+    assert autograd.running_node() is None
+
+
+def test_who_holds_a_gathered_gradient_is_counted():
+    """More hold it where a view of it is somewhere."""
+    tensor = torch.ones(3)
+    alone = identity.holders(tensor)
+    view = tensor.view(3, 1)
+    assert identity.holders(tensor)[0] > alone[0]
+    del view
+    assert identity.holders(tensor) == alone
+
+
+@pytest.mark.parametrize(
+    ("run", "operation"),
+    [
+        (lambda t: t[0].item(), operations.read_number),
+        (lambda t: t.to(torch.float64), operations.copy_to),
+        (lambda t: torch._is_all_true(t > 0), operations.all_true),
+        (lambda t: torch._is_any_true(t > 0), operations.any_true),
+    ],
+)
+def test_operations_are_what_their_functions_are(run, operation):
+    with Seen() as seen:
+        run(torch.ones(3))
+    assert operation in [func for func, _ in seen.calls]
+
+
+def test_convolutions_go_by_the_arguments_that_scratch_memory_is_told_by():
+    names = [argument.name for argument in operations.convolution._schema.arguments]
+    assert names[:9] == [
+        "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups",
+    ]  # fmt: skip
+    names = [argument.name for argument in torch.ops.aten.convolution_backward.default._schema.arguments]
+    assert names[:10] == [
+        "grad_output", "input", "weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding",
+        "groups",
+    ]  # fmt: skip
+
+
+def test_losses_of_paths_give_a_row_of_logarithms_for_each_sample():
+    probabilities = torch.randn(6, 2, 5).log_softmax(-1)
+    targets, lengths = torch.randint(1, 5, (2, 3)), torch.tensor([6, 6])
+    for packet, sizes in ((operations.ctc_loss, (lengths, torch.tensor([3, 3]))),):
+        loss, paths = packet.Tensor(probabilities, targets, *sizes)
+        assert loss.shape == (2,)
+        assert paths.shape == (2, 6, 7)
+        gradient = operations.ctc_loss_backward.Tensor(torch.ones(2), probabilities, targets, *sizes, loss, paths, 0)
+        assert gradient.shape == probabilities.shape
+    loss, paths = operations.ctc_loss.default(probabilities, targets, [6, 6], [3, 2])
+    assert paths.shape == (2, 6, 7)
+
+
+def test_fused_attention_keeps_its_output_and_a_logarithm_for_each_row():
+    query = torch.randn(2, 3, 8, 4, device="meta")
+    output, logarithm = operations.attention_of_the_cpu(query, query, query, 0.0, True, attn_mask=None, scale=None)
+    assert (output.shape, logarithm.numel()) == (query.shape, 2 * 3 * 8)
+    made = operations.attention_of_accelerators(query, query, query, None, True, 0.1, True, scale=None)
+    assert made[0].shape == query.shape
+    assert made[1].numel() >= 2 * 3 * 8
+
+
+def test_products_of_groups_have_a_function():
+    assert operations.grouped_product
+    assert all(callable(function) for function in operations.grouped_product)
