@@ -481,6 +481,36 @@ def compiled_budget_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row(cells)
 
 
+MISS = 0.01  # an estimate that is off by more has a row of its own
+
+
+def estimate_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of what shapes tell beside what was measured: the bars, and each model that is off or has no estimate."""
+    where, rows = report["circumstances"], report["rows"]
+    told = [one for one in rows if one["estimated_bytes"]]
+    close = sum(abs(one["estimated_bytes"] / one["eager_bytes"] - 1) <= MISS / 100 for one in told)
+    yield (
+        f"{len(rows)} models, {len(told)} with an estimate; of {close} it is within 0.01 % of what was measured. "
+        f"PyTorch {where['torch']}, transformers {where['transformers']}, code at {where['code']}."
+    )
+    yield ""
+    yield from bar_table(report["bars"])
+    yield ""
+    yield "Those that are off by more than 1 %, and those without an estimate or without a plan:"
+    yield ""
+    yield row(["model", "eager", "estimated", "", "plan", "estimated", "", ""])
+    yield row(["---", *["--:"] * 6, "---"])
+    for one in rows:
+        eager = one["estimated_bytes"] / one["eager_bytes"] - 1 if one["estimated_bytes"] else None
+        plan = one["plan_estimated_bytes"] / one["plan_bytes"] - 1 if one["plan_bytes"] else None
+        if one["reason"] is None and all(error is not None and abs(error) <= MISS for error in (eager, plan)):
+            continue
+        sizes = [one[f"{name}bytes"] or None for name in ("eager_", "estimated_", "plan_", "plan_estimated_")]
+        texts = [optional_bytes(size) for size in sizes]
+        errors = ["–" if error is None else f"{100 * error:+.1f} %" for error in (eager, plan)]
+        yield row([one["model"], *texts[:2], errors[0], *texts[2:], errors[1], one["reason"] or ""])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -493,6 +523,7 @@ SECTIONS = {
     "layouts-cpu.json": model_sections,
     "compiled-budgets-cpu.json": compiled_budget_sections,
     "compiled-parts-cpu.json": model_sections,
+    "estimates.json": estimate_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
         SolverError,
         TransformError,
     )
+    from rockmate.forecast.answer import Estimate
+    from rockmate.forecast.estimate import estimate
     from rockmate.memory.allocators import AllocatorSettings, keep_freed_memory, reduce_fragmentation
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
@@ -80,6 +82,7 @@ __all__ = [
     "CompileError",
     "CompileWarning",
     "DoubleBackwardWarning",
+    "Estimate",
     "ExportWarning",
     "Fallback",
     "FallbackWarning",
@@ -124,6 +127,7 @@ __all__ = [
     "TransformError",
     "Verification",
     "distributed",
+    "estimate",
     "keep_freed_memory",
     "max_batch",
     "reduce_fragmentation",
@@ -177,6 +181,8 @@ _HOMES = {
         "TransformError",
     ),
     "rockmate.calls.fallbacks": ("Fallback",),
+    "rockmate.forecast.answer": ("Estimate",),
+    "rockmate.forecast.estimate": ("estimate",),
     "rockmate.queries.batch_search": ("LargestBatch",),
     "rockmate.queries.max_batch": ("max_batch",),
     "rockmate.queries.min_budget": (

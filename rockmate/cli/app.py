@@ -18,6 +18,7 @@ import click
 from rockmate.cli.output import DIFFERENT, GOOD, INTERRUPTED, WRONG_INPUT, note
 
 COMMANDS = {
+    "estimate": "Tell whether training fits a device, without the device.",
     "plan": "Plan a model for a budget.",
     "check": "Check a plan: does it fit the model, and is training under it exact?",
     "profile": "Measure a plan's step beside eager's, and beside what was predicted.",

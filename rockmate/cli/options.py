@@ -138,7 +138,17 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _target_options(with_chosen)
 
 
-_target_options = combined(
+def sample_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where nothing runs: MODEL is as it is made."""
+
+    @functools.wraps(command)
+    def with_chosen(*, model: str, samples: tuple[str, ...], batch: int | None, **rest: Any) -> Any:
+        return command(chosen=Chosen(model, samples, batch, None), **rest)
+
+    return _sample_options(with_chosen)
+
+
+_sample_options = combined(
     click.argument("model", metavar="MODEL"),
     click.option(
         "--sample",
@@ -149,6 +159,9 @@ _target_options = combined(
         "May be given several times.",
     ),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Rows of the sample: its N."),
+)
+_target_options = combined(
+    _sample_options,
     click.option("--device", callback=_check_device, metavar="NAME", help="cpu, cuda, cuda:1, … (default: as made)."),
     threads_option,
 )

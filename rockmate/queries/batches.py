@@ -52,7 +52,8 @@ def find_batch(model: torch.nn.Module, sample: Any, loss: LossFunction | None = 
     with _evaluated(model):
         expected = leaves(arguments.call(model))
         again = leaves(arguments.call(model))
-        is_random = not all(map(_close, expected, again))
+        has_data = all(not tensor.is_meta for tensor in expected)
+        is_random = not has_data or not all(map(_close, expected, again))
         for dimension, size, inputs in _candidates(arguments.tensors):
             text = f"dimension {dimension} of {_places(inputs)} (size {size})"
             twice = _resized(arguments, dimension, size, inputs, 2 * size)

@@ -1,0 +1,215 @@
+"""One eager training step on shapes alone: its highest moment, and who holds the bytes then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from rkgb import Sample
+from rkgb.devices.caching_allocator import AllocationEvent
+from rkgb.shapes.device import Shapes
+from rkgb.shapes.watch import StorageWatch
+from rkgb.state.module_state import for_planning, module_devices, module_state_kept
+from rkgb.torch_private.identity import storage_key
+from rkgb.tree import leaves
+from rockmate.memory.optimizer_state import optimizer_state_bytes
+from rockmate.planning.costs import LossFunction, evaluate_loss
+
+PHASES = ("forward", "backward", "optimizer step")
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """Bytes of one step of training without a plan. All are as the machine's allocator rounds them."""
+
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    optimizer_bytes: int  # of its state
+    events: tuple[AllocationEvent, ...]  # of the forward, the loss and the backward, above those
+    forward_events: int  # how many of them are of the forward and the loss
+    optimizer_events: tuple[AllocationEvent, ...]  # of the optimizer's step, which comes after them
+    kinds: dict[int, str]  # of each storage that the events make, by number
+    time_ms: float | None  # estimated; of the forward and the backward
+    optimizer_ms: float | None
+    knows_optimizer_step: bool  # else what it computes with is not in the events
+
+    @property
+    def held_bytes(self) -> int:
+        """What is there before the step."""
+        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.optimizer_bytes
+
+    @property
+    def all_events(self) -> tuple[AllocationEvent, ...]:
+        """Of the whole step."""
+        return (*self.events, *self.optimizer_events)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated, with what is there before the step."""
+        return self.held_bytes + self._highest[0]
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most that forward and backward allocate above what was there: what a budget of Rockmate's is of."""
+        return highest(self.events)[0]
+
+    @property
+    def after_backward_bytes(self) -> int:
+        """The most that is allocated from the end of the backward on, with what is there before the step."""
+        level = sum(event.size_bytes for event in self.events)
+        return self.held_bytes + level + max(0, highest(self.optimizer_events)[0])
+
+    @property
+    def _highest(self) -> tuple[int, int]:
+        return highest(self.all_events)
+
+    @property
+    def peak_in(self) -> str:
+        """The phase of the highest moment."""
+        place = self._highest[1]
+        if place > len(self.events):
+            return PHASES[2]
+        return PHASES[0] if place <= self.forward_events else PHASES[1]
+
+    def split(self) -> tuple[tuple[str, int], ...]:
+        """Who holds the bytes at the highest moment: their sum is `peak_bytes`."""
+        alive: dict[int, int] = {}
+        for event in self.all_events[: self._highest[1]]:
+            if event.size_bytes > 0:
+                alive[event.address] = event.size_bytes
+            else:
+                del alive[event.address]
+        found = Counter[str]()
+        for number, size_bytes in alive.items():
+            found[self.kinds.get(number, "temporary")] += size_bytes
+        there = {
+            "parameters": self.parameter_bytes,
+            "gradients": found["gradients"],
+            "optimizer state": self.optimizer_bytes,
+            "activations": found["activations"],
+            "temporary": found["temporary"],
+            "buffers and inputs": self.buffer_bytes + self.input_bytes,
+        }
+        return tuple((kind, size_bytes) for kind, size_bytes in there.items() if size_bytes)
+
+
+def highest(events: Sequence[AllocationEvent]) -> tuple[int, int]:
+    """The highest level, from 0, and after how many events it was reached."""
+    level = most = place = 0
+    for number, event in enumerate(events, 1):
+        level += event.size_bytes
+        if level > most:
+            most, place = level, number
+    return most, place
+
+
+def observe_eager_step(
+    model: torch.nn.Module,
+    sample: Sample,
+    loss: LossFunction | None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None,
+    device: Shapes,
+) -> EagerStep:
+    """Run a step of `model`, which has no data, as the user's loop does: what is told here has no gradients before it.
+
+    The output and the loss live until the end of the step, as in most loops. Without a `loss`, one like a cross-entropy
+    is assumed. Raises `OptimizerError`, `LossError`, and what the module raises.
+    """
+    seen: set[int] = set()
+    parameters = list(model.parameters())
+    parameter_bytes = _stored_bytes(parameters, device, seen)
+    buffer_bytes = _stored_bytes(model.buffers(), device, seen)
+    input_bytes = _stored_bytes(sample.tensors, device, seen)
+    optimizer_bytes = optimizer_state_bytes(optimizer, parameters, device.device)[0]
+    kinds: dict[int, str] = {}
+    watch = StorageWatch(device.machine, device.clock)
+    with for_planning(model), module_state_kept(model, module_devices(model, sample.tensors)):
+        started_ms = device.clock.now_ms
+        with watch:
+            output = sample.copy().call(model) if _is_written(sample) else sample.call(model)
+            value = evaluate_loss(loss, output) if loss is not None else _assumed_loss(output)
+            forward_events = len(watch.events)
+            kinds.update(dict.fromkeys(watch.alive, "activations"))
+            value.backward()
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        for parameter in trained:
+            number = watch.number_of(parameter.grad) if parameter.grad is not None else None
+            if number is not None:
+                kinds[number] = "gradients"
+        time_ms = device.clock.now_ms - started_ms
+        step_events = tuple(_rounded(watch.events, device))
+        optimizer_events, optimizer_ms = _optimizer_step(optimizer, trained, device, watch.made)
+        watch.stop()
+        del output, value
+    has_speed = device.machine.has_speed
+    return EagerStep(
+        parameter_bytes,
+        buffer_bytes,
+        input_bytes,
+        optimizer_bytes,
+        step_events,
+        forward_events,
+        tuple(_rounded(optimizer_events or (), device)),
+        kinds,
+        time_ms if has_speed else None,
+        optimizer_ms if has_speed and optimizer_events is not None else None,
+        optimizer_events is not None,
+    )
+
+
+def _is_written(sample: Sample) -> bool:
+    return any(tensor.requires_grad for tensor in sample.tensors)
+
+
+def _stored_bytes(tensors: Iterable[torch.Tensor], device: Shapes, seen: set[int]) -> int:
+    found = 0
+    for tensor in tensors:
+        if storage_key(tensor) not in seen:
+            seen.add(storage_key(tensor))
+            found += device.allocated_bytes(tensor.untyped_storage().nbytes())
+    return found
+
+
+def _rounded(events: Iterable[AllocationEvent], device: Shapes) -> Iterable[AllocationEvent]:
+    for event in events:
+        size_bytes = device.allocated_bytes(abs(event.size_bytes))
+        yield AllocationEvent(event.address, size_bytes if event.size_bytes > 0 else -size_bytes, event.time_ns)
+
+
+def _assumed_loss(output: Any) -> torch.Tensor:
+    trained = [tensor for tensor in leaves(output) if tensor.requires_grad]
+    if not trained:
+        raise ValueError("no output requires a gradient")
+    return torch.stack(
+        [(t if t.dim() == 0 else torch.log_softmax(t.abs() if t.is_complex() else t, -1).mean()) for t in trained]
+    ).sum()
+
+
+def _optimizer_step(
+    optimizer: Optimizer | Callable[..., Optimizer] | None,
+    trained: list[torch.nn.Parameter],
+    device: Shapes,
+    first: int,
+) -> tuple[list[AllocationEvent] | None, float]:
+    """What a step allocates and frees again once its state is there, and its time; None where it does not run so."""
+    if optimizer is None or not trained:
+        return [], 0.0
+    try:
+        made = optimizer if isinstance(optimizer, Optimizer) else optimizer(trained)
+        if device.machine.is_accelerator:
+            for group in made.param_groups:
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True  # PyTorch's default there: all parameters at once, and as much again
+        made.step()  # makes the state
+        started_ms = device.clock.now_ms
+        with StorageWatch(device.machine, device.clock, first=first) as watch:
+            made.step()
+        return watch.stop(), device.clock.now_ms - started_ms
+    except Exception:  # noqa: BLE001  whatever an optimizer raises that reads values
+        return None, 0.0
