@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import resource
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -29,6 +25,7 @@ import transformers
 
 from benchmarks.families import FAMILIES
 from benchmarks.families.core import loss_of
+from benchmarks.families.isolation import isolated, preload
 from benchmarks.reporting import (
     bar,
     circumstances,
@@ -46,9 +43,6 @@ FRACTION = 0.6
 STEPS = 3  # whose values are compared with eager's
 RESULTS = "hf-families.json"
 QUICK = ("GPT2", "Bert", "ResNet")
-MOST_BYTES = 12 << 30  # of address space: a configuration that grew by mistake fails alone
-# What takes seconds to import, once for all processes; a language model of the library imports most of the rest.
-PRELOADED = ["rockmate", "benchmarks.families", "transformers.models.llama.modeling_llama"]
 LEAST_SHARE = 95.0  # percent of the families: the bar
 
 
@@ -119,34 +113,9 @@ def row_of(name: str, time_limit_s: float) -> Row:
     )
 
 
-def _work(name: str, time_limit_s: float, threads: int, told: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    try:
-        told.send(row_of(name, time_limit_s))
-    except Exception as error:  # noqa: BLE001  whatever stops a family is the reason in its row
-        told.send(f"{type(error).__name__}: {error}")
-
-
-def isolated(name: str, options: argparse.Namespace) -> Row:
+def row_isolated(name: str, options: argparse.Namespace) -> Row:
     """The row of one family; what goes wrong, and a process that ends or takes too long, is its reason."""
-    context = multiprocessing.get_context("forkserver")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, options.time_limit, options.threads, sending))
-    process.start()
-    sending.close()
-    found: Row | str = f"took more than {options.most_seconds} s"
-    try:
-        if receiving.poll(options.most_seconds):
-            found = receiving.recv()
-    except EOFError:
-        process.join()
-        found = f"its process ended with code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
+    found = isolated(row_of, (name, options.time_limit), options.threads, options.most_seconds)
     if not isinstance(found, Row):
         found = Row(name, FAMILIES[name].kind, FAMILIES[name].note, reason=found)
     return replace(found, code=code_version())
@@ -202,12 +171,12 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Runs the benchmark."""
     options = parse_options()
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    preload()
     path = options.output / RESULTS
     stored = json.loads(path.read_text(encoding="utf-8"))["rows"] if options.add and path.exists() else []
     found = {row["family"]: Row(**row) for row in stored if row["family"] in FAMILIES}
     for name in options.models:
-        row = found[name] = isolated(name, options)
+        row = found[name] = row_isolated(name, options)
         outcome = "exact, within its budget" if row.met else row.reason or "above its budget"
         console.print(f"{name}: {outcome[:300]}", highlight=False, markup=False)
         rows = [found[name] for name in FAMILIES if name in found]

@@ -56,6 +56,17 @@ def test_compiled_budgets_are_measured_and_drawn(tmp_path):
     assert sum(line.startswith("| 1.2 |") for line in lines) == 1
 
 
+@pytest.mark.ci
+def test_estimates_are_compared_and_drawn(tmp_path):
+    pytest.importorskip("transformers")
+    run_script("benchmarks/estimates.py", "--models", "gpt2-tiny", "Bert", "mixer-tiny", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "estimates.json").read_text(encoding="utf-8"))
+    assert all(one["met"] for one in report["bars"])
+    assert [row["reason"] for row in report["rows"][:2]] == [None, None]
+    lines = list(load_script("docs/make_tables.py").estimate_sections(report))
+    assert lines[0].startswith("3 models, 3 with an estimate")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize(("script", "model"), [("compiled_parts", "hf-llama"), ("layouts", "resnet50")])
