@@ -119,7 +119,7 @@ def stock(model: nn.Module, share: float, eager_bytes: int) -> Run:
     """`torch.compile`, whose budget is set while it compiles."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=share):
+        with torch._functorch.config.patch(activation_memory_budget=min(1.0, share)):  # 1 is no limit
             return compile_fx(graph, inputs)
 
     return cast(Run, torch.compile(model, backend=backend))  # a backend of its own, so code of its own

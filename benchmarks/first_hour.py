@@ -100,7 +100,7 @@ def tests_of(kind: str) -> tuple[str, ...]:
         return ("-m", "cuda and not slow", "tests")
     if kind == "cpu":
         return ("tests/module/test_exactness.py", "-m", "not ci and not slow")
-    return ("-k", "gpt2-tiny", "tests/accelerator/test_planned.py", "-m", "not slow")
+    return ("-k", "its_bytes_are_predicted", "tests/accelerator/test_planned.py", "-m", "not slow")
 
 
 # ---- running -------------------------------------------------------------------------------------------------
