@@ -53,6 +53,11 @@ class AllocationLog:
         """Note this point in the order of events."""
         torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self.device)
 
+    def address_of(self, tensor: torch.Tensor) -> int:
+        """The address by which events tell of a tensor's storage, while that is there. Within the block."""
+        assert self._recorder is not None
+        return self._recorder.address_of(tensor)
+
     def __enter__(self) -> AllocationLog:
         ALLOCATIONS.acquire()
         try:

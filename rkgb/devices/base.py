@@ -27,6 +27,10 @@ class AllocationRecorder(abc.ABC):
     has_addresses: ClassVar[bool] = True  # else a release is taken for that of the latest block of its size
     levels_before: AllocatorLevels | None = None  # the allocator's, of the stretch before the last pause
 
+    def address_of(self, tensor: torch.Tensor) -> int:
+        """What tells the tensor's storage apart in events."""
+        return tensor.untyped_storage().data_ptr()
+
     @abc.abstractmethod
     def start(self) -> None:
         """Raises `RuntimeError` where the device cannot be recorded now; nothing is left on then."""

@@ -69,7 +69,7 @@ class MemoryObserver(SavedObserver):
         if tensor.device != self.log.device:
             return  # the log does not have it
         storage = tensor.untyped_storage()
-        self.storages.append((storage.data_ptr(), self._marks))  # the next mark follows it
+        self.storages.append((self.log.address_of(tensor), self._marks))  # the next mark follows it
         if not self.log.has_addresses:
             self._followed.append((StorageWeakRef(storage), storage.nbytes()))
 

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.shapes.machine import Machine
+from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.operations import all_true, any_true, ctc_loss, ctc_loss_backward
 
 _aten = torch.ops.aten
+_META = torch.device("meta")
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 Call = Callable[..., Any]
 
 
@@ -46,7 +52,7 @@ def _holds_nowhere(_: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.bool, device="cpu")
 
 
-KERNELS: Mapping[Any, Call] = {
+_KERNELS: Mapping[Any, Call] = {
     ctc_loss.default: _ctc_loss,
     ctc_loss.Tensor: _ctc_loss,
     ctc_loss_backward.default: _ctc_loss_backward,
@@ -56,5 +62,96 @@ KERNELS: Mapping[Any, Call] = {
 }
 """By operation: what is called in its place."""
 
-CPU_KERNELS: Mapping[Any, Call] = {_aten.native_batch_norm.default: _batch_norm}
+_CPU_KERNELS: Mapping[Any, Call] = {_aten.native_batch_norm.default: _batch_norm}
 """Those of the CPU."""
+
+_Made = tuple[bool, tuple[tuple[Any, ...] | None, ...]]  # whether it is a sequence; sizes, strides and type of each
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operation, and in lists of them: quicker than `rkgb.tree.leaves`."""
+    found: list[Tensor] = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            found += [one for one in item if isinstance(one, Tensor)]
+    return found
+
+
+class Kernels:
+    """Calls operations without data, as a machine has them.
+
+    Layers of a model are alike, and PyTorch tells many shapes in Python: what an operation that makes new tensors has
+    told once is told again for arguments like those.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._own = _KERNELS if machine.is_accelerator else {**_KERNELS, **_CPU_KERNELS}
+        self._told: dict[Any, _Made] = {}
+        self._is_pure: dict[Any, bool] = {}
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation makes. Raises `NotImplementedError` where shapes do not tell it."""
+        kernel = self._own.get(function)
+        if kernel is not None and any(tensor.is_meta for tensor in tensors_of(args, kwargs)):
+            return kernel(*args, **kwargs)
+        key = self._key(function, args, kwargs)
+        if key is None:
+            return function(*args, **kwargs)
+        told = self._told.get(key)
+        if told is not None:
+            is_sequence, tensors = told
+            made = [
+                None if one is None else torch.empty_strided(*one[:2], dtype=one[2], device=_META) for one in tensors
+            ]
+            return tuple(made) if is_sequence else made[0]
+        result = function(*args, **kwargs)
+        new = _as_told(result, tensors_of(args, kwargs))
+        if new is not None:
+            self._told[key] = new
+        return result
+
+    def _key(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Equal for calls that make the like; None for those that may do more than to make new tensors."""
+        if function not in self._is_pure:
+            schema = function._schema
+            aliases = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
+            self._is_pure[function] = not aliases and _DATA_DEPENDENT.isdisjoint(function.tags)
+        if not self._is_pure[function]:
+            return None
+        try:
+            return function, _outline(args), _outline(tuple(kwargs.items()))
+        except TypeError:
+            return None
+
+
+def _outline(item: Any) -> Any:
+    """Equal for arguments that differ in the contents of tensors at most. Raises `TypeError` for others."""
+    if isinstance(item, torch.Tensor):
+        if not item.is_meta or type(item) not in _PLAIN_TENSORS:
+            raise TypeError
+        return item.dtype, tuple(item.shape), item.stride(), item.storage_offset()
+    if isinstance(item, tuple | list):
+        return tuple(map(_outline, item))
+    if item is None or isinstance(item, _PLAIN):
+        return type(item), item
+    raise TypeError
+
+
+def _as_told(result: Any, arguments: list[Tensor]) -> _Made | None:
+    """Of what an operation has made, what it takes to make the like; None where that is no new tensors."""
+    given = {storage_key(tensor) for tensor in arguments}
+    is_sequence = isinstance(result, tuple | list)
+    found: list[tuple[Any, ...] | None] = []
+    for one in result if is_sequence else (result,):
+        if one is None:
+            found.append(None)
+            continue
+        if type(one) is not torch.Tensor or not one.is_meta or storage_key(one) in given or one.storage_offset():
+            return None
+        like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
+        if like.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+            return None
+        found.append((tuple(one.shape), one.stride(), one.dtype))
+    return is_sequence, tuple(found)

@@ -15,7 +15,7 @@ import torch
 
 from rkgb.errors import TraceError
 from rkgb.process.uncompiled import DispatchMode
-from rkgb.shapes.kernels import CPU_KERNELS, KERNELS
+from rkgb.shapes.kernels import Kernels, tensors_of
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import without_dispatch_modes
@@ -43,7 +43,7 @@ class KnownValues(DispatchMode):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kernels = KERNELS if machine.is_accelerator else {**KERNELS, **CPU_KERNELS}
+        self._kernels = Kernels(machine)
         self._is_on = False
         self._storages: dict[int, torch.UntypedStorage] = {}  # with data, by that without, while it is there
 
@@ -74,7 +74,7 @@ class KnownValues(DispatchMode):
         kwargs = kwargs or {}
         if func is _EQUAL:
             return self._are_equal(*args)
-        given = leaves((args, kwargs))
+        given = tensors_of(args, kwargs)
         values = self._values(func, given)
         if func is read_number and args[0].is_meta:
             if values is None:
@@ -105,15 +105,12 @@ class KnownValues(DispatchMode):
 
     def _by_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the operation makes, without data."""
-        kernel = self._kernels.get(func)
         try:
-            if kernel is not None and any(tensor.is_meta for tensor in leaves((args, kwargs))):
-                return kernel(*args, **kwargs)
             if func is _INDEX:
                 args = args[0], [place for index in args[1] for place in self._places(index)]
             if func is copy_to and args[0].is_meta and kwargs.get("device") == _CPU:
                 kwargs = {**kwargs, "device": _META}  # there is one device
-            return func(*args, **kwargs)
+            return self._kernels.call(func, args, kwargs)
         except NotImplementedError as error:
             raise TraceError(f"{func} gives what depends on {_UNKNOWN} ({str(error).splitlines()[0]})") from error
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.process.uncompiled import DispatchMode
+from rkgb.shapes.kernels import tensors_of
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.scratch import scratch_bytes
 from rkgb.torch_private.autograd import running_node
@@ -64,9 +65,9 @@ class StorageWatch(DispatchMode):
         if func is _SUM and self._node is not None and self._is_gathering(args, kwargs):
             func = _SUM_IN_PLACE
         made = func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_of(args, kwargs)
         known = {storage_key(tensor) for tensor in given}
-        new = [t for t in _tensors(made) if t.is_meta and storage_key(t) not in known]
+        new = [t for t in _made(made) if t.is_meta and storage_key(t) not in known]
         for tensor in new:
             self._note(tensor)
         if not self._machine.is_accelerator and (size_bytes := scratch_bytes(func, args, new)):
@@ -154,10 +155,8 @@ def _gathered_holders() -> tuple[int, int]:
     return found[0]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return leaves(tree)
+def _made(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else leaves(result)
 
 
 def _read_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -36,7 +36,7 @@ from rockmate.queries.batches import MakeBatch, find_batch
 from rockmate.queries.verification import OPTIMIZERS
 from rockmate.units import format_bytes, parse_bytes
 
-SEARCH_S = 4.0  # for one plan; there are two, and those of the largest batch
+SEARCH_S = 2.0  # for one plan; there are two, and those of the largest batch
 
 
 def estimate(
@@ -219,7 +219,8 @@ class _Study:
 
     def batches(self, at: _Sized, rows: int, usable_bytes: int) -> BatchEstimate:
         """How many rows fit, by the steps of the sample's rows, of twice as many, and of the first answer."""
-        one, other = at.step(rows), at.step(2 * rows)
+        first = max(2, rows)  # one row alone is laid out as no other number is
+        one, other = at.step(first), at.step(2 * first)
         eager = largest_eager_batch(one, other, usable_bytes)
         planned = largest_planned_batch(one, other, usable_bytes, self.search_s)
         if planned is not None and planned.batch not in (one.batch, other.batch):
