@@ -481,6 +481,27 @@ def compiled_budget_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row(cells)
 
 
+def chunked_loss_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of a step with whole logits and with a few rows' at a time, and the bars."""
+    where = report["circumstances"]
+    yield (
+        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}; medians of {where['repeats']} "
+        f"steps by turns, code at {where['code']}."
+    )
+    yield ""
+    yield row(["logits", "peak", "of whole", "time", "of whole", "gradients apart"])
+    yield row(["---", *["--:"] * 5])
+    medians = [statistics.median(one["times_ms"]) for one in report["rows"]]
+    first = report["rows"][0]["peak_bytes"]
+    for one, time_ms in zip(report["rows"], medians, strict=True):
+        peak = f"{one['peak_bytes'] / first:.3f}"
+        ratio = f"{time_ms / medians[0]:.3f}"
+        apart = f"{one['gradient_difference']:.0e}"
+        yield row([one["way"], format_bytes(one["peak_bytes"]), peak, format_ms(time_ms), ratio, apart])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
 MISS = 0.01  # an estimate that is off by more has a row of its own
 
 
@@ -524,6 +545,7 @@ SECTIONS = {
     "compiled-budgets-cpu.json": compiled_budget_sections,
     "compiled-parts-cpu.json": model_sections,
     "estimates.json": estimate_sections,
+    "chunked-loss-cpu.json": chunked_loss_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

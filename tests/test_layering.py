@@ -119,6 +119,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "errors", "progress", "proxy", "memory", "layouts", "offload", "planning", "options", "plan_files",
             "reports", "calls",
         ),
+        "nn": ("errors",),
         "queries": (
             "errors", "units", "progress", "memory", "layouts", "runtime", "planning", "options", "plan_files",
             "choices", "calls", "module",

@@ -57,6 +57,16 @@ def test_compiled_budgets_are_measured_and_drawn(tmp_path):
 
 
 @pytest.mark.ci
+def test_logits_of_a_few_rows_are_measured_and_drawn(tmp_path):
+    run_script("benchmarks/chunked_loss.py", "--quick", "--repeats", "2", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "chunked-loss-cpu.json").read_text(encoding="utf-8"))
+    assert [row["way"] for row in report["rows"]] == ["whole", "chunked"]
+    assert report["rows"][1]["gradient_difference"] < 1e-5
+    lines = list(load_script("docs/make_tables.py").chunked_loss_sections(report))
+    assert sum(line.startswith("| chunked |") for line in lines) == 1
+
+
+@pytest.mark.ci
 def test_estimates_are_compared_and_drawn(tmp_path):
     pytest.importorskip("transformers")
     run_script("benchmarks/estimates.py", "--models", "gpt2-tiny", "Bert", "mixer-tiny", "--output", str(tmp_path))
