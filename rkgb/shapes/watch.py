@@ -21,6 +21,13 @@ from rkgb.tree import leaves
 
 _SUM = torch.ops.aten.add.Tensor
 _SUM_IN_PLACE = torch.ops.aten.add_.Tensor
+# Into zeros of their own, as derivatives of gathers and of indices are made.
+_FILLING = {
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
 
 
 class Clock:
@@ -62,8 +69,8 @@ class StorageWatch(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._take_turn()
-        if func is _SUM and self._node is not None and self._is_gathering(args, kwargs):
-            func = _SUM_IN_PLACE
+        if self._node is not None and not torch.is_grad_enabled():
+            func = self._as_without_modes(func, args, kwargs)
         made = func(*args, **kwargs)
         given = tensors_of(args, kwargs)
         known = {storage_key(tensor) for tensor in given}
@@ -84,11 +91,20 @@ class StorageWatch(DispatchMode):
         self._node = None
         return self.events
 
-    def _is_gathering(self, args: Any, kwargs: Any) -> bool:
-        """Whether autograd adds a gradient to what it has gathered: with a mode around it never does that in place."""
-        if len(args) != 2 or kwargs or torch.is_grad_enabled() or not all(isinstance(t, torch.Tensor) for t in args):
+    def _as_without_modes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What autograd would call: where a mode is around it, it writes nothing in place that nobody else has."""
+        if func is _SUM:
+            is_in_place = len(args) == 2 and not kwargs and self._is_gathering(*args)
+            return _SUM_IN_PLACE if is_in_place else func
+        other = _FILLING.get(func)
+        if other is None or self._turn_of.get(storage_key(args[0])) != self._turn:
+            return func
+        return other if all(map(int.__le__, holders(args[0]), self._alone)) else func
+
+    def _is_gathering(self, gathered: Any, new: Any) -> bool:
+        """Whether a gradient is added to what has been gathered, which another node has made."""
+        if not isinstance(gathered, torch.Tensor) or not isinstance(new, torch.Tensor):
             return False
-        gathered, new = args
         return (
             self._turn_of.get(storage_key(gathered), self._turn) != self._turn
             and (gathered.shape, gathered.dtype) == (new.shape, new.dtype)

@@ -1,8 +1,8 @@
 """A linear layer and the cross-entropy of what it gives, a few rows at a time: the logits never exist whole.
 
-Where a vocabulary has tens of thousands of words, logits, their logarithms and their gradients are most of a step's peak.
-Rows of a loss depend on each other by a sum alone. So a few rows' logits are made, their part of the loss, and at once
-their part of the gradients, as in Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024): no
+Where a vocabulary has tens of thousands of words, logits, their logarithms and their gradients are most of a step's
+peak. Rows of a loss depend on each other by a sum alone. So a few rows' logits are made, their part of the loss, and at
+once their part of the gradients, as in Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024): no
 product is made twice.
 """
 
