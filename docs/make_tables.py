@@ -485,8 +485,8 @@ def chunked_loss_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of a step with whole logits and with a few rows' at a time, and the bars."""
     where, repeats = report["circumstances"], len(report["rows"][0]["times_ms"])
     yield (
-        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}; medians of {repeats} steps by "
-        f"turns, code at {where['code']}."
+        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}; medians of {repeats} steps "
+        f"by turns, code at {where['code']}."
     )
     yield ""
     yield row(["logits", "peak", "of whole", "time", "of whole", "gradients apart"])
