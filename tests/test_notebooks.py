@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom in a minute or so, and is stored as it ran, with small outputs."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -51,6 +52,15 @@ def code_cells(notebook: dict) -> list[dict]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def kinds_of_output(notebook: dict) -> list[list[str]]:
-    """For each code cell, what kinds of output it has; the outputs themselves hold times."""
-    return [[output["output_type"] for output in cell["outputs"]] for cell in code_cells(notebook)]
+def kinds_of_output(notebook: dict) -> list[list[tuple[str, str | None]]]:
+    """For each code cell, what kinds of output it has; the outputs themselves hold times.
+
+    On a busy machine, what a cell prints comes in several pieces.
+    """
+    return [
+        [
+            kind
+            for kind, _ in itertools.groupby((output["output_type"], output.get("name")) for output in cell["outputs"])
+        ]
+        for cell in code_cells(notebook)
+    ]
