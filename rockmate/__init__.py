@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from rockmate.memory.peak import PeakMemory
     from rockmate.memory.split import MemorySplit
     from rockmate.module import Rockmate
+    from rockmate.observing.peak_report import PeakReport
     from rockmate.offload.option import Offload
     from rockmate.options import PlanOptions
     from rockmate.plan_files.content import PlanFile
@@ -105,6 +106,7 @@ __all__ = [
     "OffloadedOptimizer",
     "OptimizerError",
     "PeakMemory",
+    "PeakReport",
     "PickleWarning",
     "PinError",
     "Plan",
@@ -183,6 +185,7 @@ _HOMES = {
     "rockmate.calls.fallbacks": ("Fallback",),
     "rockmate.forecast.answer": ("Estimate",),
     "rockmate.forecast.estimate": ("estimate",),
+    "rockmate.observing.peak_report": ("PeakReport",),
     "rockmate.queries.batch_search": ("LargestBatch",),
     "rockmate.queries.max_batch": ("max_batch",),
     "rockmate.queries.min_budget": (

@@ -120,6 +120,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "reports", "calls",
         ),
         "nn": ("errors",),
+        "observing": ("units",),
         "queries": (
             "errors", "units", "progress", "memory", "layouts", "runtime", "planning", "options", "plan_files",
             "choices", "calls", "module",
@@ -133,12 +134,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "cli": (
             "errors", "units", "progress", "zoo", "memory", "layouts", "offload", "planning", "options", "plan_files",
-            "reports", "module", "queries", "forecast",
+            "reports", "module", "observing", "queries", "forecast",
         ),
         "__main__": ("cli",),
         "": (
             "moved", "errors", "memory", "offload", "resting", "planning", "options", "plan_files", "calls", "module",
-            "queries", "forecast", "distributed",
+            "observing", "queries", "forecast", "distributed",
         ),
     },
 }  # fmt: skip

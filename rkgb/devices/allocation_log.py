@@ -40,8 +40,10 @@ class AllocationLog:
     keeps no history, where somebody else has it record one, and at the end of the block where events were lost.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, foreign: bool = False) -> None:
+        """With `foreign`, releases of what was allocated before the block are not left out."""
         self.device = device
+        self._foreign = foreign
         self.events: list[AllocationEvent] = []
         self.marks: list[int] = []
         self.has_addresses = True
@@ -92,6 +94,8 @@ class AllocationLog:
             elif alive.get(event.address) == size_bytes:
                 # Other releases are of what was there before, which some logs see and some do not.
                 del alive[event.address]
+                size_bytes = -size_bytes
+            elif self._foreign:
                 size_bytes = -size_bytes
             else:
                 continue

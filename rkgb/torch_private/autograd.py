@@ -53,6 +53,15 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 """The class between these two. Up to PyTorch 2.13, `torch.autograd.Function.apply` calls the `apply` of this one."""
 
 
+def sequence_number(node: Any) -> int:
+    """In which order the nodes of a thread were made."""
+    return int(node._sequence_nr())
+
+
+next_sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
+"""That of the next node that this thread makes."""
+
+
 def running_node() -> Any:
     """The node of the autograd graph whose backward runs in this thread, or has just run; None where none does."""
     return torch._C._current_autograd_node()

@@ -44,6 +44,7 @@ def examples():
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("examples")
     shutil.copy(MODEL, found / "model.py")
+    (found / "train.py").write_text("import torch\n\ntorch.ones(100, requires_grad=True).exp().sum().backward()\n")
     return found
 
 

@@ -31,6 +31,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ROCKMATE_CACHE", "1")
     monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path / "cache"))
     Path("model.py").write_text(MODEL)
+    Path("train.py").write_text(re.search(r"^```python\n(.*?)^```$", section("peak"), re.MULTILINE | re.DOTALL)[1])
     return tmp_path
 
 

@@ -31,6 +31,16 @@ def test_the_node_whose_backward_runs_is_told():
     assert autograd.running_node() is None
 
 
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made():
+    given = torch.ones(3, requires_grad=True)
+    number = autograd.next_sequence_number()
+    made = given.exp()
+    assert autograd.sequence_number(made.grad_fn) == number
+    with Seen(lambda args: autograd.next_sequence_number()) as seen:
+        other = made.sin()
+    assert seen.calls[-1][1] == autograd.sequence_number(other.grad_fn) + 1  # it is numbered before it runs
+
+
 def test_who_holds_a_gathered_gradient_is_counted():
     """More hold it where a view of it is somewhere."""
     tensor = torch.ones(3)

@@ -1,0 +1,183 @@
+"""Who holds the memory at the highest moment of training, by kind, module, line and operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
+from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.devices.registry import device_of, kinds_text
+from rkgb.tree import leaves
+from rockmate.observing.labels import Labels
+from rockmate.observing.ledger import Holder, Ledger, StepMoment
+from rockmate.units import format_bytes
+
+_SHOWN = 12
+
+
+class PeakReport:
+    """Context that watches training as it is, and tells who holds the memory at its highest moment.
+
+        with rockmate.PeakReport() as report:
+            train(model)  # any loop; steps of optimizers are where steps end
+        print(report)
+
+    Sizes are of what was allocated inside, to the byte, and those of `holders` add up to the peak. Nothing is changed:
+    the same operations run. Each is looked at, so that small ones take longer; take no times inside.
+
+    Args:
+        device: where the tensors are.
+
+    Raises:
+        ValueError: for a kind of device that cannot be measured.
+        RuntimeError: on entry, within a profiler or another such context; when a result is read before the end.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        if not device_of(self.device).is_supported:
+            raise ValueError(f"PeakReport measures {kinds_text()} devices, not {str(self.device)!r}")
+        self._ledger: Ledger | None = None
+        self._labels = Labels()
+        self._log: AllocationLog | None = None
+        self._hooks: list[Any] = []
+        self._gradients: dict[int, str] = {}
+
+    # ---- what was found ----------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> tuple[StepMoment, ...]:
+        """The highest moment of each step; the last is of what came after the last step, if anything did."""
+        if self._ledger is None or self._log is not None:
+            raise RuntimeError("PeakReport has no result yet: read it after the end of its `with` block")
+        return tuple(self._ledger.steps)
+
+    @property
+    def highest(self) -> StepMoment:
+        """That of the step with the highest one."""
+        return max(self.steps, key=lambda step: step.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated inside and alive at once."""
+        return self.highest.peak_bytes
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """Who held the bytes then, the largest first: their sizes add up to `peak_bytes`."""
+        return self.highest.holders
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes then by kind: parameters, gradients, optimizer state, buffers, activations, temporary and others."""
+        found = Counter[str]()
+        for holder in self.holders:
+            found[holder.kind] += holder.size_bytes
+        return dict(found.most_common())
+
+    @property
+    def growing(self) -> tuple[Holder, ...]:
+        """What lives on from step to step, more of it each time."""
+        assert self._ledger is not None
+        return tuple(holder for holder in self._ledger.growing() if holder.size_bytes)
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    # ---- watching ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if there_is_a_profiler():
+            raise RuntimeError("PeakReport needs PyTorch's profiler, which is running: stop the other profile first")
+        self._ledger = Ledger()
+        self._log = AllocationLog(self.device, foreign=True)
+        self._log.__enter__()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._note_gradients),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
+        self._labels.watch()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._labels.end()
+        for hook in self._hooks:
+            hook.remove()
+        self._note_gradients()
+        log, self._log = self._log, None
+        assert log is not None
+        log.__exit__(kind, error, traceback)
+        self._read(log)
+        if error is not None and is_out_of_memory(error):
+            error.add_note("\n".join(_text(self)))
+
+    def _note_gradients(self, *_: Any) -> None:
+        """Before a step: after it, a loop may let them go."""
+        for root in list(self._labels.roots):
+            for parameter in root.parameters():
+                if parameter.grad is not None:
+                    self._gradients[parameter.grad.untyped_storage().data_ptr()] = "gradients"
+
+    def _step_ends(self, *_: Any) -> None:
+        log = self._log
+        if log is None:
+            return
+        log.__exit__(None, None, None)
+        self._read(log)
+        self._log = AllocationLog(self.device, foreign=True)
+        self._log.__enter__()
+
+    def _read(self, log: AllocationLog) -> None:
+        assert self._ledger is not None
+        labels = self._labels
+        self._ledger.add(log.events, labels.at, labels.first_backward_ns, self._known())
+        labels.forget()
+        self._gradients.clear()
+
+    def _known(self) -> dict[int, str]:
+        """Tensors that are known, by address."""
+        found = dict(self._gradients)
+        for root in list(self._labels.roots):
+            found |= _addresses(root.buffers(), "buffers") | _addresses(root.parameters(), "parameters")
+        for optimizer in list(self._labels.optimizers):
+            found |= _addresses(leaves(dict(optimizer.state)), "optimizer state")
+        return found
+
+
+def _addresses(tensors: Iterable[torch.Tensor], kind: str) -> dict[int, str]:
+    return {tensor.untyped_storage().data_ptr(): kind for tensor in tensors}
+
+
+def _text(report: PeakReport) -> Iterable[str]:
+    steps = report.steps
+    number = steps.index(report.highest)
+    yield f"{format_bytes(report.peak_bytes)} at the highest moment, in step {number + 1} of {len(steps)}:"
+    for kind, size_bytes in report.kinds.items():
+        yield f"  {format_bytes(size_bytes):>9}  {kind}"
+    yield "by module, line and operation:"
+    for holder in report.holders[:_SHOWN]:
+        yield f"  {_line_of(holder)}"
+    rest = report.holders[_SHOWN:]
+    if rest:
+        yield f"  {format_bytes(sum(holder.size_bytes for holder in rest)):>9}  {len(rest)} others"
+    for holder in report.growing:
+        yield f"growing from step to step: {_line_of(holder).strip()}"
+
+
+def _line_of(holder: Holder) -> str:
+    label = holder.label
+    where = " ".join(filter(None, [label.module, label.line]))
+    blocks = f"{holder.blocks} × " if holder.blocks > 1 else ""
+    phase = f", {label.phase}" if label.phase else ""
+    return f"{format_bytes(holder.size_bytes):>9}  {holder.kind}: {blocks}{label.operation or 'memory'} {where}{phase}"

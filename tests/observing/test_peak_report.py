@@ -1,0 +1,153 @@
+"""Who holds the memory: sizes add up to what is measured, kinds and places are right, and training is as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rockmate.zoo as zoo
+from rockmate import PeakMemory, PeakReport, Rockmate
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        self.second = nn.Linear(256, 64)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, given):
+        wide = self.first(given).relu()
+        return self.norm(self.second(wide))
+
+
+def train(model, steps, optimizer=torch.optim.AdamW, keep=None):
+    made = optimizer(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        torch.manual_seed(step)
+        output = model(torch.randn(512, 64))
+        if keep is not None:
+            keep.append(output)
+        output.square().mean().backward()
+        made.step()
+        made.zero_grad()
+        del output
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_sizes_add_up_to_the_peak_that_is_measured(keeps):
+    torch.manual_seed(0)
+    model = Net()
+    kept = [] if keeps else None
+    with PeakMemory() as memory:
+        train(copy.deepcopy(model), 4, keep=kept)
+    kept = [] if keeps else None
+    with PeakReport() as report:
+        train(copy.deepcopy(model), 4, keep=kept)
+    assert report.peak_bytes == memory.peak_bytes
+    assert sum(holder.size_bytes for holder in report.holders) == report.peak_bytes
+    assert sum(report.kinds.values()) == report.peak_bytes
+    assert len(report.steps) == 5
+
+
+def test_models_of_the_zoo_add_up_as_well():
+    for name in ("gpt2-tiny", "resnet18-tiny"):
+        entry = zoo.get(name)
+
+        def step(entry=entry):
+            entry.loss(entry.model(*entry.sample)).backward()
+            entry.model.zero_grad()
+
+        step()
+        with PeakMemory() as memory:
+            step()
+        with PeakReport() as report:
+            step()
+        assert report.peak_bytes == memory.peak_bytes
+        assert sum(holder.size_bytes for holder in report.holders) == report.peak_bytes
+        assert report.kinds["activations"] > 0.5 * report.peak_bytes
+
+
+def test_kinds_and_places_are_told():
+    with PeakReport() as report:
+        train(Net(), 3)
+    parameters = sum(p.nbytes for p in Net().parameters())
+    kinds = report.kinds
+    assert kinds["parameters"] == parameters
+    assert 2 * parameters <= kinds["optimizer state"] <= 2 * parameters + 100
+    wide = next(h for h in report.holders if h.label.module == "Net" and h.kind == "activations")
+    assert wide.size_bytes == 512 * 256 * 4
+    assert wide.label.operation == "relu.default"
+    assert wide.label.line.startswith("test_peak_report.py:")
+    assert {holder.label.module for holder in report.holders} >= {"Net", "second", "norm"}
+    text = str(report)
+    assert "optimizer state" in text
+    assert "relu.default Net test_peak_report.py:" in text
+    assert "growing" not in text
+
+
+def test_what_grows_from_step_to_step_is_told():
+    kept = []
+    with PeakReport() as report:
+        train(Net(), 6, keep=kept)
+    (leak,) = [holder for holder in report.growing if holder.label.module == "norm" and holder.size_bytes > 1 << 19]
+    assert leak.label.operation.startswith("native_batch_norm")
+    assert "growing from step to step" in str(report)
+
+
+def test_training_is_as_it_was():
+    torch.manual_seed(0)
+    model = Net()
+    other = copy.deepcopy(model)
+    train(model, 3)
+    with PeakReport():
+        train(other, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    model(torch.randn(8, 64))  # no hook is left
+
+
+def test_a_planned_module_is_watched_as_well():
+    model, sample = Net(), torch.randn(512, 64)
+    planned = Rockmate(model, sample, 1.0, time_limit=1)
+    with PeakReport() as report:
+        planned(sample).square().mean().backward()
+    assert sum(holder.size_bytes for holder in report.holders) == report.peak_bytes > 0
+
+
+def test_an_error_is_the_user_s_own_and_nothing_is_left_on():
+    report = PeakReport()
+
+    def fail():
+        with report:
+            Net()(torch.randn(4, 64))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert report.peak_bytes > 0
+    with PeakMemory():
+        pass
+
+
+def test_where_memory_runs_out_the_note_says_who_holds_it():
+    def fail():
+        with PeakReport():
+            output = Net()(torch.randn(512, 64))
+            torch.empty(1 << 60, dtype=torch.uint8).fill_(int(output.sum()))
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    (told,) = caught.value.__notes__
+    assert "at the highest moment" in told
+    assert "relu.default Net" in told
+
+
+def test_results_are_there_at_the_end():
+    report = PeakReport()
+    with pytest.raises(RuntimeError, match="no result yet"):
+        _ = report.peak_bytes
+    with report, pytest.raises(RuntimeError, match="no result yet"):
+        _ = report.holders
+    with pytest.raises(ValueError, match="not 'meta'"):
+        PeakReport("meta")
