@@ -97,7 +97,7 @@ class _Inspector:
         self._random = states
         return moved
 
-    def _draws_nothing(self, node: BNode, values: dict[str, Any]) -> bool:
+    def _would_draw(self, node: BNode, values: dict[str, Any]) -> bool:
         """Whether it would draw if there were data: the stream stands still where there are none."""
         function = node.call.function
         if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
@@ -122,7 +122,7 @@ class _Inspector:
                 node.outputs,
                 node.grad_enabled,
                 node.source,
-                is_random=self.refresh_random_states() or self._draws_nothing(node, values),
+                is_random=self.refresh_random_states() or self._would_draw(node, values),
                 written=written,
                 is_guard=bool(getattr(node.call.function, "is_guard", False)),
                 plain_inputs=plain,
