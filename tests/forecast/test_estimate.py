@@ -25,6 +25,7 @@ def loss(output):
     return output.square().mean()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2-tiny", "bert-tiny", "transformer-tiny"])
 def test_the_smallest_plan_is_that_of_the_measured_model(name):
     entry = zoo.get(name)
