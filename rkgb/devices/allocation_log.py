@@ -6,6 +6,7 @@ figures such as the resident set size are not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -112,10 +113,16 @@ def there_is_a_profiler() -> bool:
     return profiler_is_taken() or profiler_is_prepared()
 
 
-def highest_level(events: list[AllocationEvent]) -> int:
+def highest_level(events: Sequence[AllocationEvent]) -> int:
     """Highest running sum of a stretch of events, from 0 at its start."""
-    alive = highest = 0
-    for event in events:
+    return highest_moment(events)[0]
+
+
+def highest_moment(events: Sequence[AllocationEvent]) -> tuple[int, int]:
+    """The highest running sum, from 0, and after how many events it was first reached."""
+    alive = highest = moment = 0
+    for number, event in enumerate(events, 1):
         alive += event.size_bytes
-        highest = max(highest, alive)
-    return highest
+        if alive > highest:
+            highest, moment = alive, number
+    return highest, moment

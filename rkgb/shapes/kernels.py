@@ -14,7 +14,7 @@ from rkgb.torch_private.operations import all_true, any_true, ctc_loss, ctc_loss
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 Call = Callable[..., Any]
@@ -117,7 +117,7 @@ class Kernels:
         if function not in self._is_pure:
             schema = function._schema
             aliases = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
-            self._is_pure[function] = not aliases and _DATA_DEPENDENT.isdisjoint(function.tags)
+            self._is_pure[function] = not aliases and DATA_DEPENDENT.isdisjoint(function.tags)
         if not self._is_pure[function]:
             return None
         try:

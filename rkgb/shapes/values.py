@@ -15,7 +15,7 @@ import torch
 
 from rkgb.errors import TraceError
 from rkgb.process.uncompiled import DispatchMode
-from rkgb.shapes.kernels import Kernels, tensors_of
+from rkgb.shapes.kernels import DATA_DEPENDENT, Kernels, tensors_of
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import without_dispatch_modes
@@ -25,7 +25,6 @@ from rkgb.tree import leaves, map_leaves
 MOST_BYTES = 4 << 20  # of one tensor
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
 _OF_STORAGES = {  # which are given a storage that has no data
@@ -83,7 +82,7 @@ class KnownValues(DispatchMode):
         if values is None:
             self._forget_written(func, given)
             return self._by_shapes(func, args, kwargs)
-        if any(tensor.is_meta for tensor in given) and not _DATA_DEPENDENT.isdisjoint(func.tags):
+        if any(tensor.is_meta for tensor in given) and not DATA_DEPENDENT.isdisjoint(func.tags):
             return map_leaves(self._without_data, self._computed(func, args, kwargs, values))
         made = self._by_shapes(func, args, kwargs)
         if _is_small(made):

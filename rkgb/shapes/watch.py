@@ -40,7 +40,7 @@ class Clock:
 class StorageWatch(DispatchMode):
     """Mode that notes the storages of tensors without data, each by a number of its own, as `AllocationEvent`s.
 
-    Scratch memory inside of kernels is not seen: there are no kernels.
+    Of what kernels allocate for themselves, it tells what `scratch_bytes` knows of the CPU's.
     """
 
     def __init__(self, machine: Machine, clock: Clock, first: int = 0) -> None:

@@ -9,8 +9,9 @@ from functools import partial
 
 from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time
 from rk_solvers.local.min_peak_search import min_peak_plan
+from rkgb.devices.allocation_log import highest_moment
 from rkgb.devices.caching_allocator import AllocationEvent
-from rockmate.forecast.eager_step import EagerStep, highest
+from rockmate.forecast.eager_step import EagerStep
 from rockmate.queries.batches import interpolated
 
 MOST = 1 << 20  # rows; where even these fit, the model has no batch to speak of
@@ -36,7 +37,7 @@ class Largest:
     overhead: float = 0.0  # of its step's time, over that without recomputation
 
 
-def largest_eager_batch(one: SizedStep, other: SizedStep, memory_bytes: int) -> Largest | None:
+def largest_eager_batch(one: SizedStep, other: SizedStep, memory_bytes: int) -> int | None:
     """Without a plan; None where the two steps are not the same in two sizes."""
     if len(one.eager.all_events) != len(other.eager.all_events):
         return None
@@ -44,7 +45,7 @@ def largest_eager_batch(one: SizedStep, other: SizedStep, memory_bytes: int) -> 
     def fits(batch: int) -> bool:
         return eager_peak_at(one, other, batch) <= memory_bytes
 
-    return Largest(_last(fits))
+    return _last(fits)
 
 
 def eager_peak_at(one: SizedStep, other: SizedStep, batch: int) -> int:
@@ -58,7 +59,7 @@ def eager_peak_at(one: SizedStep, other: SizedStep, batch: int) -> int:
         AllocationEvent(a.address, between(a.size_bytes, b.size_bytes))
         for a, b in zip(one.eager.all_events, other.eager.all_events, strict=True)
     ]
-    return between(one.eager.held_bytes, other.eager.held_bytes) + highest(events)[0]
+    return between(one.eager.held_bytes, other.eager.held_bytes) + highest_moment(events)[0]
 
 
 def largest_planned_batch(one: SizedStep, other: SizedStep, memory_bytes: int, search_s: float) -> Largest | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from rkgb import Sample
+from rkgb.devices.allocation_log import highest_moment
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.shapes.device import Shapes
 from rkgb.shapes.watch import StorageWatch
@@ -57,17 +58,17 @@ class EagerStep:
     @property
     def step_peak_bytes(self) -> int:
         """The most that forward and backward allocate above what was there: what a budget of Rockmate's is of."""
-        return highest(self.events)[0]
+        return highest_moment(self.events)[0]
 
     @property
     def after_backward_bytes(self) -> int:
         """The most that is allocated from the end of the backward on, with what is there before the step."""
         level = sum(event.size_bytes for event in self.events)
-        return self.held_bytes + level + max(0, highest(self.optimizer_events)[0])
+        return self.held_bytes + level + max(0, highest_moment(self.optimizer_events)[0])
 
     @property
     def _highest(self) -> tuple[int, int]:
-        return highest(self.all_events)
+        return highest_moment(self.all_events)
 
     @property
     def peak_in(self) -> str:
@@ -97,16 +98,6 @@ class EagerStep:
             "buffers and inputs": self.buffer_bytes + self.input_bytes,
         }
         return tuple((kind, size_bytes) for kind, size_bytes in there.items() if size_bytes)
-
-
-def highest(events: Sequence[AllocationEvent]) -> tuple[int, int]:
-    """The highest level, from 0, and after how many events it was reached."""
-    level = most = place = 0
-    for number, event in enumerate(events, 1):
-        level += event.size_bytes
-        if level > most:
-            most, place = level, number
-    return most, place
 
 
 def observe_eager_step(

@@ -89,9 +89,9 @@ def estimate(
         step = study.step(model, study.dataless.sample(arguments), loss, shapes, rows)
         found = study.told(type(model).__name__, step, shapes)
         if batches and found.usable_bytes is not None:
-            at = study.by_batch(make, shapes) if make else study.of_module(model, arguments, loss, shapes)
+            at = study.by_batch(make, step, shapes) if make else study.of_module(model, arguments, loss, step, shapes)
             if at is not None:
-                found = replace(found, batch=study.batches(at, rows or at.rows, found.usable_bytes))
+                found = replace(found, batch=study.batches(at, found.usable_bytes))
     return replace(found, took_s=time.perf_counter() - started)
 
 
@@ -189,52 +189,66 @@ class _Study:
 
     # ---- other batches ---------------------------------------------------------------------------------------
 
-    def by_batch(self, make: MakeBatch, shapes: Shapes) -> _Sized:
+    def by_batch(self, make: MakeBatch, known: SizedStep, shapes: Shapes) -> _Sized:
         """Steps of what a function makes."""
 
         def at(batch: int) -> SizedStep:
+            if batch == known.batch:
+                return known
             model, sample, *others = make(batch)
             with self.dataless.module(model):
                 given = self.dataless.sample(make_sample(model, sample))
                 return self.step(model, given, others[0] if others else None, shapes, batch)
 
-        return _Sized(at, 0)
+        return _Sized(at, known.batch)
 
     def of_module(
-        self, model: torch.nn.Module, arguments: Sample, loss: LossFunction | None, shapes: Shapes
+        self,
+        model: torch.nn.Module,
+        arguments: Sample,
+        loss: LossFunction | None,
+        known: SizedStep,
+        shapes: Shapes,
     ) -> _Sized | None:
         """Steps of a module, whose batch dimension is found by trial; None where none is found.
 
         A loss that takes this batch alone is left out, and what a cross-entropy takes is assumed.
         """
         given = self.dataless.sample(arguments)
+        first: SizedStep | None = known
         try:
             found = find_batch(model, given, None if loss is None else self.dataless.function(loss))
         except BatchError:
             try:
-                found, loss = find_batch(model, given), None
+                found, loss, first = find_batch(model, given), None, None
             except BatchError:
                 return None
-        return _Sized(lambda batch: self.step(model, found.make(batch)[1], loss, shapes, batch), found.size)
 
-    def batches(self, at: _Sized, rows: int, usable_bytes: int) -> BatchEstimate:
+        def at(batch: int) -> SizedStep:
+            if first is not None and batch == found.size:
+                return replace(first, batch=batch)
+            return self.step(model, found.make(batch)[1], loss, shapes, batch)
+
+        return _Sized(at, found.size)
+
+    def batches(self, at: _Sized, usable_bytes: int) -> BatchEstimate:
         """How many rows fit, by the steps of the sample's rows, of twice as many, and of the first answer."""
-        first = max(2, rows)  # one row alone is laid out as no other number is
-        one, other = at.step(first), at.step(2 * first)
+        rows = max(2, at.rows)  # one row alone is laid out as no other number is
+        one, other = at.step(rows), at.step(2 * rows)
         eager = largest_eager_batch(one, other, usable_bytes)
         planned = largest_planned_batch(one, other, usable_bytes, self.search_s)
         if planned is not None and planned.batch not in (one.batch, other.batch):
             # What is kept of masks and draws is not affine: nearer steps tell better.
             nearer = largest_planned_batch(other, at.step(planned.batch), usable_bytes, self.search_s)
             planned = nearer or planned
-        return BatchEstimate(rows, None if eager is None else eager.batch, planned)
+        return BatchEstimate(at.rows, eager, planned)
 
 
 class _Sized(NamedTuple):
     """Steps by their batch."""
 
     step: Callable[[int], SizedStep]
-    rows: int  # of the sample, where it tells
+    rows: int  # of the sample
 
 
 def _planned(step: SizedStep, budget_bytes: int, peak_bytes: int, time_ms: float) -> PlannedStep:
