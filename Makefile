@@ -82,9 +82,9 @@ test-torch: torch-env
 
 # What CI runs with the oldest release that is supported: names of its own that PyTorch may change, and exactness.
 OLDEST := 2.9.1
-OLDEST_TESTS := tests/graph/test_torch_private.py tests/graph/test_torch_private_tracers.py tests/graph/test_torch_private_parts.py \
-	tests/graph/test_undetected.py tests/module/test_exactness.py tests/module/test_transparent.py \
-	tests/module/test_offload.py tests/regions/test_build.py tests/loops tests/test_tiny.py
+OLDEST_TESTS := tests/graph/test_torch_private.py tests/graph/test_torch_private_shapes.py tests/graph/test_torch_private_tracers.py \
+	tests/graph/test_torch_private_parts.py tests/graph/test_undetected.py tests/module/test_exactness.py \
+	tests/module/test_transparent.py tests/module/test_offload.py tests/regions/test_build.py tests/loops tests/test_tiny.py
 test-oldest setup-oldest: TORCH := $(OLDEST)
 test-oldest setup-oldest: EXTRAS := test
 test-oldest: torch-env ## Run the tests that tell most of it with the oldest PyTorch that is supported, as CI does

@@ -118,6 +118,38 @@ def test_a_thread_that_draws_random_numbers_is_told_from_the_module(draw, drop):
         assert torch.equal(one, other)
 
 
+class AsMuchAtOtherMoments(nn.Module):
+    """In its first runs another thread draws as much each time, now before it and now after: later ones, never."""
+
+    def __init__(self, disturbed_runs):
+        super().__init__()
+        self.layers = network(0.1)
+        self.disturbed_runs, self.runs = disturbed_runs, itertools.count()
+
+    def forward(self, x):
+        run = next(self.runs)
+        if run < self.disturbed_runs and run % 2:
+            self.draw_elsewhere()
+        y = self.layers(x)
+        if run < self.disturbed_runs and not run % 2:
+            self.draw_elsewhere()
+        return y
+
+    def draw_elsewhere(self):
+        thread = threading.Thread(target=draw_here, args=(3,))
+        thread.start()
+        thread.join()
+
+
+@pytest.mark.parametrize("disturbed_runs", [13, 24, 36])
+def test_draws_of_another_thread_are_told_though_runs_have_as_many_of_them(disturbed_runs):
+    model = AsMuchAtOtherMoments(disturbed_runs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rkgb.TraceWarning)  # that there is such a thread
+        planned = Rockmate(model, rows(), AMPLE_BYTES)
+    assert verify(planned, rows()).exact
+
+
 def test_a_thread_that_draws_all_the_time_does_no_harm():
     over = threading.Event()
 
