@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +51,8 @@ class LargestBatch:
     budget_bytes: int
     plan_file: PlanFile
     trials: tuple[Trial, ...]  # in the order in which they were made
-    is_largest: bool  # whether the next larger batch was tried, and does not fit; else `most` was reached
+    is_largest: bool  # whether the next larger batch was tried, and does not fit
+    ended: str  # why no larger one was tried, in words
     eager_batch: int | None  # the largest that would fit without a plan, by interpolation; None where that is not known
     found: str  # how the batch was varied
 
@@ -69,25 +71,29 @@ class _Known:
 
 
 class BatchSearch:
-    """Measures and plans batches until one fits and the next one does not."""
+    """Measures and plans batches until one fits and the next one does not, or so many were measured."""
 
-    def __init__(self, make: MakeBatch, request: PlanRequest, most: int) -> None:
+    def __init__(
+        self, make: MakeBatch, request: PlanRequest, among: Sequence[int], measurements: int | None = None
+    ) -> None:
         self._make = make
         self._request = request
-        self._most = most
+        self._among = among  # the batches that may be tried, ascending
+        self._measurements = measurements
+        self._most = among[-1]
         self._trials: list[Trial] = []
         self._known: list[_Known] = []
         self._best: PlanFile | None = None
         self._refused: BudgetTooSmall | None = None
         self._largest = 0  # of the batches that fit
-        self._smallest = most + 1  # of those that do not, or may not be tried
+        self._smallest = self._most + 1  # of those that do not, or may not be tried
 
     def run(self, start: int, found: str) -> LargestBatch:
         """Search from `start` on. Raises `BudgetTooSmall` where no batch fits that can be planned."""
-        batch = start
-        while not self._largest and self._smallest > 1:
+        batch = self._allowed(start)
+        while not self._largest and self._smallest > self._among[0]:
             self._try(batch)
-            batch = max(1, batch // 2)
+            batch = self._allowed(batch // 2)
         if self._best is None:
             assert self._refused is not None
             smallest = min(trial.batch for trial in self._trials)
@@ -95,7 +101,7 @@ class BatchSearch:
             raise self._refused
         in_a_row = 0  # trials that moved the same end by what was expected of them: the next goes further
         last = None
-        while self._smallest - self._largest > 1:
+        while self._is_open() and (self._measurements is None or len(self._trials) < self._measurements):
             fits = self._try(self._next(2**in_a_row if in_a_row > 1 else 1, last))
             in_a_row = in_a_row + 1 if fits == last else 0
             last = fits
@@ -104,10 +110,17 @@ class BatchSearch:
             budget_bytes=self._budget_bytes,
             plan_file=self._best,
             trials=tuple(self._trials),
-            is_largest=self._smallest <= self._most,
+            is_largest=self._smallest <= self._most and not self._is_open(),
+            ended=self._ended(),
             eager_batch=self._eager_batch(),
             found=found,
         )
+
+    def _ended(self) -> str:
+        if self._is_open():
+            most = "" if self._smallest > self._most else f", fewer than {self._smallest - self._largest} rows"
+            return f"after {len(self._trials)} measurements; a little more may fit{most}"
+        return f"{self._smallest} does not fit" if self._smallest <= self._most else "the largest that may be tried"
 
     @property
     def _budget_bytes(self) -> int:
@@ -219,7 +232,17 @@ class BatchSearch:
             guess = max(guess, self._largest + stride)
         elif last is False and stride > 1:
             guess = min(guess, self._smallest - stride)
-        return min(max(guess, low), high)
+        return self._allowed(min(max(guess, low), high), low)
+
+    def _allowed(self, batch: int, least: int = 0) -> int:
+        """The largest batch up to this one that may be tried, or the smallest of at least `least`."""
+        place = bisect_right(self._among, batch) - 1
+        found = self._among[max(0, place)]
+        return found if found >= least else self._among[bisect_left(self._among, least)]
+
+    def _is_open(self) -> bool:
+        """Whether there is a batch between those that fit and those that do not."""
+        return bisect_right(self._among, self._largest) < bisect_left(self._among, self._smallest)
 
     def _expected(self) -> int | None:
         """The largest batch that is expected to fit; None where less than two were measured, or they are unlike."""

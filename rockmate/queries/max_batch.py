@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,8 @@ def max_batch(
     loss: LossFunction | None = None,
     start: int | None = None,
     most: int = 1 << 20,
+    among: Sequence[int] | None = None,
+    measurements: int | None = 5,
     scope: Scope = "step",
     optimizer: OptimizerLike | None = None,
     solver: Solver | str = "auto",
@@ -43,7 +46,8 @@ def max_batch(
     """The largest batch that can be trained within a budget.
 
     Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
-    what others will, so that few are needed. The answer was measured: a real step of its plan stays within the budget.
+    what others will, so that few are needed: four, mostly. The answer was measured: a real step of its plan stays within
+    the budget.
 
     Args:
         model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
@@ -53,13 +57,16 @@ def max_batch(
         loss: of a module, a function of the output that takes any batch.
         start: the batch to begin with.
         most: no larger batch is tried.
+        among: only these batches are tried, such as ``range(8, 1025, 8)``.
+        measurements: so many batches are measured at most, once one fits; the answer may then be a few rows too small,
+            and says so (`is_largest`). None: until the next larger batch was tried.
         scope, optimizer, solver, time_limit, gap, limits, progress, options: as for `Rockmate`.
 
     Raises:
         BudgetTooSmall: the smallest batch that can be tried does not fit.
         BudgetError: the budget is a part of the eager peak, or of what an allocator reserves.
         BatchError: the batch dimension of a module is not found; the message tells what was tried.
-        ArgumentError: `start` or `most` is no batch.
+        ArgumentError: `start`, `most` or what is in `among` is no batch, or `measurements` no positive number.
     """
     said = {
         "loss": loss,
@@ -88,9 +95,25 @@ def max_batch(
         start = start or batches.size
     else:
         make, found = model, "by the function of the batch"
+    allowed = _allowed(most, among)
     start = start or min(_START, most)
     if start < 1 or most < start:
         raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
+    if measurements is not None and measurements < 1:
+        raise ArgumentError(f"measurements is {measurements!r}: give a positive number, or None for as many as it takes")
     with progress_display(options.progress) as tell:
         request = replace(options.request(budget), progress=tell)
-        return BatchSearch(make, request, most).run(start, found)
+        return BatchSearch(make, request, allowed, measurements).run(start, found)
+
+
+def _allowed(most: int, among: Sequence[int] | None) -> Sequence[int]:
+    """The batches that may be tried, ascending."""
+    if among is None:
+        return range(1, max(1, most) + 1)
+    if isinstance(among, range) and among.step > 0:  # of a million of them, no list
+        found: Sequence[int] = range(among.start, min(among.stop, most + 1), among.step)
+    else:
+        found = sorted({batch for batch in among if batch <= most})
+    if not found or found[0] < 1:
+        raise ArgumentError(f"no batch may be tried: of {among!r}, none is from 1 to {most}")
+    return found

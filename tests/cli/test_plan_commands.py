@@ -258,7 +258,7 @@ def test_explain_of_one_operation_tells_all_of_it(plan_path, capsys):
 @pytest.mark.slow
 def test_max_batch_tells_every_batch_that_was_tried(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    command = ("max-batch", TARGET, "--budget", "100KiB", "--batch", "32", *GREEDY)
+    command = ("max-batch", TARGET, "--budget", "100KiB", "--batch", "32", "--measurements", "20", *GREEDY)
     status, content = run_json(capsys, *command, "-o", path)
     assert status == GOOD
     fits = {trial["batch"]: trial["fits"] for trial in content["trials"]}

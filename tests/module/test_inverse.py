@@ -1,12 +1,14 @@
 """The largest batch and the smallest budget: answers are measured to hold, and the next step beyond does not."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from rk_solvers import Problem, evaluate
 from rkgb import make_sample
-from rockmate import BatchError, BudgetError, BudgetTooSmall, Rockmate, max_batch, smallest_budget
+from rockmate import ArgumentError, BatchError, BudgetError, BudgetTooSmall, Rockmate, max_batch, smallest_budget
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 from rockmate.queries.batches import find_batch, interpolated
@@ -84,6 +86,37 @@ def test_the_search_ends_at_the_most_that_may_be_tried():
     found = max_batch(make, budget="1GiB", most=9, **GREEDY)
     assert (found.batch, found.is_largest) == (9, False)
     assert all(trial.fits for trial in found.trials)
+
+
+def test_only_batches_that_may_be_tried_are(largest):
+    among = range(8, 1 << 20, 8)
+    found = max_batch(make, budget=40_000, among=among, **GREEDY)
+    assert all(trial.batch in among for trial in found.trials)
+    assert (found.batch, found.is_largest) == (largest.batch // 8 * 8, True)
+    assert found.ended == f"{found.batch + 8} does not fit"
+    found = max_batch(make, budget=40_000, among=[1, 3, largest.batch + 1], start=2, **GREEDY)
+    assert [trial.batch for trial in found.trials] == [1, 3, largest.batch + 1] or found.batch == 3
+
+
+def test_as_many_batches_are_measured_as_are_allowed(largest):
+    found = max_batch(make, budget=40_000, measurements=2, **GREEDY)
+    assert len(found.trials) == 2
+    assert found.batch <= largest.batch
+    assert not found.is_largest
+    assert found.ended.startswith("after 2 measurements; a little more may fit")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"measurements": 0}, "measurements is 0: give a positive number"),
+        ({"among": [9], "most": 8}, "no batch may be tried: of [9], none is from 1 to 8"),
+        ({"among": range(0, 8, 2)}, "no batch may be tried"),
+    ],
+)
+def test_batches_that_cannot_be_tried_are_refused(said, words):
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        max_batch(make, budget=40_000, **said, **GREEDY)
 
 
 @pytest.mark.slow

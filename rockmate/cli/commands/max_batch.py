@@ -43,6 +43,15 @@ from rockmate.units import format_bytes
 @click.option(
     "--most", type=click.IntRange(min=1), default=1 << 20, show_default=True, metavar="N", help="No larger batch."
 )
+@click.option("--multiple-of", type=click.IntRange(min=1), default=1, metavar="N", help="Only multiples of N are tried.")
+@click.option(
+    "--measurements",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="So many batches are measured at most, once one fits.",
+)
 @click.option(
     "--scope", type=click.Choice(["step", "total"]), default="step", show_default=True, help="What the budget bounds."
 )
@@ -56,19 +65,23 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
     For a budget, the batch is varied where MODEL says how: a name of the zoo, a factory with a parameter `batch`, or a
     --sample with N. Else the dimension of the sample along which the model repeats its outputs is found by trial.
     --batch is where the search begins. Batches are measured and planned until one fits, and the next larger one does
-    not. The exit status is 1 where no batch fits.
+    not, or --measurements were made. The exit status is 1 where no batch fits.
 
     For a slowdown, the model is measured once, and budgets are solved. Times are predicted.
     """
     budget, slowdown, most = (asked.pop(name) for name in ("budget", "slowdown", "most"))
     scope, optimizer = asked.pop("scope"), asked.pop("optimizer")
+    multiple, measurements = asked.pop("multiple_of"), asked.pop("measurements")
     if (budget is None) == (slowdown is None):
         raise click.UsageError("give --budget for the largest batch, or --slowdown for the smallest budget")
     asked["progress"] = wants_progress(quiet)
     found: LargestBatch | CheapestBudget
     if slowdown is None:
         made = None if optimizer is None else partial(OPTIMIZERS[optimizer], lr=1e-3)  # states do not depend on it
-        found = _largest(chosen, budget, most=most, scope=scope, optimizer=made, **asked)
+        bounds = {"most": most, "measurements": measurements}
+        if multiple > 1:
+            bounds["among"] = range(multiple, most + 1, multiple)
+        found = _largest(chosen, budget, scope=scope, optimizer=made, **bounds, **asked)
     else:
         target = chosen.target()
         found = smallest_budget(target.model, target.sample, slowdown, loss=target.loss, **asked)
@@ -105,7 +118,7 @@ def _batch_text(found: LargestBatch) -> tuple[str, list[tuple[str, str]]]:
     """A table of what was tried, and rows of the answer."""
     rows = [(str(trial.batch), _verdict(trial), f"{trial.took_s:.1f} s") for trial in found.trials]
     tried = table(("batch", "", "took"), rows, left=2)
-    answer = [("largest batch", f"{found.batch}{'' if found.is_largest else ', the largest that may be tried'}")]
+    answer = [("largest batch", f"{found.batch}{'' if found.is_largest else f', {found.ended}'}")]
     if found.eager_batch is not None:
         answer.append(("without a plan", f"about {found.eager_batch}, by interpolation"))
     answer.append(("batch varied", found.found))
@@ -143,6 +156,7 @@ def _batch_content(found: LargestBatch) -> dict[str, Any]:
     return {
         "batch": found.batch,
         "is_largest": found.is_largest,
+        "ended": found.ended,
         "eager_batch": found.eager_batch,
         "budget_bytes": found.budget_bytes,
         "found": found.found,
