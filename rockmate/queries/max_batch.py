@@ -46,8 +46,8 @@ def max_batch(
     """The largest batch that can be trained within a budget.
 
     Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
-    what others will, so that few are needed: four, mostly. The answer was measured: a real step of its plan stays within
-    the budget.
+    what others will, so that few are needed: four, mostly. The answer was measured: a real step of its plan stays
+    within the budget.
 
     Args:
         model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
@@ -100,7 +100,7 @@ def max_batch(
     if start < 1 or most < start:
         raise ArgumentError(f"the search cannot begin with a batch of {start} and end at {most}")
     if measurements is not None and measurements < 1:
-        raise ArgumentError(f"measurements is {measurements!r}: give a positive number, or None for as many as it takes")
+        raise ArgumentError(f"measurements is {measurements!r}: give a positive number, or None for as many as needed")
     with progress_display(options.progress) as tell:
         request = replace(options.request(budget), progress=tell)
         return BatchSearch(make, request, allowed, measurements).run(start, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.models.factories import PADDING, VOCABULARY
 from tests.models.hugging_face import DECODER, SPECIAL_TOKENS, built
@@ -121,6 +121,7 @@ def trainer_of(
     family: Family,
     folder: Path,
     model_init: Callable[[], nn.Module] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     **settings: Any,
 ) -> Trainer:
     """Two epochs of 22 rows: batches of 4 and a last one of 2, two to an optimizer step; evaluated and saved twice."""
@@ -142,7 +143,8 @@ def trainer_of(
         },
     )
     rows, held_out = Rows(family.rows, 22), Rows(family.rows, 6)
-    return Trainer(model=model, model_init=model_init, args=arguments, train_dataset=rows, eval_dataset=held_out)
+    data = {"train_dataset": rows, "eval_dataset": held_out}
+    return Trainer(model=model, model_init=model_init, args=arguments, callbacks=list(callbacks), **data)
 
 
 def train(trainer: Trainer, **settings: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from rockmate.units import format_bytes
 @click.option(
     "--most", type=click.IntRange(min=1), default=1 << 20, show_default=True, metavar="N", help="No larger batch."
 )
-@click.option("--multiple-of", type=click.IntRange(min=1), default=1, metavar="N", help="Only multiples of N are tried.")
+@click.option("--multiple-of", type=click.IntRange(min=1), default=1, metavar="N", help="Only multiples of N.")
 @click.option(
     "--measurements",
     type=click.IntRange(min=1),
