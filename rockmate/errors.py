@@ -35,6 +35,10 @@ class LayoutError(RockmateError, ValueError):
     """A layout is none that there is, or the model cannot run in it."""
 
 
+class ChunkError(RockmateError, ValueError):
+    """The model is none whose logits can be made a few rows at a time."""
+
+
 class CompileError(RockmateError, RuntimeError):
     """Parts of the model that a plan has compiled cannot be compiled here."""
 

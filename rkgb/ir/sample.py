@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,29 @@ def _span_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+class Binding:
+    """One form for the arguments of a call: `f(x, y)` and `f(x, b=y)` are one call of a forward that takes (a, b).
+
+    They are not where another function is around it that has its signature only for show, as `functools.wraps` leaves
+    it: that one may look for a keyword. Then they stay as they were passed.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        forward = module.forward
+        self.declared = inspect.signature(forward)
+        function = getattr(forward, "__func__", forward)
+        self._is_own = not hasattr(function, "__wrapped__") and getattr(function, "__signature__", None) is None
+        self._places = {name: place for place, name in enumerate(self.declared.parameters)}
+
+    def sample(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
+        """The call. Raises `TypeError` where the forward cannot take it."""
+        if self._is_own:
+            bound = self.declared.bind(*args, **kwargs)
+            return Sample(bound.args, bound.kwargs)
+        last = len(self._places)
+        return Sample(tuple(args), dict(sorted(kwargs.items(), key=lambda item: self._places.get(item[0], last))))
+
+
 def make_sample(module: torch.nn.Module, sample: Any, kwargs: Mapping[str, Any] | None = None) -> Sample:
     """Read what the user gave: a tensor, a tuple or list of positional arguments, or a dict of keyword ones.
 
@@ -107,15 +130,14 @@ def make_sample(module: torch.nn.Module, sample: Any, kwargs: Mapping[str, Any] 
         positional = tuple(sample)
     else:
         positional = (sample,)
-    signature = inspect.signature(module.forward)
+    binding = Binding(module)
     try:
-        bound = signature.bind(*positional, **keywords)
+        made = binding.sample(positional, keywords)
     except TypeError as error:
         raise SampleError(
-            f"the sample does not fit {type(module).__name__}.forward{signature}: {error}. Give one tensor, "
+            f"the sample does not fit {type(module).__name__}.forward{binding.declared}: {error}. Give one tensor, "
             "a tuple of positional arguments, or a dict of keyword arguments, as you would call the module."
         ) from None
-    made = Sample(bound.args, bound.kwargs)  # one form, however the arguments were passed
     if not any(is_tensor(leaf) for leaf in made.tensors):
         raise SampleError(
             f"the sample of {type(module).__name__} holds no tensor (got {type(sample).__name__}). "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from rkgb import GuardError, Sample, TraceError, make_sample
 from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.ir.sample import Binding
 from rkgb.process.autocast import Autocast
 from rkgb.process.garbage import own_garbage_collected
 from rkgb.process.surroundings import profiler_is_taken, profiler_looked_for
@@ -87,7 +87,7 @@ class Specializations:
         self.members = SpecializationIndex()
         self.fallbacks = FallbackCounts()
         self._model = model
-        self._signature = inspect.signature(model.forward)
+        self._binding = Binding(model)
         self._reader: TraitsReader | None = None  # there once the module has been planned: then all its parts are known
         self._known: dict[Any, MeasuredBlocks] = {}  # by flags and threads, under which blocks were measured
         self._told = Told()
@@ -215,11 +215,10 @@ class Specializations:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A training forward, by the plan that holds for it; planned first, if there is none."""
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            call = self._binding.sample(args, kwargs)
         except TypeError:
             with self._turns.running():
                 return self._model.forward(*args, **kwargs)  # which raises it in its own words
-        call = Sample(bound.args, bound.kwargs)
         transform = self._transform_around(call)
         if transform is not None:
             return self._by_itself(call, ByItself(transform))

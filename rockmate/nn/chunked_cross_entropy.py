@@ -8,6 +8,7 @@ product is made twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from torch.nn.functional import linear, log_softmax
 from rockmate.errors import ArgumentError
 
 Reduction = Literal["mean", "sum"]
+Step = tuple[Literal["mul", "div", "tanh"], float]
+"""What is done with every logit, and the number that it is done with."""
 
 # Fewer make thin products, which take longer than their share.
 _LEAST_ROWS = 128
@@ -29,11 +32,14 @@ def rows_at_a_time(rows: int, width: int, classes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class Settings:
+    """Of a loss in chunks."""
+
     rows: int | None
     ignore_index: int
     reduction: Reduction
     label_smoothing: float
+    steps: tuple[Step, ...] = ()  # what becomes of logits before the loss is made of them
 
 
 class ChunkedCrossEntropy(nn.Module):
@@ -71,7 +77,7 @@ class ChunkedCrossEntropy(nn.Module):
             raise ArgumentError(f'reduction is {reduction!r}; give "mean" or "sum": a loss for each row is no number')
         if not 0 <= label_smoothing <= 1:
             raise ArgumentError(f"label_smoothing is {label_smoothing!r}: give a share from 0 to 1")
-        self._settings = _Settings(rows, ignore_index, reduction, label_smoothing)
+        self._settings = Settings(rows, ignore_index, reduction, label_smoothing)
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
         """The loss, a number of float32 or of float64.
@@ -90,10 +96,7 @@ class ChunkedCrossEntropy(nn.Module):
                 f"hidden is {list(hidden.shape)}, weight {list(weight.shape)}, target {list(target.shape)}: the weight "
                 "has a column for each of the last dimension of hidden, and there is a target for each of its rows"
             )
-        loss: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-            hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), self._settings
-        )
-        return loss
+        return chunked_loss(hidden, weight, bias, target, self._settings)
 
     def extra_repr(self) -> str:
         """Its settings."""
@@ -101,10 +104,18 @@ class ChunkedCrossEntropy(nn.Module):
         return ", ".join(f"{name}={getattr(settings, name)!r}" for name in settings.__slots__)
 
 
+def chunked_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, settings: Settings) -> Tensor:
+    """As `ChunkedCrossEntropy` with these settings."""
+    loss: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), settings
+    )
+    return loss
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, settings: _Settings
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, settings: Settings
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
         rows = settings.rows or rows_at_a_time(hidden.shape[0], hidden.shape[1], weight.shape[0])
@@ -113,10 +124,11 @@ class _Chunked(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             some, goals = hidden[start : start + rows], target[start : start + rows]
-            part, slope = _loss_and_slope(linear(some, weight, bias).to(exact), goals, settings, any(wanted))
+            logits, back = _after(linear(some, weight, bias), settings.steps)
+            part, slope = _loss_and_slope(logits.to(exact), goals, settings, any(wanted))
             total += part
             if slope is not None:
-                gradients.add(start, some, weight, slope)
+                gradients.add(start, some, weight, back(slope))
         scale: float | Tensor = 1.0
         if settings.reduction == "mean":
             counted = (target != settings.ignore_index).sum()
@@ -131,8 +143,20 @@ class _Chunked(torch.autograd.Function):
         return (*found, None, None)
 
 
+def _after(logits: Tensor, steps: tuple[Step, ...]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Logits after the steps, and what makes of a derivative by them one by those before."""
+    if not steps:
+        return logits, lambda slope: slope
+    before = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        after = before
+        for name, number in steps:
+            after = after.tanh() if name == "tanh" else after * number if name == "mul" else after / number
+    return after.detach(), lambda slope: torch.autograd.grad(after, before, slope.to(after.dtype))[0]
+
+
 def _loss_and_slope(
-    logits: Tensor, target: Tensor, settings: _Settings, is_sloped: bool
+    logits: Tensor, target: Tensor, settings: Settings, is_sloped: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of the rows' losses, and its derivative by the logits where that is wanted."""
     smoothing, classes = settings.label_smoothing, logits.shape[1]

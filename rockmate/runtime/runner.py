@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.ir.call import is_ref
 from rkgb.ir.dgraph import leaf_tensors
 from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.sample import Binding
 from rkgb.process.autocast import Autocast, without_autocast
 from rkgb.process.surroundings import hooks_allowed
 from rkgb.recording.guard import Guard
@@ -55,7 +55,7 @@ class Runner:
         self._graph = graph
         self._compiled = compiled
         self._numbers = numbers
-        self._signature = inspect.signature(module.forward)
+        self._binding = Binding(module)
         self._pattern = pattern
         self._traits = traits
         self.settings = settings
@@ -89,8 +89,7 @@ class Runner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, as the module would. Raises `InputMismatch` or `PlanMismatch` before anything runs."""
-        bound = self._signature.bind(*args, **kwargs)
-        call = Sample(bound.args, bound.kwargs)
+        call = self._binding.sample(args, kwargs)
         refuse_transforms(self._module, call.tensors)
         mismatch = self.mismatch(call, TraitsReader(self._module).read())
         if mismatch is not None:
