@@ -1,9 +1,10 @@
-"""A language model's step with logits that exist whole, and with `rockmate.nn.ChunkedCrossEntropy`.
+"""A language model's step with logits that exist whole, and with those of a few rows at a time.
 
     python benchmarks/chunked_loss.py                          # some minutes; writes into benchmarks/results/
     python benchmarks/chunked_loss.py --quick --output folder  # a tiny model, whose times mean nothing
 
-Both take turns in one process, on the same weights and tokens. Bytes do not vary; times need an idle machine. README.md
+`rockmate.nn.ChunkedCrossEntropy` in a model of ours, `rockmate.nn.chunk_logits` of one of transformers. The ways take
+turns in one process, on the same weights and tokens. Bytes do not vary; times need an idle machine. README.md
 says more.
 """
 
@@ -20,7 +21,7 @@ from functools import partial
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.reporting import (
@@ -34,7 +35,8 @@ from benchmarks.reporting import (
     write_report,
 )
 from rockmate import PeakMemory
-from rockmate.nn import ChunkedCrossEntropy
+from rockmate.nn import ChunkedCrossEntropy, chunk_logits
+from rockmate.nn.chunked_logits import Chunks
 from rockmate.units import format_bytes, format_ms
 from rockmate.zoo import Llama, LlamaConfig
 
@@ -43,7 +45,7 @@ LARGE = LlamaConfig(4, 512, 8, 4, 1408, context=512, vocabulary=32_000)
 TINY = LlamaConfig(1, 32, 2, 2, 64, context=64, vocabulary=1_000)
 PEAK_SHARE, TIME_RATIO = 0.5, 1.05  # the bars
 
-Step = Callable[[Llama, Tensor, Tensor], Tensor]
+Step = Callable[[], Tensor]  # the loss of one step
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ def chunked(criterion: ChunkedCrossEntropy, model: Llama, tokens: Tensor, target
     return criterion(hidden, model.head.weight, target)
 
 
-def gradients(model: Llama) -> list[Tensor]:
+def gradients(model: nn.Module) -> list[Tensor]:
     """Of all parameters, in float64."""
     return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def measured(model: Llama, tokens: Tensor, target: Tensor, ways: dict[str, Step], repeats: int) -> list[Row]:
+def measured(model: nn.Module, ways: dict[str, Step], repeats: int) -> list[Row]:
     """Peaks, and times by turns."""
     peaks, differences = {}, {}
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -86,7 +88,7 @@ def measured(model: Llama, tokens: Tensor, target: Tensor, ways: dict[str, Step]
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             with PeakMemory() as memory:
-                step(model, tokens, target).backward()
+                step().backward()
         peaks[way] = memory.peak_bytes
         found = gradients(model)
         expected = expected or found
@@ -97,9 +99,49 @@ def measured(model: Llama, tokens: Tensor, target: Tensor, ways: dict[str, Step]
         for way, step in ways.items():
             model.zero_grad(set_to_none=True)
             started = time.perf_counter()
-            step(model, tokens, target).backward()
+            step().backward()
             times[way].append((time.perf_counter() - started) * 1e3)
     return [Row(way, peaks[way], times[way], differences[way]) for way in ways]
+
+
+def of_the_zoo(config: LlamaConfig, batch: int) -> tuple[nn.Module, dict[str, Step]]:
+    """Our Llama, whose user writes the loss."""
+    model, criterion = Llama(config), ChunkedCrossEntropy()
+    tokens, target = torch.randint(config.vocabulary, (2, batch, config.context))
+
+    def whole() -> Tensor:
+        return cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+
+    def chunked() -> Tensor:
+        hidden = model.final_norm(model.blocks(model.embedding(tokens)))
+        return criterion(hidden, model.head.weight, target)
+
+    return model, {"whole": whole, "ChunkedCrossEntropy": chunked}
+
+
+def of_transformers(config: LlamaConfig, batch: int) -> tuple[nn.Module, dict[str, Step]]:
+    """One of the same sizes of the transformers library, which makes its loss itself."""
+    import transformers
+
+    settings = transformers.LlamaConfig(
+        num_hidden_layers=config.layers,
+        hidden_size=config.width,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.key_value_heads,
+        intermediate_size=config.feed_forward_width,
+        max_position_embeddings=config.context,
+        vocab_size=config.vocabulary,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(settings).train()
+    tokens = torch.randint(config.vocabulary, (batch, config.context))
+
+    def step(chunks: Chunks) -> Tensor:
+        chunk_logits(model, chunks)
+        loss: Tensor = model(tokens, labels=tokens).loss
+        return loss
+
+    return model, {"transformers, whole": partial(step, None), "transformers, chunk_logits": partial(step, "auto")}
 
 
 def parse_options() -> argparse.Namespace:
@@ -114,25 +156,24 @@ def main() -> None:
     """Runs the benchmark."""
     options = parse_options()
     config = TINY if options.quick else LARGE
-    torch.manual_seed(0)
-    model = Llama(config)
-    tokens = torch.randint(config.vocabulary, (options.batch, config.context))
-    target = torch.randint(config.vocabulary, (options.batch, config.context))
-    ways: dict[str, Step] = {"whole": whole, "chunked": partial(chunked, ChunkedCrossEntropy())}
-    rows = measured(model, tokens, target, ways, options.repeats)
+    rows: list[Row] = []
+    for make in (of_the_zoo, of_transformers):
+        torch.manual_seed(0)
+        rows += measured(*make(config, options.batch), options.repeats)
     table = new_table(f"{config.layers} layers of {config.width}, {options.batch} rows of {config.context} tokens")
     for heading in ("peak", "of whole", "time", "of whole", "gradients apart"):
         table.add_column(heading, justify="right")
-    first = rows[0]
-    for row in rows:
-        shares = [row.peak_bytes / first.peak_bytes, row.time_ms / first.time_ms]
-        peak, took = format_bytes(row.peak_bytes), format_ms(row.time_ms)
-        table.add_row(row.way, peak, f"{shares[0]:.3f}", took, f"{shares[1]:.3f}", f"{row.gradient_difference:.1e}")
+    bars = []
+    for whole, chunked in (rows[:2], rows[2:]):
+        for row in (whole, chunked):
+            shares = [row.peak_bytes / whole.peak_bytes, row.time_ms / whole.time_ms]
+            peak, took = format_bytes(row.peak_bytes), format_ms(row.time_ms)
+            table.add_row(row.way, peak, f"{shares[0]:.3f}", took, f"{shares[1]:.3f}", f"{row.gradient_difference:.1e}")
+        bars += [
+            bar(f"{chunked.way}: peak of the step, of that with whole logits", shares[0], PEAK_SHARE),
+            bar(f"{chunked.way}: its time, of that with whole logits", shares[1], TIME_RATIO),
+        ]
     console.print(table)
-    bars = [
-        bar("peak of the step, of that with whole logits", rows[1].peak_bytes / first.peak_bytes, PEAK_SHARE),
-        bar("its time, of that with whole logits", rows[1].time_ms / first.time_ms, TIME_RATIO),
-    ]
     print_bars(bars)
     about = circumstances(options) | {"code": code_version(), "batch": options.batch}
     report = {"circumstances": about, "model": asdict(config), "rows": [asdict(row) for row in rows], "bars": bars}

@@ -492,10 +492,10 @@ def chunked_loss_sections(report: dict[str, Any]) -> Iterator[str]:
     yield row(["logits", "peak", "of whole", "time", "of whole", "gradients apart"])
     yield row(["---", *["--:"] * 5])
     medians = [statistics.median(one["times_ms"]) for one in report["rows"]]
-    first = report["rows"][0]["peak_bytes"]
-    for one, time_ms in zip(report["rows"], medians, strict=True):
-        peak = f"{one['peak_bytes'] / first:.3f}"
-        ratio = f"{time_ms / medians[0]:.3f}"
+    for place, (one, time_ms) in enumerate(zip(report["rows"], medians, strict=True)):
+        whole = place - place % 2  # ways come in pairs, the one with whole logits first
+        peak = f"{one['peak_bytes'] / report['rows'][whole]['peak_bytes']:.3f}"
+        ratio = f"{time_ms / medians[whole]:.3f}"
         apart = f"{one['gradient_difference']:.0e}"
         yield row([one["way"], format_bytes(one["peak_bytes"]), peak, format_ms(time_ms), ratio, apart])
     yield ""

@@ -29,6 +29,7 @@ from rockmate.layouts.option import Layout
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.memory.split import MemorySplit, Scope
+from rockmate.nn.chunked_logits import Chunks, chunk_logits
 from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
@@ -96,6 +97,9 @@ class Rockmate(ModuleProxy):
             measured to pay; nothing that draws is ever compiled or drawn again. Outputs and gradients are then those of
             the model with these parts compiled and without a plan, to the bit, which are rounded otherwise than eager
             ones. Needs a C++ compiler on the CPU; where a part cannot be compiled, it stays as it is.
+        loss_chunks: "auto", or a number of rows, to have a causal language model of transformers make its logits of so
+            many rows at a time, in training calls with labels, whose output has no logits then; the loss and gradients
+            are its own but for the order of sums. It is changed in place (`rockmate.nn.chunk_logits`). None leaves it.
         opaque: submodules whose call is one operation, kept or recomputed as a whole, as those that `torch.compile`
             has compiled are anyway: for code that cannot be traced, or that depends on its data.
         shapes: what happens to a call that no plan holds for. "replan" plans it, within the bytes of the first plan;
@@ -118,6 +122,7 @@ class Rockmate(ModuleProxy):
         PlanFileError, PlanFileMismatch: the plan file is damaged, or was made for another module or sample.
         OffloadError: nothing can be moved to where `offload` says.
         LayoutError: the model does not run in channels_last, and that was asked for.
+        ChunkError: the model is none whose logits can be made a few rows at a time, and that was asked for.
         ModelError, LossError, SolverError, PinError, OptimizerError, ShapesError: an argument is not what it should be.
     """
 
@@ -146,6 +151,7 @@ class Rockmate(ModuleProxy):
         offload: Offload | Literal["auto", "disk", "host"] | None = None,
         layout: Layout = "as given",
         compile: bool = False,
+        loss_chunks: Chunks = None,
         options: PlanOptions | None = None,
     ) -> None:
         said = {
@@ -163,10 +169,13 @@ class Rockmate(ModuleProxy):
             "offload": offload,
             "layout": layout,
             "compile": compile,
+            "loss_chunks": loss_chunks,
         }
         options = PlanOptions.of(options, said, time_limit, gap)
         request = options.request(budget)
         _check_model(model)
+        if options.loss_chunks is not None:
+            chunk_logits(model, options.loss_chunks)
         request = replace(request, opaque=opaque_paths(model, options.opaque))
         check_pins(model, request.pin)
         family = Specializations(model, request, options.shapes, options.progress, options.cache)
@@ -484,6 +493,8 @@ def _restored(
     saved: PlanFile | None = None,
 ) -> Rockmate:
     """A planned module that was pickled."""
+    if request.loss_chunks is not None:
+        chunk_logits(model, request.loss_chunks)
     family = Specializations(model, request, shapes, False)
     family.expect(decisions, saved)
     family.fallbacks = FallbackCounts(fallbacks)

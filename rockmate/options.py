@@ -15,6 +15,7 @@ from rockmate.layouts.option import Layout
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
+from rockmate.nn.chunked_logits import Chunks
 from rockmate.offload.option import Offload, as_offload
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
@@ -49,6 +50,7 @@ class PlanOptions:
     offload: Offload | str | None = None  # where data may be moved while nothing reads them
     layout: Layout = "as given"  # of the weights of convolutions; "auto": as is measured to be faster
     compile: bool = False  # parts between products are compiled where that is measured to pay
+    loss_chunks: Chunks = None  # rows whose logits a causal language model makes at once; None: it makes them whole
     plan_in_background: bool = True  # better plans are looked for while training goes on with what was found quickly
 
     @classmethod
@@ -112,6 +114,7 @@ class PlanOptions:
             tiers=None if offload is None else Tiers(offload),
             layout=self.layout,
             compile=self.compile,
+            loss_chunks=self.loss_chunks,
         )
         check_request(request)
         return request

@@ -24,8 +24,7 @@ PROMISES = {
     "No silent change.": "module/test_shapes.py"
     "::test_a_batch_of_another_shape_is_planned_when_it_first_comes_and_the_plan_is_kept",
     # used with
-    "Hugging Face Trainer": "trainers/test_transformers_trainer.py"
-    "::test_training_is_that_of_the_model_itself_resumed_or_not",
+    "Hugging Face Trainer, TRL": "trainers/test_transformers_callback.py::test_one_line_trains_as_without_it",
     "Accelerate": "trainers/test_accelerate.py::test_prepared_modules_train_as_the_module_itself",
     "PEFT": "trainers/test_peft.py::test_adapters_are_saved_loaded_and_merged_as_those_of_the_model_itself",
     "Lightning": "trainers/test_lightning.py::test_a_fit_is_that_of_the_module_itself",
@@ -58,6 +57,7 @@ PROMISES = {
     "`gap`": "module/test_module.py::test_a_plan_tells_how_far_from_the_best_it_may_be",
     "`compile`": "regions/test_choose.py::test_training_is_that_of_the_parts_compiled_without_a_plan",
     "`layout`": "module/test_layout.py::test_each_region_is_in_the_layout_in_which_it_is_quicker",
+    "`loss_chunks`": "nn/test_chunked_logits.py::test_logits_are_never_whole",
     "`offload`": "module/test_offload.py::test_most_of_a_chain_moves_where_the_disk_is_quick",
     "`opaque`": "module/test_called_whole.py::test_training_is_exact",
     "`pin`": "module/test_pin.py::test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned",

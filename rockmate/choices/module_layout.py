@@ -17,6 +17,7 @@ from rockmate.errors import BudgetTooSmall, LayoutError
 from rockmate.layouts.data_parallel import HELD, is_held
 from rockmate.layouts.option import ChosenLayout
 from rockmate.layouts.weights import give_back, lay_out, layout_kept, lies_so
+from rockmate.nn.chunked_logits import logits_chunked
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
@@ -108,12 +109,18 @@ class ModuleLayout:
 
 
 @contextlib.contextmanager
-def in_asked_layout(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Iterator[PlanRequest]:
+def as_asked(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Iterator[PlanRequest]:
     """Context in which `model` is in the layout that is asked for, chosen on `sample`, and given back afterwards.
 
-    For questions about plans that nobody follows yet. Yields the request with what was chosen. Raises as
-    `choose_layout`.
+    So is how it makes its logits. For questions about plans that nobody follows yet. Yields the request with what was
+    chosen. Raises as `choose_layout` and `chunk_logits`.
     """
+    with logits_chunked(model, request.loss_chunks), _in_asked_layout(model, sample, request) as request:
+        yield request
+
+
+@contextlib.contextmanager
+def _in_asked_layout(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Iterator[PlanRequest]:
     if is_held(model) or (request.layout == "as given" and lies_so(model, ())):
         yield request
         return

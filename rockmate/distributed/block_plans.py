@@ -162,7 +162,8 @@ def apply(
 def _refuse_others(options: PlanOptions) -> None:
     """Raise `ArgumentError` for what is said of planning and would not be heard here."""
     usual = PlanOptions()
-    for name in ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload", "layout", "compile"):
+    others = ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload", "layout", "compile")
+    for name in (*others, "loss_chunks"):
         if getattr(options, name) != getattr(usual, name):
             raise ArgumentError(
                 f"{name} is an option of whole models, and plans of blocks do not follow it: leave it out. Loss, "

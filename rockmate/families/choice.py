@@ -101,6 +101,7 @@ class FamilyPlans:
             calls=str(pattern),
             gradient_bytes=measured.gradient_bytes,
             layout=request.chosen_layout,
+            loss_chunks=request.loss_chunks,
         )
         return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
 

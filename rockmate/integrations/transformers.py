@@ -33,6 +33,7 @@ except ImportError as missing:
 
 _ROWS_LOOKED_AT = 1024  # for the longest of them
 _GIVE_IT = "Give it to the constructor, Trainer(callbacks=[RockmateCallback(...)]), or call its attach(trainer)"
+_BATCH = "_train_batch_size"  # of a trainer: it reads its arguments' only when it is made
 _AnyTrainer = Any  # a Trainer: its own annotations are narrower than what it takes, and than what it holds
 
 
@@ -181,7 +182,7 @@ class RockmateCallback(TrainerCallback):
         agreed = min(_of_all_processes(found.batch))
         self.batches = given.of(agreed, found)
         args.per_device_train_batch_size, args.gradient_accumulation_steps = self.batches.rows, self.batches.times
-        trainer._train_batch_size = args.train_batch_size
+        setattr(trainer, _BATCH, args.train_batch_size)
 
 
 def _record_of(options: dict[str, Any]) -> PlanOptions:
@@ -259,12 +260,14 @@ def _call_of(trainer: _AnyTrainer, rows: Any, batch: int) -> Sample:
 @contextmanager
 def _training_on(trainer: _AnyTrainer, dataset: Any, batch: int) -> Iterator[None]:
     """Context: the trainer's data are others, and its batch is another."""
-    kept = trainer.train_dataset, trainer._train_batch_size
-    trainer.train_dataset, trainer._train_batch_size = dataset, batch
+    kept = trainer.train_dataset, getattr(trainer, _BATCH)
+    trainer.train_dataset = dataset
+    setattr(trainer, _BATCH, batch)
     try:
         yield
     finally:
-        trainer.train_dataset, trainer._train_batch_size = kept
+        trainer.train_dataset = kept[0]
+        setattr(trainer, _BATCH, kept[1])
 
 
 def _of_all_processes(number: int) -> list[int]:

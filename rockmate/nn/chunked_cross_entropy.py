@@ -147,12 +147,21 @@ def _after(logits: Tensor, steps: tuple[Step, ...]) -> tuple[Tensor, Callable[[T
     """Logits after the steps, and what makes of a derivative by them one by those before."""
     if not steps:
         return logits, lambda slope: slope
-    before = logits.detach().requires_grad_()
-    with torch.enable_grad():
-        after = before
-        for name, number in steps:
-            after = after.tanh() if name == "tanh" else after * number if name == "mul" else after / number
-    return after.detach(), lambda slope: torch.autograd.grad(after, before, slope.to(after.dtype))[0]
+    results = [logits]
+    for name, number in steps:
+        before = results[-1]
+        results.append(before.tanh() if name == "tanh" else before * number if name == "mul" else before / number)
+
+    def back(slope: Tensor) -> Tensor:
+        slope = slope.to(logits.dtype)
+        for (name, number), after in zip(reversed(steps), reversed(results), strict=False):
+            if name == "tanh":
+                slope = slope * (1 - after * after)
+            else:
+                slope = slope * number if name == "mul" else slope / number
+        return slope
+
+    return results[-1], back
 
 
 def _loss_and_slope(

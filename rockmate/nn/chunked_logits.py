@@ -54,7 +54,7 @@ def chunk_logits(model: nn.Module, rows: Chunks = "auto") -> None:
     """
     check_chunks(rows)
     base = _without_adapters(model)
-    if _ROWS in vars(base):
+    if _is_chunked(base):
         if rows is None:
             _give_back(base)
         else:
@@ -64,6 +64,8 @@ def chunk_logits(model: nn.Module, rows: Chunks = "auto") -> None:
         return
     _head_of(base)
     _refuse_other_losses(base)
+    if _ROWS in vars(base):
+        _give_back(base)
     inner = base.__dict__.get("forward")
     base.__dict__[_ROWS], base.__dict__["_rockmate_whole"] = rows, inner
     base.__dict__["forward"] = types.MethodType(_chunked(type(base).forward), base)
@@ -71,8 +73,15 @@ def chunk_logits(model: nn.Module, rows: Chunks = "auto") -> None:
 
 def chunks_of(model: nn.Module) -> Chunks:
     """How many rows' logits the model makes at once; None where it makes them whole."""
-    rows: Chunks = vars(_without_adapters(model)).get(_ROWS)
+    base = _without_adapters(model)
+    rows: Chunks = vars(base)[_ROWS] if _is_chunked(base) else None
     return rows
+
+
+def _is_chunked(base: nn.Module) -> bool:
+    """Not so is one that was loaded: a method does not come back as the function that it was."""
+    function = getattr(vars(base).get("forward"), "__func__", None)
+    return _ROWS in vars(base) and hasattr(function, _ROWS)
 
 
 @contextmanager
@@ -86,6 +95,17 @@ def logits_chunked(model: nn.Module, rows: Chunks) -> Iterator[None]:
     finally:
         if rows is not None:
             chunk_logits(model, before)
+
+
+@contextmanager
+def logits_whole(model: nn.Module) -> Iterator[None]:
+    """Context: the model makes its logits whole."""
+    before = chunks_of(model)
+    chunk_logits(model, None)
+    try:
+        yield
+    finally:
+        chunk_logits(model, before)
 
 
 def _give_back(base: nn.Module) -> None:
@@ -107,6 +127,7 @@ def _chunked(own: Callable[..., Any]) -> Callable[..., Any]:
         with _deferring(self):
             return _without_logits(whole(*args, **kwargs))
 
+    setattr(forward, _ROWS, True)
     return forward
 
 
@@ -205,20 +226,22 @@ class _Deferred:
 
     def tanh(self) -> _Deferred:
         """Noted."""
-        return self._with("tanh", 0.0)
+        return self._with(("tanh", 0.0))
 
     def __mul__(self, number: Any) -> _Deferred:
-        return self._with("mul", _number(number, "multiplied by"))
+        return self._with(("mul", _number(number, "multiplied by")))
 
     __rmul__ = __mul__
 
     def __truediv__(self, number: Any) -> _Deferred:
-        return self._with("div", _number(number, "divided by"))
+        return self._with(("div", _number(number, "divided by")))
 
-    def _with(self, name: Literal["mul", "div", "tanh"], number: float) -> _Deferred:
-        return replace(self, steps=(*self.steps, (name, number)))
+    def _with(self, step: Step) -> _Deferred:
+        return replace(self, steps=(*self.steps, step))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(name)
         raise ChunkError(f"the model reads its logits ({name}) before the loss: {_WHAT_CAN}")
 
     def __getitem__(self, place: Any) -> Any:
@@ -236,8 +259,8 @@ class _Deferred:
 
 
 _WHAT_CAN = (
-    "they can be chunked where they are given to the loss as the linear layer makes them, scaled by a number, or capped "
-    "by tanh. Leave loss_chunks out."
+    "they can be chunked where they are given to the loss as the linear layer makes them, scaled by a number, or "
+    "capped by tanh. Leave loss_chunks out."
 )
 
 
@@ -253,7 +276,7 @@ def _without_logits(output: Any) -> Any:
         return tuple(None if isinstance(one, _Deferred) else one for one in output)
     if is_dataclass(output) and not isinstance(output, type):
         held = [name for name, one in vars(output).items() if isinstance(one, _Deferred)]
-        return replace(output, **dict.fromkeys(held))  # type: ignore[type-var]
+        return replace(output, **dict.fromkeys(held))
     return output
 
 
@@ -273,8 +296,8 @@ def _head_of(model: Any) -> nn.Linear:
         what = "none" if head is None else f"a {type(head).__name__}"
         raise ChunkError(
             f"{type(model).__name__} is no model whose logits can be chunked: those of transformers can be that give "
-            f"what a torch.nn.Linear makes to their loss, and its output layer is {what}. Leave loss_chunks out, or use "
-            "rockmate.nn.ChunkedCrossEntropy in the model."
+            f"what a torch.nn.Linear makes to their loss, and its output layer is {what}. Leave loss_chunks out, or "
+            "use rockmate.nn.ChunkedCrossEntropy in the model."
         )
     if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):
         raise ChunkError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rk_solvers import Schedule, SecondMemory
 from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
+from rockmate.nn.chunked_logits import Chunks
 from rockmate.regions.option import CompiledRegions
 from rockmate.units import format_bytes, format_ms
 
@@ -47,6 +48,7 @@ class Plan:
     stored_bytes: int = 0  # in the second memory at most, predicted
     measured_stored_bytes: int | None = None  # in the real step
     layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
+    loss_chunks: Chunks = None  # rows whose logits are made at once; None where they are made whole
     compiled: CompiledRegions | None = None  # parts that are compiled; None where nobody asked for that
 
     @property
@@ -97,7 +99,7 @@ class Plan:
             f" of {format_bytes(self.baseline_peak_bytes)} eager{self._checkpointed_text()}{self._gradients_text()},"
             f" time {format_ms(self.time_ms)}"
             f" ({self.overhead:+.1%}{self._gap_text()}), {self.recomputations} recomputations,"
-            f"{self._moves_text()} {self.solver},{self._reserved_text()}"
+            f"{self._moves_text()}{self._chunks_text()} {self.solver},{self._reserved_text()}"
             f" planned in {self.planning_s:.1f} s)"
         )
 
@@ -118,6 +120,10 @@ class Plan:
 
     def _moves_text(self) -> str:
         return f" {self.moves} data moved ({format_bytes(self.stored_bytes)})," if self.moves else ""
+
+    def _chunks_text(self) -> str:
+        rows = self.loss_chunks
+        return "" if rows is None else f" logits of {'a few' if rows == 'auto' else rows} rows at a time,"
 
     def _gap_text(self) -> str:
         return "" if self.gap is None or self.keeps_all else f", gap {self.gap:.1%}"

@@ -522,6 +522,7 @@ def _planned(
         stored_bytes=solution.stored_bytes,
         layout=request.chosen_layout,
         compiled=measured.regions,
+        loss_chunks=request.loss_chunks,
     )
     tier = None if solution.memory is None or request.tiers is None else request.tiers.on(measured.device)
     return planned_as(plan, measured, module, tier)

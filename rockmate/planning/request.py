@@ -14,6 +14,7 @@ from rockmate.layouts.option import ChosenLayout, Layout, check_layout
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope, check_scope
+from rockmate.nn.chunked_logits import Chunks, check_chunks
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
@@ -45,6 +46,7 @@ class PlanRequest:
     layout: Layout = "as given"  # which layout the weights of convolutions are to have
     chosen_layout: ChosenLayout | None = None  # which they have; None where none was asked for
     compile: bool = False  # whether parts of the model are compiled where that pays
+    loss_chunks: Chunks = None  # rows whose logits the model makes at once; None where it makes them whole
     chosen_regions: CompiledRegions | None = None  # those of another plan, to be compiled in this one
     trials: KnownTrials | None = None  # what was found of such parts before; None where nothing is kept
 
@@ -71,10 +73,11 @@ def limits_of(time_limit: float | None = None, gap: float | None = None, limits:
 def check_request(request: PlanRequest) -> None:
     """Refuse what could only fail after minutes of measuring.
 
-    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `LayoutError`.
+    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `LayoutError`, `ArgumentError`.
     """
     check_budget(request.budget)
     check_layout(request.layout)
+    check_chunks(request.loss_chunks)
     known = request.solver in SOLVERS if isinstance(request.solver, str) else isinstance(request.solver, Solver)
     if not known:
         raise SolverError(

@@ -13,7 +13,7 @@ from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import make_sample
 from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory
 from rkgb.replay.first_call import left_as_it_was
-from rockmate.choices.module_layout import in_asked_layout
+from rockmate.choices.module_layout import as_asked
 from rockmate.errors import BudgetError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
 from rockmate.plan_files.content import PlanFile
@@ -170,7 +170,7 @@ class BatchSearch:
         call = make_sample(model, sample)
         # What a forward writes into parameters is given back; what only the first call makes is told with an error.
         with (
-            in_asked_layout(model, call, request) as request,
+            as_asked(model, call, request) as request,
             planning(model),
             left_as_it_was(model, call) as first,
             first.told(),

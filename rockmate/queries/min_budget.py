@@ -12,7 +12,7 @@ from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.solver import solution_of
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
-from rockmate.choices.module_layout import in_asked_layout
+from rockmate.choices.module_layout import as_asked
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.options import PlanOptions
 from rockmate.plan_files.content import PlanFile
@@ -89,7 +89,7 @@ def smallest_budget(
         request = replace(options.request(None), progress=tell)
         call = make_sample(model, sample)
         with (
-            in_asked_layout(model, call, request) as request,
+            as_asked(model, call, request) as request,
             planning(model),
             left_as_it_was(model, call) as first,
             first.told(),

@@ -23,7 +23,7 @@ from rk_solvers import (
 )
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.local.min_peak_search import min_peak_plan
-from rockmate.choices.module_layout import in_asked_layout
+from rockmate.choices.module_layout import as_asked
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
 from rockmate.options import PlanOptions
@@ -116,7 +116,7 @@ def sweep(
         request = replace(options.request(None), progress=tell, solver=OURS)
         for budget in budgets:
             check_request(replace(request, budget=budget))
-        with in_asked_layout(model, sample, request) as request, planning(model):
+        with as_asked(model, sample, request) as request, planning(model):
             measured = measure(model, sample, request)
             resolved = sorted({resolve_budget(one, measured.peak_now_bytes, measured.device) for one in budgets})
             rows: list[SweepRow] = []

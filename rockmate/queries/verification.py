@@ -34,8 +34,10 @@ from rockmate.errors import ArgumentError
 from rockmate.layouts.weights import give_back, laid_out, layout_kept
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
+from rockmate.nn.chunked_logits import chunks_of, logits_chunked, logits_whole
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.runtime.step import Handle, Step
 from rockmate.runtime.tables import StepTables
@@ -70,6 +72,8 @@ class Verification:
     # Where parts are compiled, the plan is compared with the model whose parts are, and that has none: how far, in the
     # same way, the first step's gradients are from those of the model as it is.
     from_eager: float | None = None
+    # The same of a model whose logits are made a few rows at a time, and one that makes them whole.
+    from_whole_logits: float | None = None
 
     def __str__(self) -> str:
         budget = format_bytes(self.plan.budget_bytes)
@@ -77,6 +81,8 @@ class Verification:
         if self.from_given_layout is not None:
             away = f"{self.from_given_layout:.1e} from those as given"
             layout = f" in their layout, {self.plan.layout}; gradients are {away}"
+        if self.from_whole_logits is not None:
+            layout += f", with logits in chunks; gradients are {self.from_whole_logits:.1e} from those of whole ones"
         if self.from_eager is not None:
             layout += f", with parts compiled; gradients are {self.from_eager:.1e} from eager's"
         if self.exact:
@@ -131,6 +137,7 @@ def verify(
         stack.enter_context(other_random_states_kept())
         original = model.original if isinstance(model, Rockmate) else model
         stack.enter_context(layout_kept(original))
+        stack.enter_context(logits_chunked(original, options.loss_chunks or chunks_of(original)))
         if isinstance(model, Rockmate):
             planned = model._of_an_equal(original)
             if not planned.plans:
@@ -139,9 +146,8 @@ def verify(
             planned = Rockmate(original, arguments.copy(), budget, options=replace(options, plan_in_background=False))
         measured = planned._member.measured
         graph = measured.graphs.D_graph
-        present = {name for name, parameter in original.named_parameters() if parameter.grad is not None}
-        present |= {graph.leaves[name].path for name in measured.gradients}
-        training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, frozenset(present))
+        present = _present(original, measured)
+        training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, present)
         eager, is_compiled = training, measured.regions is not None and bool(measured.regions.chosen)
         if is_compiled:
             training = replace(training, compiled=graph)
@@ -149,11 +155,10 @@ def verify(
         itself = _first_difference(expected, repeated)
         found = training.run(planned)
         difference = _first_difference(expected, found)
-        where = checkpoint = None
-        if difference is not None and itself is None:  # else there is no place to blame
-            checkpoint = _own_checkpoint(found, training, original)
-            where = None if checkpoint else _place_of(difference, training, original, planned)
+        has_place = difference is not None and not itself  # one that differs from itself has none
+        checkpoint, where = _blamed(difference, found, training, original, planned) if has_place else (None, None)
         from_given = _from_given_layout(expected, training, original)
+        from_whole = _from_whole_logits(training, original)
         from_eager = _distance(expected[0], eager.run(original)[0]) if is_compiled else None
     return Verification(
         exact=difference is None,
@@ -166,7 +171,22 @@ def verify(
         own_checkpoint=checkpoint,
         from_given_layout=from_given,
         from_eager=from_eager,
+        from_whole_logits=from_whole,
     )
+
+
+def _present(original: torch.nn.Module, measured: Measured) -> frozenset[str]:
+    """Parameters that have a gradient before the step."""
+    present = {name for name, parameter in original.named_parameters() if parameter.grad is not None}
+    return frozenset(present | {measured.graphs.D_graph.leaves[name].path for name in measured.gradients})
+
+
+def _blamed(
+    difference: Any, found: list[StepRecord], training: _Training, original: torch.nn.Module, planned: Rockmate
+) -> tuple[str | None, str | None]:
+    """What a difference comes of: a checkpoint of the model's own, or a place in it."""
+    checkpoint = _own_checkpoint(found, training, original)
+    return checkpoint, None if checkpoint else _place_of(difference, training, original, planned)
 
 
 def _own_checkpoint(found: list[StepRecord], training: _Training, original: torch.nn.Module) -> str | None:
@@ -184,6 +204,22 @@ def _from_given_layout(expected: list[StepRecord], training: _Training, original
         give_back(original)
         given = training.run(original)[0]
     return _distance(expected[0], given)
+
+
+def _from_whole_logits(training: _Training, original: torch.nn.Module) -> float | None:
+    """How far the loss's gradients in the first step are from those of whole logits; None where it makes these."""
+    if chunks_of(original) is None:
+        return None
+    of_loss = replace(training, loss=training.loss or _own_loss)
+    found = of_loss.run(original)[0]
+    with logits_whole(original):
+        return _distance(found, of_loss.run(original)[0])
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    """That which a model of transformers gives; there are no logits beside it, where they are made in chunks."""
+    loss: torch.Tensor = output[0] if isinstance(output, tuple) else output["loss"]
+    return loss
 
 
 def _distance(found: StepRecord, given: StepRecord) -> float:

@@ -95,4 +95,5 @@ def verification_content(found: Verification) -> dict[str, Any]:
         "where": found.where,
         "from_given_layout": found.from_given_layout,
         "from_eager": found.from_eager,
+        "from_whole_logits": found.from_whole_logits,
     }
