@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from rkgb import Sample
 from rkgb.state.module_state import random_states
 from rkgb.state.other_random import other_random_states_kept
-from rockmate.errors import ArgumentError
 from rockmate.queries.batch_search import LargestBatch
-
-WhichBatch = Literal["largest"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +36,6 @@ class MicroBatches:
     def of(self, rows: int, search: LargestBatch | None = None) -> MicroBatches:
         """The same step with other `rows` at a time, which `may_be`."""
         return MicroBatches(rows, self.rows_of_a_step // rows, search)
-
-
-def check_batch(batch: object) -> None:
-    """Raise `ArgumentError` for what is no way to choose a batch."""
-    if batch not in (None, "largest"):
-        raise ArgumentError(f'batch is {batch!r}: give "largest", or None for the batch that the trainer has')
 
 
 def captured(step: Callable[[torch.nn.Module], Any]) -> Sample | None:

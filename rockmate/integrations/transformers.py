@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice
 from types import FrameType
@@ -16,9 +16,10 @@ import torch
 from torch.utils.data import Subset
 
 from rkgb import Sample
-from rockmate.errors import ArgumentError, IntegrationError
-from rockmate.integrations.micro_batches import MicroBatches, WhichBatch, captured, check_batch, random_numbers_kept
-from rockmate.memory.budget import Budget, check_budget, is_fraction, is_what_is_free
+from rockmate.errors import IntegrationError
+from rockmate.integrations.asked import WhichBatch, check_asked, options_of
+from rockmate.integrations.micro_batches import MicroBatches, captured, random_numbers_kept
+from rockmate.memory.budget import Budget, is_what_is_free
 from rockmate.module import Rockmate
 from rockmate.options import PlanOptions
 from rockmate.queries.max_batch import max_batch
@@ -63,16 +64,10 @@ class RockmateCallback(TrainerCallback):
     """
 
     def __init__(self, budget: Budget = "auto", *, batch: WhichBatch = None, **options: Any) -> None:
-        check_budget(budget)
-        check_batch(batch)
-        if batch is not None and is_fraction(budget):
-            raise ArgumentError(
-                f"the budget {budget!r} is a part of the eager peak, which grows with the batch: for batch={batch!r} "
-                'give bytes, a size such as "8GiB", or "auto"'
-            )
+        check_asked(budget, batch)
         self._budget = budget
         self._batch = batch
-        self._options = _record_of(options)
+        self._options = options_of(options)
         self._trainer: weakref.ref[_AnyTrainer] | None = None
         self.planned: Rockmate | None = None
         self.batches: MicroBatches | None = None
@@ -183,16 +178,6 @@ class RockmateCallback(TrainerCallback):
         self.batches = given.of(agreed, found)
         args.per_device_train_batch_size, args.gradient_accumulation_steps = self.batches.rows, self.batches.times
         setattr(trainer, _BATCH, args.train_batch_size)
-
-
-def _record_of(options: dict[str, Any]) -> PlanOptions:
-    """Arguments of `Rockmate` as one record."""
-    short = {name: options.pop(name, None) for name in ("options", "time_limit", "gap")}
-    known = {field.name for field in fields(PlanOptions)}
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ArgumentError(f"RockmateCallback has no argument {unknown[0]!r}; it takes {', '.join(sorted(known))}")
-    return PlanOptions.of(short["options"], options, short["time_limit"], short["gap"])
 
 
 def _trainer_at_work(callback: TrainerCallback) -> _AnyTrainer | None:
