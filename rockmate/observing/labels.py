@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -54,6 +57,8 @@ class Labels(DispatchMode):
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._steps = False
         self._hooks: list[Any] = []
+        self._ranges = 0  # of `record_function` that are open
+        self._between: Callable[[], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         label = self._label(func)
@@ -64,8 +69,13 @@ class Labels(DispatchMode):
         self._labels.append(label)
         return made
 
-    def watch(self) -> None:
-        """Begin, for all modules and optimizers of this process."""
+    def watch(self, between: Callable[[], None]) -> None:
+        """Begin, for all modules and optimizers of this process.
+
+        `between` is called where a module is called by none, outside of ranges of profilers, of a backward too: a
+        profiler that ends within one leaves that with what is gone, and the process may crash when it is left.
+        """
+        self._between = between
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -74,17 +84,37 @@ class Labels(DispatchMode):
         ]
         self.__enter__()  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def counting_ranges(self) -> Iterator[None]:
+        """Context: it is known how many ranges of Python's `record_function` are open, such as an optimizer's step."""
+        enter, leave = record_function.__enter__, record_function.__exit__
+
+        def entered(range_: Any) -> Any:
+            self._ranges += 1
+            return enter(range_)  # type: ignore[no-untyped-call]
+
+        def left(range_: Any, *error: Any) -> Any:
+            self._ranges -= 1
+            return leave(range_, *error)
+
+        record_function.__enter__, record_function.__exit__ = entered, left  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            record_function.__enter__, record_function.__exit__ = enter, leave  # type: ignore[method-assign]
+
     def end(self) -> None:
         """No more."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
-    def forget(self) -> None:
-        """What ran until now."""
+    def forget(self, until_ns: int, until_node: int) -> None:
+        """What ran until then, and nodes of the backward with smaller numbers."""
+        count = bisect_right(self._ends, until_ns)
         for noted in (self._starts, self._ends, self._labels):
-            noted.clear()
-        self._of_node.clear()
+            del noted[:count]
+        self._of_node = {number: label for number, label in self._of_node.items() if number >= until_node}
 
     def at(self, time_ns: int) -> Label:
         """What ran then."""
@@ -98,6 +128,11 @@ class Labels(DispatchMode):
         """When the first operation of a backward began, of those noted."""
         found = (started for started, label in zip(self._starts, self._labels, strict=True) if label.phase == BACKWARD)
         return next(found, None)
+
+    @staticmethod
+    def next_node() -> int:
+        """The number of the next node of a backward."""
+        return next_sequence_number()
 
     def _label(self, func: Any) -> Label:
         operation = str(func).removeprefix("aten.")
@@ -115,6 +150,8 @@ class Labels(DispatchMode):
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
         if not self._called:
+            if self._between is not None and not self._ranges and running_node() is None:
+                self._between()
             self.roots.add(module)
             for path, part in module.named_modules():
                 self._paths.setdefault(part, path or type(module).__name__)

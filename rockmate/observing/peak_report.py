@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
+from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.devices.registry import device_of, kinds_text
 from rkgb.tree import leaves
@@ -19,6 +23,14 @@ from rockmate.observing.ledger import Holder, Ledger, StepMoment
 from rockmate.units import format_bytes
 
 _SHOWN = 12
+
+
+class _End(NamedTuple):
+    """Where a step ended."""
+
+    time_ns: int
+    known: dict[int, str]  # tensors that were known then, by address
+    next_node: int
 
 
 class PeakReport:
@@ -48,6 +60,9 @@ class PeakReport:
         self._log: AllocationLog | None = None
         self._hooks: list[Any] = []
         self._gradients: dict[int, str] = {}
+        self._ends: list[_End] = []  # of steps whose events are not read yet
+        self._events: list[AllocationEvent] = []  # that are read, of the step that is not at its end
+        self._counting = contextlib.ExitStack()
 
     # ---- what was found ----------------------------------------------------------------------------------------
 
@@ -102,7 +117,8 @@ class PeakReport:
             register_optimizer_step_pre_hook(self._note_gradients),
             register_optimizer_step_post_hook(self._step_ends),
         ]
-        self._labels.watch()
+        self._counting.enter_context(self._labels.counting_ranges())
+        self._labels.watch(self._between)
         return self
 
     def __exit__(
@@ -112,6 +128,7 @@ class PeakReport:
         traceback: TracebackType | None,
     ) -> None:
         self._labels.end()
+        self._counting.close()
         for hook in self._hooks:
             hook.remove()
         self._note_gradients()
@@ -119,6 +136,8 @@ class PeakReport:
         assert log is not None
         log.__exit__(kind, error, traceback)
         self._read(log)
+        if self._events or not self._ledger_of_now.steps:
+            self._add(self._events, self._known())
         if error is not None and is_out_of_memory(error):
             error.add_note("\n".join(_text(self)))
 
@@ -130,8 +149,13 @@ class PeakReport:
                     self._gradients[parameter.grad.untyped_storage().data_ptr()] = "gradients"
 
     def _step_ends(self, *_: Any) -> None:
+        self._ends.append(_End(time.time_ns(), self._known(), self._labels.next_node()))
+        self._gradients.clear()
+
+    def _between(self) -> None:
+        """Read what was recorded, where a step has ended: a log takes memory, too."""
         log = self._log
-        if log is None:
+        if not self._ends or log is None:
             return
         log.__exit__(None, None, None)
         self._read(log)
@@ -139,11 +163,23 @@ class PeakReport:
         self._log.__enter__()
 
     def _read(self, log: AllocationLog) -> None:
+        """Steps that have ended, one by one."""
+        events = [*self._events, *log.events]
+        for end in self._ends:
+            count = bisect_right(events, end.time_ns, key=lambda event: event.time_ns)
+            self._add(events[:count], end.known)
+            self._labels.forget(end.time_ns, end.next_node)
+            del events[:count]
+        self._ends.clear()
+        self._events = events
+
+    def _add(self, events: list[AllocationEvent], known: dict[int, str]) -> None:
+        self._ledger_of_now.add(events, self._labels.at, self._labels.first_backward_ns, known)
+
+    @property
+    def _ledger_of_now(self) -> Ledger:
         assert self._ledger is not None
-        labels = self._labels
-        self._ledger.add(log.events, labels.at, labels.first_backward_ns, self._known())
-        labels.forget()
-        self._gradients.clear()
+        return self._ledger
 
     def _known(self) -> dict[int, str]:
         """Tensors that are known, by address."""

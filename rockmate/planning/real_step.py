@@ -158,7 +158,7 @@ def eager_peak_bytes(
 
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
     """
-    if device_of(device).overcommits and keep_all_peak_bytes > device_of(device).available_bytes():
+    if keep_all_peak_bytes > device_of(device).available_bytes():
         return None  # not even tried: where the system promises more than it has, it would end the process
 
     def run() -> StepPeak:

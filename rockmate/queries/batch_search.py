@@ -24,6 +24,8 @@ from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.queries.batches import MakeBatch, interpolated
 
+_LACK = "there is not enough memory to measure it"
+_AFTER_A_LACK = 4  # the next batch is so much smaller: by one part in so many of what is open
 _GUESSES = 8  # such searches before a batch is measured
 
 
@@ -87,6 +89,7 @@ class BatchSearch:
         self._refused: BudgetTooSmall | None = None
         self._largest = 0  # of the batches that fit
         self._smallest = self._most + 1  # of those that do not, or may not be tried
+        self._lacks = 0  # in a row: batches for whose planning there was not enough memory
 
     def run(self, start: int, found: str) -> LargestBatch:
         """Search from `start` on. Raises `BudgetTooSmall` where no batch fits that can be planned."""
@@ -147,7 +150,7 @@ class BatchSearch:
             why = str(error)
         except Exception as error:
             if is_out_of_memory(error):
-                why = "there is not enough memory to measure it"
+                why = _LACK
             elif self._refused is not None and not self._largest:  # some layers cannot be trained on one row
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -156,6 +159,7 @@ class BatchSearch:
         if plan is None and self._refused is None:
             self._refused = BudgetTooSmall(f"a batch of {batch} cannot be planned: {why}", 0, "", 0)
         self._trials.append(Trial(batch, plan, why, eager_bytes, time.perf_counter() - started))
+        self._lacks = self._lacks + 1 if why == _LACK else 0
         if plan is None:
             collect_failed()  # the next one is measured with all the memory that there is
             self._smallest = batch
@@ -223,6 +227,9 @@ class BatchSearch:
     def _next(self, stride: int, last: bool | None) -> int:
         """The batch to try: what others tell, but at least `stride` from the end that moved last."""
         low, high = self._largest + 1, self._smallest - 1
+        if self._is_for_lack():  # of which no prediction tells: a quarter less, then half of what is left
+            share = _AFTER_A_LACK if self._lacks == 1 else 2
+            return self._allowed(min(max(high + 1 - (high + 1 - self._largest) // share, low), high), low)
         guess = self._expected()
         if guess is None:
             guess = self._leap() if self._smallest > self._most else (low + high) // 2
@@ -233,6 +240,10 @@ class BatchSearch:
         elif last is False and stride > 1:
             guess = min(guess, self._smallest - stride)
         return self._allowed(min(max(guess, low), high), low)
+
+    def _is_for_lack(self) -> bool:
+        """Whether it was memory to plan with that the smallest batch that does not fit lacks, and not the budget."""
+        return any(trial.why == _LACK for trial in self._trials if trial.batch == self._smallest)
 
     def _allowed(self, batch: int, least: int = 0) -> int:
         """The largest batch up to this one that may be tried, or the smallest of at least `least`."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.devices.registry import device_of
 from rkgb.replay.step_record import bitwise_equal
-from rockmate import PlanOptions, Rockmate, verify
+from rockmate import PlanOptions, Rockmate, max_batch, verify, zoo
 from tests.module.models import Layers, Normalised, Tied, built, images, rows, tokens
 from tests.module.module_state import state_of
 from tests.module.steps import FEW_ROUNDS, assert_same, assert_same_step, recomputing, squares
@@ -271,3 +271,17 @@ def test_training_is_exact_where_freed_blocks_are_never_merged(extension, never_
     for seed in range(4):
         assert_same_step(model, eager, rows(seed), seed)
     assert model.plan.measured_peak_bytes <= model.plan.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny"])
+def test_the_largest_batch_of_a_full_device_is_close_to_what_can_be_planned_there(device, extension, name):
+    entry = zoo.get(name, device=device)
+    torch.accelerator.memory.empty_cache()
+    extension.limit(0, torch.accelerator.memory.memory_reserved() + (60 << 20))
+    found = max_batch(entry.model, entry.sample, "auto", loss=squares, limits=FEW_ROUNDS)
+    assert len(found.trials) <= 5
+    refused = [trial.batch for trial in found.trials if not trial.fits]
+    assert min(refused) - found.batch <= 0.4 * found.batch
+    larger = zoo.get(name, device=device, batch=found.batch)
+    Rockmate(entry.model, larger.sample, found.budget_bytes, loss=squares, limits=FEW_ROUNDS)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import rockmate.zoo as zoo
+from rkgb.devices.allocation_log import AllocationLog
 from rockmate import PeakMemory, PeakReport, Rockmate
 
 
@@ -151,3 +152,43 @@ def test_results_are_there_at_the_end():
         _ = report.holders
     with pytest.raises(ValueError, match="not 'meta'"):
         PeakReport("meta")
+
+
+def loop_without_modules():
+    weight = torch.zeros(512, 512, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+    for _ in range(4):
+        (torch.ones(8, 512) @ weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loop_within_a_range():
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.Adam(model.parameters())
+    with torch.profiler.record_function("an epoch of the user's"):
+        for _ in range(4):
+            model(torch.ones(8, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", [loop_without_modules, loop_within_a_range])
+def test_steps_are_told_apart_where_no_log_can_end_between_them(loop, monkeypatch):
+    """An optimizer's step is a range of the profiler, as a user's may be: one that ends within crashes later on."""
+    entered, open_ranges = torch.autograd.profiler.record_function.__enter__, []
+    ends = AllocationLog.__exit__
+
+    def end(self, *error):
+        open_ranges.append(report._labels._ranges)
+        return ends(self, *error)
+
+    monkeypatch.setattr(AllocationLog, "__exit__", end)
+    with PeakReport() as report:
+        loop()
+    assert torch.autograd.profiler.record_function.__enter__ is entered
+    assert open_ranges == [0]  # once, after it all
+    assert len(report.steps) == 5
+    state_bytes = 2 * 512 * 512 * 4
+    assert report.steps[0].end_bytes < report.steps[1].peak_bytes
+    assert report.kinds["optimizer state"] >= state_bytes
