@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -135,7 +136,7 @@ class Labels(DispatchMode):
         return next_sequence_number()
 
     def _label(self, func: Any) -> Label:
-        operation = str(func).removeprefix("aten.")
+        operation = _name(func)
         node = running_node()
         if node is not None:
             made = self._of_node.get(sequence_number(node), UNSEEN)
@@ -179,8 +180,20 @@ def _line() -> str:
     for _ in range(_MOST_FRAMES):
         if frame is None:
             break
-        file = frame.f_code.co_filename
-        if not file.startswith("<") and (not file.startswith(_OURS) or file.startswith(_MODELS)):
-            return f"{Path(file).name}:{frame.f_lineno}"
+        name = _file_of_user(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.")
+
+
+@functools.cache
+def _file_of_user(file: str) -> str:
+    """Its name; empty where it is PyTorch's or ours."""
+    is_users = not file.startswith("<") and (not file.startswith(_OURS) or file.startswith(_MODELS))
+    return Path(file).name if is_users else ""
