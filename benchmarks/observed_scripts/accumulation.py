@@ -5,13 +5,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 torch.manual_seed(0)
-layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True, norm_first=True)
+layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True)
 encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-model = nn.ModuleDict({"words": nn.Embedding(3000, 256), "encoder": encoder, "head": nn.Linear(256, 5)})
+model = nn.ModuleDict({"words": nn.Embedding(3000, 128), "encoder": encoder, "head": nn.Linear(128, 5)})
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
 losses = []
 for step in range(20):
-    tokens, labels = torch.randint(3000, (8, 96)), torch.randint(5, (8,))
+    tokens, labels = torch.randint(3000, (8, 48)), torch.randint(5, (8,))
     with torch.autocast("cpu", torch.bfloat16):
         logits = model["head"](model["encoder"](model["words"](tokens)).mean(1))
         loss = cross_entropy(logits.float(), labels) / 4

@@ -19,7 +19,7 @@ model = get_peft_model(LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)), 
 model.train()
 optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
 for _ in range(6):
-    tokens = torch.randint(4000, (8, 128))
+    tokens = torch.randint(4000, (4, 128))
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()

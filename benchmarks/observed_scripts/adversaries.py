@@ -21,9 +21,9 @@ generator = nn.Sequential(
 discriminator = nn.Sequential(down(3, 32), down(32, 64), down(64, 128), nn.Conv2d(128, 1, 4), nn.Flatten(0))
 of_generator = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
 of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
-real, fake = torch.ones(64), torch.zeros(64)
+real, fake = torch.ones(32), torch.zeros(32)
 for _ in range(6):
-    images, noise = torch.randn(64, 3, 32, 32), torch.randn(64, 64, 1, 1)
+    images, noise = torch.randn(32, 3, 32, 32), torch.randn(32, 64, 1, 1)
     of_discriminator.zero_grad()
     made = generator(noise)
     judged = binary_cross_entropy_with_logits(discriminator(images), real)

@@ -24,9 +24,9 @@ model = nn.Sequential(
     Block(3, 32, 1), Block(32, 64, 2), Block(64, 128, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-held_out = torch.randn(64, 3, 32, 32)
+held_out = torch.randn(32, 3, 32, 32)
 for step in range(8):
-    images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
     model.train()
     loss = cross_entropy(model(images), labels)
     optimizer.zero_grad()

@@ -29,7 +29,7 @@ model = nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
 for _ in range(6):
-    tokens = torch.randint(WORDS, (8, LENGTH + 1))
+    tokens = torch.randint(WORDS, (4, LENGTH + 1))
     loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     optimizer.zero_grad(set_to_none=True)
     loss.backward()

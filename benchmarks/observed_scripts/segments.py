@@ -37,7 +37,7 @@ model = UNet()
 average = copy.deepcopy(model).requires_grad_(False)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for _ in range(6):
-    images, masks = torch.randn(8, 3, 64, 64), (torch.rand(8, 1, 64, 64) > 0.5).float()
+    images, masks = torch.randn(4, 3, 64, 64), (torch.rand(4, 1, 64, 64) > 0.5).float()
     logits = model(images)
     overlap = 1 - 2 * (logits.sigmoid() * masks).sum() / (logits.sigmoid().sum() + masks.sum())
     loss = binary_cross_entropy_with_logits(logits, masks) + overlap

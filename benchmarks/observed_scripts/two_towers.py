@@ -26,8 +26,8 @@ class Towers(nn.Module):
 model = Towers()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for _ in range(6):
-    logits = model(torch.randn(32, 3, 64, 64), torch.randint(2000, (32, 32)))
-    labels = torch.arange(32)
+    logits = model(torch.randn(16, 3, 64, 64), torch.randint(2000, (16, 32)))
+    labels = torch.arange(16)
     loss = (cross_entropy(logits, labels) + cross_entropy(logits.t(), labels)) / 2
     optimizer.zero_grad()
     loss.backward()
