@@ -502,6 +502,37 @@ def chunked_loss_sections(report: dict[str, Any]) -> Iterator[str]:
     yield from bar_table(report["bars"])
 
 
+def observing_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of scripts as they are and watched, and the bars."""
+    where = report["circumstances"]
+    yield f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}, code at {where['code']}."
+    yield ""
+    yield row(["script", "peak", "told", "holders add up to", "prints the same", "step", "watched", "ratio"])
+    yield row(["---", *["--:"] * 7])
+    for one in report["rows"]:
+        sizes = [f"{one[name]:,}" for name in ("peak_bytes", "told_bytes", "held_bytes")]
+        plain, watched = (statistics.median(one[name]) for name in ("times_ms", "watched_ms"))
+        same = "yes" if one["same"] else "**no**"
+        yield row([one["script"], *sizes, same, format_ms(plain), format_ms(watched), f"{watched / plain:.2f}"])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
+def largest_batch_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of batches that were found and true ones, and the bars."""
+    where = report["circumstances"]
+    yield f"PyTorch {where['torch']}, code at {where['code']}."
+    yield ""
+    yield row(["model", "budget", "found", "measured", "true", "short by"])
+    yield row(["---", *["--:"] * 5])
+    for one in report["rows"]:
+        short = 1 - one["batch"] / one["true_batch"]
+        numbers = [one["batch"], one["measurements"], one["true_batch"]]
+        yield row([one["model"], format_bytes(one["budget_bytes"]), *map(str, numbers), f"{short:.1%}"])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
 MISS = 0.01  # an estimate that is off by more has a row of its own
 
 
@@ -548,6 +579,8 @@ SECTIONS = {
     "compiled-parts-cpu.json": model_sections,
     "estimates.json": estimate_sections,
     "chunked-loss-cpu.json": chunked_loss_sections,
+    "observing-cpu.json": observing_sections,
+    "largest-batches-cpu.json": largest_batch_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

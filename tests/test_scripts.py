@@ -68,6 +68,28 @@ def test_logits_of_a_few_rows_are_measured_and_drawn(tmp_path):
 
 
 @pytest.mark.ci
+def test_scripts_that_are_watched_are_compared_and_drawn(tmp_path):
+    run_script("benchmarks/observing.py", "--quick", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "observing-cpu.json").read_text(encoding="utf-8"))
+    (row,) = report["rows"]
+    assert row["same"]
+    assert row["peak_bytes"] == row["told_bytes"] == row["held_bytes"]
+    lines = list(load_script("docs/make_tables.py").observing_sections(report))
+    assert sum(line.startswith("| sequences |") for line in lines) == 1
+
+
+@pytest.mark.ci
+def test_largest_batches_are_compared_with_the_true_ones_and_drawn(tmp_path):
+    run_script("benchmarks/largest_batches.py", "--quick", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "largest-batches-cpu.json").read_text(encoding="utf-8"))
+    (row,) = report["rows"]
+    assert 0.98 * row["true_batch"] <= row["batch"] <= row["true_batch"]
+    assert row["measurements"] <= 5
+    lines = list(load_script("docs/make_tables.py").largest_batch_sections(report))
+    assert sum(line.startswith("| mixer-tiny |") for line in lines) == 1
+
+
+@pytest.mark.ci
 def test_estimates_are_compared_and_drawn(tmp_path):
     pytest.importorskip("transformers")
     run_script("benchmarks/estimates.py", "--models", "gpt2-tiny", "Bert", "mixer-tiny", "--output", str(tmp_path))
