@@ -70,7 +70,8 @@ def run_here(script: Path, way: str) -> dict[str, Any]:
     ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
     printed, found = io.StringIO(), dict[str, Any]()
-    context = {"watched": PeakReport, "measured": PeakMemory}.get(way, contextlib.nullcontext)()
+    kinds: dict[str, Any] = {"watched": PeakReport, "measured": PeakMemory}
+    context = kinds.get(way, contextlib.nullcontext)()
     with contextlib.redirect_stdout(printed), context as seen:
         runpy.run_path(str(script), run_name="__main__")
     if seen is not None:
