@@ -96,7 +96,7 @@ def test_what_must_run_once_is_not_repeated(measured, decisions):
         "",
         "[]",
         "{}",
-        '{"version": 2, "solver": "a", "stages": []}',
+        '{"version": 3, "solver": "a", "stages": []}',
         '{"version": 1, "solver": 1, "stages": []}',
         '{"version": 1, "solver": "a", "stages": [["loss", "gelu_0"]]}',
         '{"version": 1, "solver": "a", "stages": [["loss"]]}',
