@@ -17,7 +17,7 @@ from rockmate.errors import BudgetTooSmall, LayoutError
 from rockmate.layouts.data_parallel import HELD, is_held
 from rockmate.layouts.option import ChosenLayout
 from rockmate.layouts.weights import give_back, lay_out, layout_kept, lies_so
-from rockmate.nn.chunked_logits import logits_chunked
+from rockmate.nn.chunked_logits import chunks_of, logits_made
 from rockmate.planning.measured import Measured
 from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
@@ -115,7 +115,8 @@ def as_asked(model: torch.nn.Module, sample: Any, request: PlanRequest) -> Itera
     So is how it makes its logits. For questions about plans that nobody follows yet. Yields the request with what was
     chosen. Raises as `choose_layout` and `chunk_logits`.
     """
-    with logits_chunked(model, request.loss_chunks), _in_asked_layout(model, sample, request) as request:
+    rows = request.loss_chunks or chunks_of(model)
+    with logits_made(model, rows), _in_asked_layout(model, sample, request) as request:
         yield request
 
 

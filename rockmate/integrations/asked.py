@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from rockmate.errors import ArgumentError
-from rockmate.memory.budget import Budget, check_budget, is_fraction
+from rockmate.memory.budget import Budget, check_budget, is_fraction, is_what_is_free
 from rockmate.options import PlanOptions
 
 WhichBatch = Literal["largest"] | None
@@ -24,6 +24,11 @@ def check_asked(budget: Budget, batch: WhichBatch) -> None:
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: for batch={batch!r} "
             'give bytes, a size such as "8GiB", or "auto"'
         )
+
+
+def leaves_state_out(budget: Budget, options: PlanOptions) -> bool:
+    """Whether the budget is all that is free, and nothing says that the optimizer's state, which comes later, counts."""
+    return is_what_is_free(budget) and options.scope == "step" and options.optimizer is None
 
 
 def options_of(said: Mapping[str, Any]) -> PlanOptions:

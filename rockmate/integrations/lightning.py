@@ -14,12 +14,11 @@ from rkgb import Sample
 from rkgb.state.module_state import training_mode
 from rkgb.tree import leaves
 from rockmate.errors import IntegrationError
-from rockmate.integrations.asked import WhichBatch, check_asked, options_of
+from rockmate.integrations.asked import WhichBatch, check_asked, leaves_state_out, options_of
 from rockmate.integrations.micro_batches import MicroBatches, captured, random_numbers_kept
-from rockmate.memory.budget import Budget, is_what_is_free
+from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.options import PlanOptions
-from rockmate.queries.max_batch import max_batch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -119,9 +118,9 @@ class RockmateCallback(Callback):
     def _options_for(self, trainer: Trainer) -> PlanOptions:
         """Where all that is free is the budget, the optimizer's state, which comes with its first step, counts."""
         options, optimizers = self._options, trainer.optimizers
-        if not is_what_is_free(self._budget) or options.scope != "step" or options.optimizer is not None:
+        if len(optimizers) != 1 or not leaves_state_out(self._budget, options):
             return options
-        return replace(options, scope="total", optimizer=optimizers[0]) if len(optimizers) == 1 else options
+        return replace(options, scope="total", optimizer=optimizers[0])
 
     # ---- the largest batch -----------------------------------------------------------------------------------
 
@@ -139,14 +138,7 @@ class RockmateCallback(Callback):
         with random_numbers_kept(pl_module.device):
             try:
                 with trainer.precision_plugin.forward_context():
-                    found = max_batch(
-                        make,
-                        budget=self._budget,
-                        start=given.rows,
-                        most=given.rows_of_a_step,
-                        among=given.may_be(),
-                        options=options,
-                    )
+                    found = given.largest(make, self._budget, options)
             finally:
                 lightning_setattr(pl_module, _BATCH_SIZE, given.rows)
         rows = int(trainer.strategy.reduce(torch.tensor(float(found.batch)), reduce_op="min"))  # of all processes
@@ -157,7 +149,7 @@ class RockmateCallback(Callback):
 
     def _call_of(self, trainer: Trainer, root: LightningModule, path: str, target: torch.nn.Module) -> Sample:
         """What a training step calls the module at `path` with: on the largest of some batches."""
-        batches = islice(iter(_loader_of(trainer, root)), _BATCHES_LOOKED_AT)
+        batches = islice(_loader_hook(trainer, root)(), _BATCHES_LOOKED_AT)
         batch = trainer.strategy.batch_to_device(max(batches, key=_numbers_in))
 
         def step(stand_in: torch.nn.Module) -> Any:
@@ -263,10 +255,6 @@ def _loader_hook(trainer: Trainer, module: LightningModule) -> Any:
         return datamodule.train_dataloader
     own = type(module).train_dataloader is not LightningModule.train_dataloader
     return module.train_dataloader if own else None
-
-
-def _loader_of(trainer: Trainer, module: LightningModule) -> Any:
-    return _loader_hook(trainer, module)()
 
 
 def _numbers_in(batch: Any) -> int:

@@ -12,7 +12,11 @@ import torch
 from rkgb import Sample
 from rkgb.state.module_state import random_states
 from rkgb.state.other_random import other_random_states_kept
+from rockmate.memory.budget import Budget
+from rockmate.options import PlanOptions
 from rockmate.queries.batch_search import LargestBatch
+from rockmate.queries.batches import MakeBatch
+from rockmate.queries.max_batch import max_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,11 @@ class MicroBatches:
         """The rows at a time that give the same rows of a step, ascending."""
         whole = self.rows_of_a_step
         return [rows for rows in range(1, whole + 1) if whole % rows == 0]
+
+    def largest(self, make: MakeBatch, budget: Budget, options: PlanOptions) -> LargestBatch:
+        """The most rows at a time that fit, of those that `may_be`. Raises as `max_batch`."""
+        most, among = self.rows_of_a_step, self.may_be()
+        return max_batch(make, budget=budget, start=self.rows, most=most, among=among, options=options)
 
     def of(self, rows: int, search: LargestBatch | None = None) -> MicroBatches:
         """The same step with other `rows` at a time, which `may_be`."""

@@ -17,12 +17,11 @@ from torch.utils.data import Subset
 
 from rkgb import Sample
 from rockmate.errors import IntegrationError
-from rockmate.integrations.asked import WhichBatch, check_asked, options_of
+from rockmate.integrations.asked import WhichBatch, check_asked, leaves_state_out, options_of
 from rockmate.integrations.micro_batches import MicroBatches, captured, random_numbers_kept
-from rockmate.memory.budget import Budget, is_what_is_free
+from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
 from rockmate.options import PlanOptions
-from rockmate.queries.max_batch import max_batch
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -144,7 +143,7 @@ class RockmateCallback(TrainerCallback):
     def _options_for(self, trainer: _AnyTrainer) -> PlanOptions:
         """Where all that is free is the budget, the optimizer's state, which comes with its first step, counts."""
         options = self._options
-        if not is_what_is_free(self._budget) or options.scope != "step" or options.optimizer is not None:
+        if not leaves_state_out(self._budget, options):
             return options
         if trainer.model_init is None:
             trainer.create_optimizer()  # as training does itself, a little later
@@ -166,14 +165,7 @@ class RockmateCallback(TrainerCallback):
 
             model.train()
             with trainer.accelerator.autocast():
-                found = max_batch(
-                    make,
-                    budget=self._budget,
-                    start=given.rows,
-                    most=given.rows_of_a_step,
-                    among=given.may_be(),
-                    options=self._options_for(trainer),
-                )
+                found = given.largest(make, self._budget, self._options_for(trainer))
         agreed = min(_of_all_processes(found.batch))
         self.batches = given.of(agreed, found)
         args.per_device_train_batch_size, args.gradient_accumulation_steps = self.batches.rows, self.batches.times

@@ -25,6 +25,7 @@ Chunks = int | Literal["auto"] | None
 """How many rows' logits are made at once; "auto" for a number that fits the sizes; None for all of them."""
 
 _ROWS = "_rockmate_loss_chunks"  # on the model: the rows, where its logits are chunked
+_WHOLE = "_rockmate_whole"  # beside it: a forward of its own that the model had; None where it is its class's
 _LOSS = "ForCausalLMLoss"  # of transformers: shifted labels, a mean of cross-entropies or a sum over a given number
 
 
@@ -67,7 +68,7 @@ def chunk_logits(model: nn.Module, rows: Chunks = "auto") -> None:
     if _ROWS in vars(base):
         _give_back(base)
     inner = base.__dict__.get("forward")
-    base.__dict__[_ROWS], base.__dict__["_rockmate_whole"] = rows, inner
+    base.__dict__[_ROWS], base.__dict__[_WHOLE] = rows, inner
     base.__dict__["forward"] = types.MethodType(_chunked(type(base).forward), base)
 
 
@@ -85,23 +86,10 @@ def _is_chunked(base: nn.Module) -> bool:
 
 
 @contextmanager
-def logits_chunked(model: nn.Module, rows: Chunks) -> Iterator[None]:
-    """Context: as `chunk_logits`, and given back afterwards; nothing for None."""
-    before = chunks_of(model) if rows is not None else None
-    try:
-        if rows is not None:
-            chunk_logits(model, rows)
-        yield
-    finally:
-        if rows is not None:
-            chunk_logits(model, before)
-
-
-@contextmanager
-def logits_whole(model: nn.Module) -> Iterator[None]:
-    """Context: the model makes its logits whole."""
+def logits_made(model: nn.Module, rows: Chunks) -> Iterator[None]:
+    """Context: as `chunk_logits`, and given back afterwards."""
     before = chunks_of(model)
-    chunk_logits(model, None)
+    chunk_logits(model, rows)
     try:
         yield
     finally:
@@ -109,7 +97,7 @@ def logits_whole(model: nn.Module) -> Iterator[None]:
 
 
 def _give_back(base: nn.Module) -> None:
-    inner = base.__dict__.pop("_rockmate_whole", None)
+    inner = base.__dict__.pop(_WHOLE, None)
     del base.__dict__[_ROWS], base.__dict__["forward"]
     if inner is not None:
         base.__dict__["forward"] = inner
@@ -120,7 +108,7 @@ def _chunked(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = self.__dict__.get("_rockmate_whole")
+        inner = self.__dict__.get(_WHOLE)
         whole = functools.partial(own, self) if inner is None else inner
         if not self.training or not torch.is_grad_enabled() or not _has_labels(own, args, kwargs):
             return whole(*args, **kwargs)

@@ -159,7 +159,9 @@ def eager_peak_bytes(
     Without a loss to run, a measured step lacks what the assumed loss takes: the larger figure counts.
     """
     if keep_all_peak_bytes > device_of(device).available_bytes():
-        return None  # not even tried: where the system promises more than it has, it would end the process
+        return (
+            None  # not even tried: it would run out of memory, or end the process where more is promised than is there
+        )
 
     def run() -> StepPeak:
         warm_step(model, sample, loss, device, borrow)

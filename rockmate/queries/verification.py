@@ -34,7 +34,7 @@ from rockmate.errors import ArgumentError
 from rockmate.layouts.weights import give_back, laid_out, layout_kept
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
-from rockmate.nn.chunked_logits import chunks_of, logits_chunked, logits_whole
+from rockmate.nn.chunked_logits import chunks_of, logits_made
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured
@@ -137,7 +137,7 @@ def verify(
         stack.enter_context(other_random_states_kept())
         original = model.original if isinstance(model, Rockmate) else model
         stack.enter_context(layout_kept(original))
-        stack.enter_context(logits_chunked(original, options.loss_chunks or chunks_of(original)))
+        stack.enter_context(logits_made(original, options.loss_chunks or chunks_of(original)))
         if isinstance(model, Rockmate):
             planned = model._of_an_equal(original)
             if not planned.plans:
@@ -212,7 +212,7 @@ def _from_whole_logits(training: _Training, original: torch.nn.Module) -> float 
         return None
     of_loss = replace(training, loss=training.loss or _own_loss)
     found = of_loss.run(original)[0]
-    with logits_whole(original):
+    with logits_made(original, None):
         return _distance(found, of_loss.run(original)[0])
 
 
