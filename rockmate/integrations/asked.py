@@ -27,7 +27,7 @@ def check_asked(budget: Budget, batch: WhichBatch) -> None:
 
 
 def leaves_state_out(budget: Budget, options: PlanOptions) -> bool:
-    """Whether the budget is all that is free, and nothing says that the optimizer's state, which comes later, counts."""
+    """Whether the budget is all that is free, and nothing says that the optimizer's state to come counts."""
     return is_what_is_free(budget) and options.scope == "step" and options.optimizer is None
 
 
