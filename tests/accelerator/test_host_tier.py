@@ -194,10 +194,12 @@ def sent_by_another_stream_into_the_same_memory(tier, device):
     _others = others_coming_back(tier, device)
     taken = tensor_in(parcel.take())
     parcel.drop()
-    with torch.Stream(device):
+    stream = torch.Stream(device)
+    with stream:
         other = tier.send(second.untyped_storage())
     torch.accelerator.synchronize()
-    return is_all(taken, 1) and is_all(tensor_in(other.take()), 5)
+    with stream:  # the one that waits for what comes back
+        return is_all(taken, 1) and is_all(tensor_in(other.take()), 5)
 
 
 CASES = [

@@ -34,11 +34,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::rockmate.TraceWarning"),  # as test_goes_on has it
 ]
 
+_CHOOSES_ITSELF = "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU"
+
 # Promises that have other tests on the device, or none: why.
 ELSEWHERE = {
-    "Hugging Face Trainer": "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU",
-    "Accelerate": "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU",
-    "Lightning": "it chooses the device itself, from kinds that it knows: tests/trainers has it on the CPU",
+    "Hugging Face Trainer, TRL": _CHOOSES_ITSELF,
+    "Accelerate": _CHOOSES_ITSELF,
+    "Lightning": _CHOOSES_ITSELF,
     "DDP, FSDP2": "tests/accelerator/test_distributed.py",
     '`"2GiB"`, `"500 MB"`, `"2G"`, `"1e9"`': "reading a text runs nothing on a device",
     '`None`, `"auto"`': "test_without_a_budget_it_is_what_the_device_has_free, below",
