@@ -26,6 +26,7 @@ from tests.module import (
 )
 from tests.module.models import Layers, built, rows
 from tests.module.steps import FEW_ROUNDS, assert_same_training, peak_of_step, squares, train
+from tests.nn import test_chunked_logits
 from tests.test_promises import PROMISES
 
 pytestmark = [
@@ -71,6 +72,7 @@ for source, names in {
     test_called_whole: ("test_training_is_exact",),
     test_pin: ("test_a_plan_under_a_small_budget_repeats_only_what_is_not_pinned",),
     test_options: ("test_options_say_what_keywords_say",),
+    test_chunked_logits: ("test_logits_are_never_whole", "test_a_plan_is_to_the_bit_the_model_with_chunks"),
 }.items():
     globals().update(shared_from(source, *names))
 

@@ -12,6 +12,7 @@ from rockmate import ArgumentError, ChunkError, PeakMemory, PlanOptions, Rockmat
 from rockmate.nn import chunk_logits
 from rockmate.nn.chunked_logits import chunks_of
 from tests.module.steps import FEW_ROUNDS, assert_same
+from tests.where import here, placed
 
 slow = pytest.mark.slow
 CLASSES = 500
@@ -48,14 +49,14 @@ def made(name="Llama", **settings):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name], **settings})
     kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    return getattr(transformers, kind)(config).train()
+    return placed(getattr(transformers, kind)(config).train())
 
 
 def text(rows=3, length=40):
     tokens = torch.randint(3, CLASSES, (rows, length), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[0, 5:9] = -100
-    return {"input_ids": tokens, "labels": labels}
+    return {"input_ids": placed(tokens), "labels": placed(labels)}
 
 
 def step(model, **said):
@@ -114,7 +115,7 @@ def test_logits_are_never_whole():
     model, peaks = made("Llama", vocab_size=8000), {}
     for chunks in (None, "auto"):
         chunk_logits(model, chunks)
-        with PeakMemory() as memory:
+        with PeakMemory(here()) as memory:
             model(**text(8, 64)).loss.backward()
         model.zero_grad()
         peaks[chunks] = memory.peak_bytes
