@@ -200,10 +200,13 @@ def exact_trace(
     may_branch: bool = False,
     is_still: bool = False,
     opaque: Sequence[torch.nn.Module] = (),
+    may_lack_check: bool = False,
 ) -> tuple[BGraph, DGraph]:
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
 
     A graph that `may_branch` is also accepted where it holds for data like the sample's alone, which its guards check.
+    One that `may_lack_check` is where there is not the memory for the check, with a warning: a trace of the same
+    module that was checked before is to be compared with it.
 
     Raises `TraceError` or `ReplayMismatch` with what the last one failed at, or the module's own error where it does
     not run on the sample; warns (`TraceWarning`) of side effects of forward that no run of the graph repeats. Where
@@ -219,7 +222,7 @@ def exact_trace(
     tracer = "record" if cast else tracer
     with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
         has_data = all(device_of(device).has_data for device in module_devices(model, sample.tensors))
-        check = _Check(low_memory, may_branch, is_still, tell, tuple(opaque), is_needed=has_data)
+        check = _Check(low_memory, may_branch, is_still, tell, tuple(opaque), has_data, may_lack_check)
         basic, dataflow = _believed_trace(model, sample, tracer, check)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
@@ -295,7 +298,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
     try:
         if tracer == "jit":
             fine = expand_composites(basic, model, sample.copy())
-        dataflow = b_to_d(fine, model, sample.copy())
+        dataflow = b_to_d(fine, model, sample)
     except Exception as error:
         raise TraceError(
             f"what {tracer!r} traced of {type(model).__name__} does not run: {type(error).__name__}: {error}"
@@ -312,7 +315,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
                 fine.side_effects += [told] if told else []
                 tell("trace", 4, 4)
                 return fine, dataflow
-            dataflow = b_to_d(basic, model, sample.copy())
+            dataflow = b_to_d(basic, model, sample)
     else:
         basic, dataflow = without_varying_guards(basic, dataflow, model, sample, check.opaque)
         whole = check.with_opaque(unsteady_submodules(basic, model, sample), model)
@@ -341,6 +344,7 @@ class _Check:
     tell: Stage
     opaque: tuple[torch.nn.Module, ...] = ()
     is_needed: bool = True  # else any trace that runs is accepted
+    may_lack: bool = False  # where there is not the memory for it, a trace is accepted without
 
     def with_opaque(self, paths: Iterable[str], model: torch.nn.Module) -> _Check:
         """The same with these submodules of `model` opaque as well."""
@@ -360,7 +364,16 @@ class _Check:
                     raise
             collect_failed()
         self.tell("trace (checked on disk: a whole step may not fit the memory)", 3, 4)
-        return replay_check(graph, model, sample, True, self.may_branch, self.is_still)
+        try:
+            return replay_check(graph, model, sample, True, self.may_branch, self.is_still)
+        except Exception as error:
+            if not self.may_lack or not is_out_of_memory(error):
+                raise
+        collect_failed()
+        return (
+            f"there was not the memory to compare the trace of {type(model).__name__} with it on data of this size. It "
+            "was compared when its plan was made; rockmate.verify compares on a smaller batch"
+        )
 
 
 _STEP_OVER_VALUES = 3  # a step holds gradients and what operations save beside the values that the graph names

@@ -54,6 +54,11 @@ class _Flat(torch.nn.Module):
         self._left_behind = attributes  # the tensors that forward has left in attributes
         self.output: Any = None  # what the module returned: the structure to rebuild
 
+    def let_go(self) -> Any:
+        """What the module returned. Nothing more is held of it, or of the sample."""
+        output, self.output, self.sample = self.output, None, Sample((), {})
+        return output
+
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _leave_out_scopes(self.wrapped)
         self.output = self.sample.with_tensors(list(tensors)).call(self.wrapped)
@@ -129,8 +134,8 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
             raise
         except Exception as error:
             raise _failed(module, error) from error
-    # The traced module is part of a cycle: through the output it would hold every activation until it is collected.
-    output, flat.output = flat.output, None
+    # The traced module is part of a cycle: it would hold every activation, and the data, until it is collected.
+    output = flat.let_go()
     walker = JitWalker(module, sample, generators)
     walker.walk(traced.inlined_graph)
     remaining = iter(walker.output_refs)

@@ -135,6 +135,29 @@ def last_uses(nodes: list[Any], kept: list[str]) -> list[list[str]]:
     return dropped[::-1]
 
 
+def forward_peak_bytes(graph: DGraph) -> int:
+    """Most bytes that the graph's values take at once in a run that saves nothing, beside what it is given."""
+    owners = {name: graph.owner(name) for name in graph.values}
+    held = dict.fromkeys(owners.values(), 0)  # values that are left, by the first of their storage
+    given = {owners[name] for name in graph.leaves if name in owners}
+    now_bytes = peak_bytes = 0
+    for node, dropped in zip(graph.nodes, last_uses(graph.nodes, graph.output_names), strict=True):
+        for name in node.output_names:
+            owner = owners.get(name)
+            if owner is None or owner in given:
+                continue
+            now_bytes += graph.values[owner].storage_bytes if not held[owner] else 0
+            held[owner] += 1
+        peak_bytes = max(peak_bytes, now_bytes)
+        for name in dropped:
+            owner = owners.get(name)
+            if owner is None or not held[owner]:
+                continue
+            held[owner] -= 1
+            now_bytes -= 0 if held[owner] else graph.values[owner].storage_bytes
+    return peak_bytes
+
+
 def run_nodes(
     nodes: list[Any],
     values: dict[str, Any],

@@ -45,6 +45,14 @@ class Sample:
             twins.update(zip(map(id, sharing), _copied(sharing), strict=True))
         return self.with_tensors([twins[id(t)].requires_grad_(t.requires_grad) for t in self.tensors])
 
+    def aliases(self) -> Sample:
+        """The same memory in tensors of their own: gradients of theirs are not found on the given ones.
+
+        For a forward that is known not to write into its inputs.
+        """
+        twins = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors}
+        return self.with_tensors([twins[id(tensor)] for tensor in self.tensors])
+
     def skeleton(self) -> Any:
         """The structure with every tensor blanked: what must be equal from call to call."""
         return structure((self.args, self.kwargs))

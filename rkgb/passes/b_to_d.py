@@ -22,14 +22,15 @@ from rkgb.torch_private.operations import OpOverload, is_composite
 
 
 def b_to_d(graph: BGraph, module: torch.nn.Module, sample: Sample) -> DGraph:
-    """Run the trace once on the sample to inspect every value, remove dead code, and set apart what comes back alone.
+    """Run the trace once to inspect every value, remove dead code, and set apart what comes back alone.
 
+    It runs on a copy of the sample, into which forward may write.
     Autograd's saved tensors are dropped while inspecting, so this takes no more memory than inference.
     """
     inspector = _inspected(graph, module, sample.copy())
     if any(node.is_random and not _is_known_to_draw(node) for node in inspector.nodes):
         # Or another thread has drawn just then: the stream is the process's.
-        again = _inspected(graph, module, sample)
+        again = _inspected(graph, module, sample.copy())
         for node, other in zip(inspector.nodes, again.nodes, strict=True):
             node.is_random &= other.is_random or _is_known_to_draw(node)
     for node in inspector.nodes:

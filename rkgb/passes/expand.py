@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from rkgb.devices.registry import device_of
 from rkgb.ir.bgraph import BGraph, BNode
@@ -59,13 +61,14 @@ def expand_composites(graph: BGraph, module: torch.nn.Module, sample: Sample) ->
 
 def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
     """Run `node`; return it, or what it is made of."""
-    saved: list[tuple[int, int]] = []
+    saved: dict[int, tuple[StorageWeakRef, int]] = {}  # which keep the keys of storages that are gone
 
     def drop(tensor: torch.Tensor) -> None:
-        saved.append((storage_key(tensor), tensor.untyped_storage().nbytes()))
+        storage = tensor.untyped_storage()
+        saved[storage_key(tensor)] = StorageWeakRef(storage), storage.nbytes()
 
     composite = _is_composite(node.call) and not leaves((node.call.args, node.call.kwargs), is_own_generator)
-    recorder = _Recorder()
+    recorder = _Recorder([values[name] for name in node.call.inputs])
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, never_unpacked)
     with torch.set_grad_enabled(node.grad_enabled), hooks:
         if composite:
@@ -75,12 +78,12 @@ def _run(node: BNode, values: dict[str, Any]) -> list[BNode]:
             result = node.call.evaluate(values)
     known = {storage_key(tensor) for tensor in leaves([values[n] for n in node.call.inputs])}
     known |= {storage_key(tensor) for tensor in leaves(result)}
-    hidden = sum({cdata: size for cdata, size in saved if cdata not in known}.values())
+    hidden = sum(size for key, (_, size) in saved.items() if key not in known)
     size = sum(tensor.untyped_storage().nbytes() for tensor in leaves(result))
     is_one_call = len(recorder.calls) == 1  # in its place there is no operation more
     parts = None
     if composite and hidden > (0 if is_one_call else _WORTH * size) and not _takes_running_statistics(node.call):
-        parts = _parts(node, recorder.calls, values, result)
+        parts = _parts(node, recorder, values, result)
     bind(node.outputs, result, values)
     made = leaves(result)
     call = without_shape_read(node.call, made[0]) if made else node.call
@@ -98,53 +101,83 @@ def _takes_running_statistics(call: Call) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class _Seen:
+    """Stands for a tensor that operations read or made, by the number of it: the tensor itself may be gone."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
-    function: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    call: Call  # with what stands for tensors; one that has come from outside is there itself
     result: Any
     grad_enabled: bool
 
 
 class _Recorder(DispatchMode):
-    """Records the operations that run below autograd, with the tensors themselves: none is freed meanwhile."""
+    """Records the operations that run below autograd. Their tensors are freed as they would be without it."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Recorded] = []
+        self._seen: dict[int, tuple[TensorWeakRef, _Seen]] = {}  # the identity of one that is gone is given to others
+        self._count = 0
+        for tensor in given:
+            self._noted(tensor)
+
+    def standing_for(self, tensor: torch.Tensor) -> _Seen | None:
+        reference, seen = self._seen.get(id(tensor), (None, None))
+        return seen if reference is not None and reference() is tensor else None
+
+    def _noted(self, tensor: torch.Tensor) -> _Seen:
+        seen = self.standing_for(tensor)
+        if seen is None:
+            seen = _Seen(self._count)
+            self._count += 1
+            self._seen[id(tensor)] = TensorWeakRef(tensor), seen
+        return seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = map_leaves(
+            lambda tensor: self.standing_for(tensor) or _number(tensor), (tuple(args), dict(kwargs or {}))
+        )
         result = func(*args, **(kwargs or {}))
-        self.calls.append(_Recorded(func, args, kwargs or {}, result, torch.is_grad_enabled()))
+        made = leaves(result)
+        call = without_shape_read(Call(func, *told), made[0]) if made else Call(func, *told)
+        self.calls.append(_Recorded(call, map_leaves(self._noted, _as_list(result)), torch.is_grad_enabled()))
         return result
 
 
-def _parts(node: BNode, calls: list[_Recorded], values: dict[str, Any], result: Any) -> list[BNode] | None:
+def _is_seen(leaf: object) -> bool:
+    return isinstance(leaf, _Seen)
+
+
+def _parts(node: BNode, recorder: _Recorder, values: dict[str, Any], result: Any) -> list[BNode] | None:
     """The recorded calls as nodes, or None where they do not tell the whole story."""
-    names = {id(values[name]): name for name in node.call.inputs}
+    names = {recorder.standing_for(values[name]): name for name in node.call.inputs}
     outputs = {
-        id(tensor): ref.name
+        recorder.standing_for(tensor): ref.name
         for tensor, ref in zip(leaves(result), leaves(node.outputs, lambda leaf: isinstance(leaf, Ref)), strict=True)
     }
     if not outputs.keys().isdisjoint(names):
         return None
-    last = {id(tensor): index for index, call in enumerate(calls) for tensor in leaves(call.result)}
+    calls = recorder.calls
+    last = {seen: index for index, call in enumerate(calls) for seen in leaves(call.result, _is_seen)}
     parts: list[BNode] = []
     for index, call in enumerate(calls):
+        produced = leaves(call.result, _is_seen)
         # A tensor that is no input and no result has come from outside: only numbers may.
-        arguments = map_leaves(lambda tensor: _named(tensor, names), (tuple(call.args), dict(call.kwargs)))
-        if leaves(arguments) or not leaves(call.result):
+        if leaves((call.call.args, call.call.kwargs)) or not produced:
             return None
+        made = map_leaves(lambda seen: Ref(names[seen]), (call.call.args, call.call.kwargs), _is_seen)
         is_alone = len(calls) == 1
-        stem = node.name if is_alone else f"{node.name}_{function_name(call.function).strip('_')}_{index}"
-        produced = leaves(call.result)
-        for place, tensor in enumerate(produced):
-            final = id(tensor) in outputs and last[id(tensor)] == index
+        stem = node.name if is_alone else f"{node.name}_{function_name(call.call.function).strip('_')}_{index}"
+        for place, seen in enumerate(produced):
             own = stem if len(produced) == 1 else f"{stem}_{place}"
-            names[id(tensor)] = outputs[id(tensor)] if final else own
-        pattern = map_leaves(lambda tensor: Ref(names[id(tensor)]), _as_list(call.result))
-        made = without_shape_read(Call(call.function, *arguments), produced[0])
-        parts.append(BNode(stem, made, pattern, node.grad_enabled and call.grad_enabled, node.source))
+            names[seen] = outputs[seen] if seen in outputs and last[seen] == index else own
+        pattern = map_leaves(lambda seen: Ref(names[seen]), call.result, _is_seen)
+        grad_enabled = node.grad_enabled and call.grad_enabled
+        parts.append(BNode(stem, Call(call.call.function, *made), pattern, grad_enabled, node.source))
     defined = {name for part in parts for name in part.output_names}
     return parts if set(ref_names(node.outputs)) <= defined else None
 
@@ -153,9 +186,8 @@ def _as_list(result: Any) -> Any:
     return list(result) if isinstance(result, tuple) else result
 
 
-def _named(tensor: torch.Tensor, names: dict[int, str]) -> Any:
-    if id(tensor) in names:
-        return Ref(names[id(tensor)])
+def _number(tensor: torch.Tensor) -> Any:
+    """What Python made a tensor of, or the tensor."""
     if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64) and device_of(tensor.device).is_host:
         return tensor.item()
     return tensor

@@ -49,7 +49,7 @@ def without_varying_guards(
         )
     kept = replace(basic, nodes=nodes, varying=frozenset(varying), side_effects=told)
     kept.verify()
-    return kept, b_to_d(kept, module, sample.copy())
+    return kept, b_to_d(kept, module, sample)
 
 
 def _held(node: BNode) -> BNode:

@@ -55,7 +55,7 @@ def restore(
     Raises `PlanFileMismatch`, with the differences, where the graph is another or the plan takes more here than its
     budget, `PlanFileError` for a file whose parts do not belong together, and what tracing raises.
     """
-    request = replace(request, opaque=plan_file.asked.opaque, pin=(), scope=plan_file.asked.scope)
+    request = replace(request, opaque=plan_file.asked.opaque, pin=(), scope=plan_file.asked.scope, is_checked=True)
     _refuse_missing_parts(model, plan_file)
     with planning(model):
         trained = plan_file.asked.trained

@@ -31,6 +31,7 @@ from rockmate.memory.allocators import (
 )
 from rockmate.memory.split import Residents
 from rockmate.planning.costs import LossFunction, evaluate_loss
+from rockmate.runtime.runner import Runner
 from rockmate.units import format_bytes
 
 # A cross-entropy saves one tensor of the outputs' size and holds two gradients of that size at once; one is measured.
@@ -80,13 +81,18 @@ def by_turns(steps: Sequence[Callable[[], float]], least: int, most: int, second
     return times_ms
 
 
+def _for_a_step(step: StepFunction, sample: Sample) -> Sample:
+    """Gradients of inputs are not the user's to find; nor is what forward writes into them, which no plan does."""
+    return sample.aliases() if isinstance(step, Runner) else sample.copy()
+
+
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
     """Most bytes that one step allocates at once above what was there before, and what it has reserved."""
     return device_of(device).unwatched(lambda: _peak_of(step, sample, loss, device))
 
 
 def _peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
-    fresh = sample.copy()  # gradients of inputs are not the user's to find
+    fresh = _for_a_step(step, sample)
     before_bytes = start_peak(device)
     allocator = device_of(device).emulated()
     with AllocationLog(device) as log:
@@ -109,7 +115,7 @@ def warm_step(
 
     def run() -> None:
         with _lack_told(device), borrow():
-            run_step(step, sample.copy(), loss)
+            run_step(step, _for_a_step(step, sample), loss)
 
     device_of(device).warm_up(run)
 

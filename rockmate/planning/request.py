@@ -40,6 +40,7 @@ class PlanRequest:
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation, beside compiled ones
     follow: PortablePlan | None = None  # those of another plan: taken where they fit, in place of a search
     in_background: bool = True  # searches may go on while training does
+    is_checked: bool = False  # its trace was compared with the model when the plan was made that is to be restored
     is_hurried: bool = False  # with little time for a search, as a better plan is looked for in the background
     tiers: Tiers | None = None  # second memories, where data may be that nothing reads; None where all stay
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak

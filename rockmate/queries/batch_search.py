@@ -7,15 +7,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
+
+import torch
 
 from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time, schedule_of
 from rk_solvers.local.min_peak_search import min_peak_plan
-from rkgb import make_sample
+from rkgb import Sample, make_sample
 from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory
+from rkgb.devices.registry import device_of
+from rkgb.ir.dgraph import forward_peak_bytes
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.choices.module_layout import as_asked
 from rockmate.errors import BudgetError, BudgetTooSmall
-from rockmate.memory.budget import resolve_budget
+from rockmate.memory.budget import RESERVE, resolve_budget
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.measured import Measured, measure
@@ -24,7 +29,6 @@ from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.queries.batches import MakeBatch, interpolated
 
-_LACK = "there is not enough memory to measure it"
 _AFTER_A_LACK = 4  # the next batch is so much smaller: by one part in so many of what is open
 _GUESSES = 8  # such searches before a batch is measured
 
@@ -38,6 +42,7 @@ class Trial:
     why: str  # what it does not fit; "" where it does
     eager_peak_bytes: int | None  # None where it could not be measured
     took_s: float
+    lacks_memory: bool = False  # whether it was memory to plan with that was not enough, and not the budget
 
     @property
     def fits(self) -> bool:
@@ -68,6 +73,9 @@ class _Known:
     chain: Chain
     step_budget_bytes: int  # what the budget leaves to the step
     eager_bytes: int
+    given_bytes: int  # of the data, which are copied for what is run of the model
+    forward_bytes: int  # of what a forward takes that saves nothing
+    available_bytes: int  # for planning
     schedule: Schedule | None = None  # of its plan, if it has one
     excess_bytes: int = 0  # what a real step took beyond its prediction
 
@@ -89,7 +97,7 @@ class BatchSearch:
         self._refused: BudgetTooSmall | None = None
         self._largest = 0  # of the batches that fit
         self._smallest = self._most + 1  # of those that do not, or may not be tried
-        self._lacks = 0  # in a row: batches for whose planning there was not enough memory
+        self._checked: tuple[torch.nn.Module, Measured] | None = None  # whose trace was compared with the module
 
     def run(self, start: int, found: str) -> LargestBatch:
         """Search from `start` on. Raises `BudgetTooSmall` where no batch fits that can be planned."""
@@ -140,7 +148,7 @@ class BatchSearch:
     def _try(self, batch: int) -> bool:
         """Measure and plan a batch; whether it fits."""
         started = time.perf_counter()
-        plan, why, eager_bytes = None, "", None
+        plan, why, eager_bytes, lacks = None, "", None, False
         try:
             plan, eager_bytes = self._planned(batch)
         except BudgetTooSmall as error:
@@ -150,7 +158,7 @@ class BatchSearch:
             why = str(error)
         except Exception as error:
             if is_out_of_memory(error):
-                why = _LACK
+                why, lacks = "there is not enough memory to measure it", True
             elif self._refused is not None and not self._largest:  # some layers cannot be trained on one row
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -158,8 +166,7 @@ class BatchSearch:
                 raise
         if plan is None and self._refused is None:
             self._refused = BudgetTooSmall(f"a batch of {batch} cannot be planned: {why}", 0, "", 0)
-        self._trials.append(Trial(batch, plan, why, eager_bytes, time.perf_counter() - started))
-        self._lacks = self._lacks + 1 if why == _LACK else 0
+        self._trials.append(Trial(batch, plan, why, eager_bytes, time.perf_counter() - started, lacks))
         if plan is None:
             collect_failed()  # the next one is measured with all the memory that there is
             self._smallest = batch
@@ -179,7 +186,7 @@ class BatchSearch:
             left_as_it_was(model, call) as first,
             first.told(),
         ):
-            measured = measure(model, call, request)
+            measured = self._measured(model, call, request)
             self._resolve(measured)
             request = replace(request, budget=self._request.budget)
             self._learn(batch, measured)
@@ -193,6 +200,21 @@ class BatchSearch:
         self._best = plan_file_of(model, measured, plan, request)
         return plan, measured.eager_peak_bytes
 
+    def _measured(self, model: torch.nn.Module, call: Sample, request: PlanRequest) -> Measured:
+        """What planning needs to know of a batch. The trace is compared with the module for the first of them.
+
+        The others' are the same operations: so little else is run of them that there is memory for it where there is
+        for the plan's step. Whoever follows the plan compares.
+        """
+        if self._checked is not None and self._checked[0] is model:
+            known = self._checked[1]
+            found = measure(model, call, request, known)
+            if _names(found.problem) == _names(known.problem):
+                return found
+        found = measure(model, call, request)
+        self._checked = (model, replace(found, sample=None))
+        return found
+
     def _resolve(self, measured: Measured) -> None:
         """Bytes for all trials, where the budget is the free memory."""
         if isinstance(self._request.budget, int):
@@ -203,7 +225,18 @@ class BatchSearch:
 
     def _learn(self, batch: int, measured: Measured) -> None:
         step_bytes = self._budget_bytes - (0 if measured.residents is None else measured.residents.total_bytes)
-        known = _Known(batch, measured.problem, measured.chain, step_bytes, measured.eager_peak_bytes)
+        sample, graph = measured.sample, measured.graphs.D_graph
+        given_bytes = 0 if sample is None else sum(tensor.nbytes for tensor in sample.tensors)
+        known = _Known(
+            batch,
+            measured.problem,
+            measured.chain,
+            step_bytes,
+            measured.eager_peak_bytes,
+            given_bytes,
+            forward_peak_bytes(graph),
+            round(device_of(measured.device).available_bytes() * (1 - RESERVE)),
+        )
         self._known.append(known)
 
     def _learn_refusal(self, batch: int, error: BudgetTooSmall) -> int:
@@ -228,7 +261,8 @@ class BatchSearch:
         """The batch to try: what others tell, but at least `stride` from the end that moved last."""
         low, high = self._largest + 1, self._smallest - 1
         if self._is_for_lack():  # of which no prediction tells: a quarter less, then half of what is left
-            share = _AFTER_A_LACK if self._lacks == 1 else 2
+            in_a_row = len(list(takewhile(lambda trial: trial.lacks_memory, reversed(self._trials))))
+            share = _AFTER_A_LACK if in_a_row == 1 else 2
             return self._allowed(min(max(high + 1 - (high + 1 - self._largest) // share, low), high), low)
         guess = self._expected()
         if guess is None:
@@ -243,7 +277,7 @@ class BatchSearch:
 
     def _is_for_lack(self) -> bool:
         """Whether it was memory to plan with that the smallest batch that does not fit lacks, and not the budget."""
-        return any(trial.why == _LACK for trial in self._trials if trial.batch == self._smallest)
+        return any(trial.lacks_memory for trial in self._trials if trial.batch == self._smallest)
 
     def _allowed(self, batch: int, least: int = 0) -> int:
         """The largest batch up to this one that may be tried, or the smallest of at least `least`."""
@@ -290,7 +324,12 @@ class BatchSearch:
 
     def _fits(self, pair: tuple[_Known, _Known], plan: Schedule, batch: int) -> bool:
         problem = self._between(batch, pair)
-        return problem is not None and peak_and_time(problem, plan)[0] <= self._allowed_bytes(batch, pair)
+        traced_bytes = _on_line(batch, pair, lambda known: known.given_bytes + known.forward_bytes)
+        return (
+            problem is not None
+            and traced_bytes <= pair[0].available_bytes
+            and peak_and_time(problem, plan)[0] <= self._allowed_bytes(batch, pair)
+        )
 
     def _searched(self, batch: int, pair: tuple[_Known, _Known], plans: list[Schedule]) -> Schedule | None:
         """A plan that is expected to fit a batch; None where a short search finds none."""
@@ -309,7 +348,10 @@ class BatchSearch:
     def _allowed_bytes(self, batch: int, pair: tuple[_Known, _Known]) -> int:
         """What a step may take by prediction, if real ones take as much more as that of the nearer batch."""
         nearer = min(pair, key=lambda known: abs(known.batch - batch))
-        return round(_on_line(batch, pair, lambda known: known.step_budget_bytes)) - nearer.excess_bytes
+        step_bytes = _on_line(batch, pair, lambda known: known.step_budget_bytes)
+        # Blocks are measured beside a copy of what they are given.
+        planning_bytes = nearer.available_bytes - _on_line(batch, pair, lambda known: known.given_bytes)
+        return round(min(step_bytes, planning_bytes)) - nearer.excess_bytes
 
     def _eager_fits(self, pair: tuple[_Known, _Known], batch: int) -> bool:
         return _on_line(batch, pair, lambda known: known.eager_bytes) <= self._allowed_bytes(batch, pair)
@@ -317,7 +359,13 @@ class BatchSearch:
     def _leap(self) -> int:
         """A batch that fits if all bytes grow with it, as some do not: far enough to learn much from it."""
         known = max(self._known, key=lambda known: known.batch)
-        return max(2 * known.batch, known.batch * known.step_budget_bytes // max(1, self._least_bytes(known)))
+        return max(
+            2 * known.batch,
+            min(
+                known.batch * known.step_budget_bytes // max(1, self._least_bytes(known)),
+                known.batch * known.available_bytes // max(1, known.given_bytes + known.forward_bytes),
+            ),
+        )
 
     def _nearest(self) -> tuple[_Known, _Known] | None:
         """Two batches that were measured: the largest that fits and the smallest that does not, or the two largest."""
@@ -341,9 +389,11 @@ class BatchSearch:
 
 def _are_alike(one: _Known, other: _Known) -> bool:
     """Whether a plan of one is a plan of the other."""
-    return [op.name for op in one.problem.forward] == [op.name for op in other.problem.forward] and [
-        op.name for op in one.problem.backward
-    ] == [op.name for op in other.problem.backward]
+    return _names(one.problem) == _names(other.problem)
+
+
+def _names(problem: Problem) -> tuple[list[str], list[str]]:
+    return [op.name for op in problem.forward], [op.name for op in problem.backward]
 
 
 def _on_line(batch: int, pair: Sequence[_Known], value: Callable[[_Known], int]) -> float:
