@@ -47,7 +47,7 @@ def max_batch(
 
     Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
     what others will, so that few are needed: four, mostly. The answer was measured: a real step of its plan stays
-    within the budget.
+    within the budget. The trace is compared with the module for the first batch, and by whoever follows the plan.
 
     Args:
         model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose

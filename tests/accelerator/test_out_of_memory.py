@@ -274,14 +274,25 @@ def test_training_is_exact_where_freed_blocks_are_never_merged(extension, never_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny"])
-def test_the_largest_batch_of_a_full_device_is_close_to_what_can_be_planned_there(device, extension, name):
+@pytest.mark.filterwarnings("ignore:there was not the memory to compare the trace")
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny", "resnet18-tiny"])
+def test_the_largest_batch_of_a_full_device_is_found_and_trained_there(device, extension, name):
     entry = zoo.get(name, device=device)
     torch.accelerator.memory.empty_cache()
-    extension.limit(0, torch.accelerator.memory.memory_reserved() + (60 << 20))
+    extension.limit(0, torch.accelerator.memory.memory_reserved() + (200 << 20))
     found = max_batch(entry.model, entry.sample, "auto", loss=squares, limits=FEW_ROUNDS)
     assert len(found.trials) <= 5
+    # Where one tensor is a fifth of the device, gaps between tensors may leave no room for it: the step of a plan that
+    # is within the budget is then refused. Nothing else is out of memory.
+    assert name == "gpt2-tiny" or not any(trial.lacks_memory for trial in found.trials)
     refused = [trial.batch for trial in found.trials if not trial.fits]
-    assert min(refused) - found.batch <= 0.4 * found.batch
-    larger = zoo.get(name, device=device, batch=found.batch)
-    Rockmate(entry.model, larger.sample, found.budget_bytes, loss=squares, limits=FEW_ROUNDS)
+    assert not refused or min(refused) - found.batch <= 0.05 * found.batch
+    sample = zoo.get(name, device=device, batch=found.batch).sample  # at most this is on the device beside the model
+    gc.collect()
+    model = Rockmate(entry.model, sample, plan=found.plan_file)
+    gc.collect()
+    torch.accelerator.memory.empty_cache()
+    squares(model(*sample)).backward()  # within the device
+    entry.model.zero_grad()
+    extension.limit(0, 16 << 30)
+    assert_same_step(model, copy.deepcopy(entry.model), *sample)

@@ -11,7 +11,8 @@ from torch import nn
 from rkgb import BNode, DNode, GraphError, b_to_d, make_sample, trace
 from rkgb.ir.bgraph import Source
 from rkgb.ir.call import Call, Ref
-from rkgb.ir.dgraph import last_uses, leaf_tensors, run_nodes
+from rkgb.ir.dgraph import forward_peak_bytes, last_uses, leaf_tensors, run_nodes
+from rockmate import PeakMemory, zoo
 from tests.graph.cases import CASES, program
 from tests.graph.examined import examined
 from tests.graph.programs import Program, linear, op_names, rows, scale, traced
@@ -234,3 +235,18 @@ def test_inspecting_keeps_no_activations():
     traced(Watched(), rows(3, 4, requires_grad=True))
     gc.collect()
     assert all(reference() is None for reference in alive)
+
+
+# ---- what a forward takes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny", "unet-tiny", "llama-tiny"])
+def test_a_forward_that_saves_nothing_takes_what_is_told(name):
+    entry = zoo.get(name)
+    sample = make_sample(entry.model, entry.sample)
+    graph = b_to_d(trace(entry.model, sample), entry.model, sample)
+    values = dict(leaf_tensors(graph.leaves, entry.model, sample.tensors))
+    with PeakMemory() as memory, torch.no_grad():
+        run_nodes(graph.nodes, values, graph.output_names)
+    inside = memory.peak_bytes - forward_peak_bytes(graph)
+    assert 0 <= inside <= 0.35 * memory.peak_bytes  # what operations compute with and do not return

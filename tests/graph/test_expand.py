@@ -10,6 +10,7 @@ from rkgb.ir.sample import make_sample
 from rkgb.passes.b_to_d import b_to_d
 from rkgb.passes.expand import expand_composites
 from rkgb.replay.replay import replay_check
+from rockmate import PeakMemory
 from tests.graph.programs import op_names
 
 
@@ -83,3 +84,17 @@ def test_the_module_and_the_random_stream_are_left_as_they_were():
 def test_values_keep_the_names_of_the_trace():
     composite, fine, _ = expanded(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4))
     assert fine.output_names == composite.output_names
+
+
+def test_what_is_inside_is_freed_while_it_is_taken_apart():
+    """As in a forward without gradients: attention's inner tensors are many times what it returns."""
+    module, x = Attention(fused=True), torch.randn(4, 256, 8)
+    sample = make_sample(module, x)
+    composite = trace(module, sample)
+    peaks = []
+    for run in (lambda: module(x), lambda: expand_composites(composite, module, sample)):
+        with PeakMemory() as memory, torch.no_grad():
+            result = run()
+        peaks.append(memory.peak_bytes)
+        del result
+    assert peaks[1] <= peaks[0] + 4 * 2 * 256 * 256  # a mask that is drawn is seen beside the product

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rk_solvers import Greedy
+from rkgb import pipeline
 from rockmate import (
     ArgumentError,
     BudgetError,
@@ -23,6 +24,7 @@ from rockmate import (
     PlanFileMismatch,
     PlanFileWarning,
     Rockmate,
+    TraceWarning,
     plan_files,
     zoo,
 )
@@ -258,6 +260,22 @@ def test_a_plan_goes_with_no_budget_and_no_pins(plan_file: PlanFile):
         Rockmate(Network(), sample(), plan=3)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         Rockmate(Network(), sample(), plan="there is none")
+
+
+def test_where_no_memory_is_left_to_compare_the_trace_a_plan_of_a_file_goes_on(plan_file: PlanFile, monkeypatch):
+    compared = []
+
+    def lacking(*_: Any) -> None:
+        compared.append(True)
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(pipeline, "replay_check", lacking)
+    with pytest.warns(TraceWarning, match="not the memory to compare the trace of Network .* when its plan was made"):
+        model = Rockmate(Network(), sample(), plan=plan_file)
+    assert len(compared) == 2, "in memory and on disk"
+    assert_trains_exactly(model, [sample()] * 2, only_logits)
+    with pytest.raises(torch.OutOfMemoryError):  # whose trace nobody has compared
+        Rockmate(Network(), sample(), 0.9)
 
 
 def test_copies_follow_the_file_too(plan_file: PlanFile):
