@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -45,6 +45,7 @@ from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import leaves, map_leaves
 
 Stage = Callable[[str, int, int], None]
+OrNone = Literal["or none"]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
 
 
@@ -195,18 +196,17 @@ def exact_trace(
     sample: Sample,
     tracer: Tracer = "auto",
     *,
-    low_memory: bool | None = None,
+    low_memory: bool | OrNone | None = None,
     on_stage: Stage | None = None,
     may_branch: bool = False,
     is_still: bool = False,
     opaque: Sequence[torch.nn.Module] = (),
-    may_lack_check: bool = False,
 ) -> tuple[BGraph, DGraph]:
     """The trace of one front end, or under ``"auto"`` of the first, that the replay check accepts.
 
     A graph that `may_branch` is also accepted where it holds for data like the sample's alone, which its guards check.
-    One that `may_lack_check` is where there is not the memory for the check, with a warning: a trace of the same
-    module that was checked before is to be compared with it.
+    With `low_memory` "or none" any is where not even the check on disk has the memory that it takes, with a warning: it
+    is to be compared with a trace of the same module that was checked.
 
     Raises `TraceError` or `ReplayMismatch` with what the last one failed at, or the module's own error where it does
     not run on the sample; warns (`TraceWarning`) of side effects of forward that no run of the graph repeats. Where
@@ -222,7 +222,8 @@ def exact_trace(
     tracer = "record" if cast else tracer
     with out_of_memory_told(f"while {type(model).__name__} was traced, and the trace checked", _ADVICE):
         has_data = all(device_of(device).has_data for device in module_devices(model, sample.tensors))
-        check = _Check(low_memory, may_branch, is_still, tell, tuple(opaque), has_data, may_lack_check)
+        asked, or_none = (None, True) if low_memory == "or none" else (low_memory, False)
+        check = _Check(asked, may_branch, is_still, tell, tuple(opaque), has_data, or_none)
         basic, dataflow = _believed_trace(model, sample, tracer, check)
     for told in basic.side_effects:
         warnings.warn(told, TraceWarning, stacklevel=2)
@@ -344,7 +345,7 @@ class _Check:
     tell: Stage
     opaque: tuple[torch.nn.Module, ...] = ()
     is_needed: bool = True  # else any trace that runs is accepted
-    may_lack: bool = False  # where there is not the memory for it, a trace is accepted without
+    or_none: bool = False  # so it is where there is not the memory for a comparison
 
     def with_opaque(self, paths: Iterable[str], model: torch.nn.Module) -> _Check:
         """The same with these submodules of `model` opaque as well."""
@@ -367,7 +368,7 @@ class _Check:
         try:
             return replay_check(graph, model, sample, True, self.may_branch, self.is_still)
         except Exception as error:
-            if not self.may_lack or not is_out_of_memory(error):
+            if not self.or_none or not is_out_of_memory(error):
                 raise
         collect_failed()
         return (

@@ -333,7 +333,7 @@ def _trace(
         may_branch=request.may_branch,
         is_still=request.is_still,
         opaque=opaque,
-        may_lack_check=request.is_checked,
+        low_memory="or none" if request.is_checked else None,
     )
 
 
