@@ -99,6 +99,16 @@ def standing_in(kind: str, make: MakeDevice) -> Iterator[None]:
         _STAND_INS.reset(token)
 
 
+def usual_device() -> torch.device:
+    """Where training mostly is on this machine: on its accelerator, where there is one that can be measured."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    if found is None or not device_of(found).is_supported:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def device_of(device: torch.device) -> Device:
     """All that depends on the kind of `device`."""
     kind = KINDS.get(device.type)

@@ -46,8 +46,10 @@ class Labels(DispatchMode):
     Also notes the modules that are called without another around them, and the optimizers that step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tick_ns: int = 0) -> None:
+        """With `tick_ns`, times that are asked for may be that much too early."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._tick_ns = tick_ns
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._starts: list[int] = []
@@ -120,7 +122,7 @@ class Labels(DispatchMode):
     def at(self, time_ns: int) -> Label:
         """What ran then."""
         place = bisect_left(self._ends, time_ns)
-        if place < len(self._ends) and self._starts[place] <= time_ns:
+        if place < len(self._ends) and self._starts[place] < time_ns + max(1, self._tick_ns):
             return self._labels[place]
         return UNSEEN
 

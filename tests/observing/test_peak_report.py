@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockmate.zoo as zoo
 from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.registry import device_of
 from rockmate import PeakMemory, PeakReport, Rockmate
+from tests.where import here, placed
 
 
 class Net(nn.Module):
@@ -17,17 +20,25 @@ class Net(nn.Module):
         self.first = nn.Linear(64, 256)
         self.second = nn.Linear(256, 64)
         self.norm = nn.BatchNorm1d(64)
+        placed(self)
 
     def forward(self, given):
         wide = self.first(given).relu()
         return self.norm(self.second(wide))
 
 
+class Idle(TorchDispatchMode):
+    """Within any mode PyTorch sums gradients of one tensor beside them, and not in place."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def train(model, steps, optimizer=torch.optim.AdamW, keep=None):
     made = optimizer(model.parameters(), lr=1e-3)
     for step in range(steps):
         torch.manual_seed(step)
-        output = model(torch.randn(512, 64))
+        output = model(placed(torch.randn(512, 64)))
         if keep is not None:
             keep.append(output)
         output.square().mean().backward()
@@ -41,10 +52,10 @@ def test_sizes_add_up_to_the_peak_that_is_measured(keeps):
     torch.manual_seed(0)
     model = Net()
     kept = [] if keeps else None
-    with PeakMemory() as memory:
+    with PeakMemory(here()) as memory:
         train(copy.deepcopy(model), 4, keep=kept)
     kept = [] if keeps else None
-    with PeakReport() as report:
+    with PeakReport(here()) as report:
         train(copy.deepcopy(model), 4, keep=kept)
     assert report.peak_bytes == memory.peak_bytes
     assert sum(holder.size_bytes for holder in report.holders) == report.peak_bytes
@@ -54,16 +65,16 @@ def test_sizes_add_up_to_the_peak_that_is_measured(keeps):
 
 def test_models_of_the_zoo_add_up_as_well():
     for name in ("gpt2-tiny", "resnet18-tiny"):
-        entry = zoo.get(name)
+        entry = zoo.get(name, device=here())
 
         def step(entry=entry):
             entry.loss(entry.model(*entry.sample)).backward()
             entry.model.zero_grad()
 
         step()
-        with PeakMemory() as memory:
+        with PeakMemory(here()) as memory, Idle():
             step()
-        with PeakReport() as report:
+        with PeakReport(here()) as report:
             step()
         assert report.peak_bytes == memory.peak_bytes
         assert sum(holder.size_bytes for holder in report.holders) == report.peak_bytes
@@ -71,9 +82,9 @@ def test_models_of_the_zoo_add_up_as_well():
 
 
 def test_kinds_and_places_are_told():
-    with PeakReport() as report:
+    with PeakReport(here()) as report:
         train(Net(), 3)
-    parameters = sum(p.nbytes for p in Net().parameters())
+    parameters = sum(device_of(here()).allocated_bytes(p.nbytes) for p in Net().parameters())
     kinds = report.kinds
     assert kinds["parameters"] == parameters
     assert 2 * parameters <= kinds["optimizer state"] <= 2 * parameters + 100
@@ -90,7 +101,7 @@ def test_kinds_and_places_are_told():
 
 def test_what_grows_from_step_to_step_is_told():
     kept = []
-    with PeakReport() as report:
+    with PeakReport(here()) as report:
         train(Net(), 6, keep=kept)
     (leak,) = [holder for holder in report.growing if holder.label.module == "norm" and holder.size_bytes > 1 << 19]
     assert leak.label.operation.startswith("native_batch_norm")
@@ -102,39 +113,39 @@ def test_training_is_as_it_was():
     model = Net()
     other = copy.deepcopy(model)
     train(model, 3)
-    with PeakReport():
+    with PeakReport(here()):
         train(other, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
-    model(torch.randn(8, 64))  # no hook is left
+    model(placed(torch.randn(8, 64)))  # no hook is left
 
 
 def test_a_planned_module_is_watched_as_well():
-    model, sample = Net(), torch.randn(512, 64)
+    model, sample = Net(), placed(torch.randn(512, 64))
     planned = Rockmate(model, sample, 1.0, time_limit=1)
-    with PeakReport() as report:
+    with PeakReport(here()) as report:
         planned(sample).square().mean().backward()
     assert sum(holder.size_bytes for holder in report.holders) == report.peak_bytes > 0
 
 
 def test_an_error_is_the_user_s_own_and_nothing_is_left_on():
-    report = PeakReport()
+    report = PeakReport(here())
 
     def fail():
         with report:
-            Net()(torch.randn(4, 64))
+            Net()(placed(torch.randn(4, 64)))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert report.peak_bytes > 0
-    with PeakMemory():
+    with PeakMemory(here()):
         pass
 
 
 def test_where_memory_runs_out_the_note_says_who_holds_it():
     def fail():
-        with PeakReport():
-            output = Net()(torch.randn(512, 64))
+        with PeakReport(here()):
+            output = Net()(placed(torch.randn(512, 64)))
             torch.empty(1 << 60, dtype=torch.uint8).fill_(int(output.sum()))
 
     with pytest.raises(RuntimeError) as caught:
@@ -145,7 +156,7 @@ def test_where_memory_runs_out_the_note_says_who_holds_it():
 
 
 def test_results_are_there_at_the_end():
-    report = PeakReport()
+    report = PeakReport(here())
     with pytest.raises(RuntimeError, match="no result yet"):
         _ = report.peak_bytes
     with report, pytest.raises(RuntimeError, match="no result yet"):
@@ -155,20 +166,20 @@ def test_results_are_there_at_the_end():
 
 
 def loop_without_modules():
-    weight = torch.zeros(512, 512, requires_grad=True)
+    weight = torch.zeros(512, 512, device=here(), requires_grad=True)
     optimizer = torch.optim.Adam([weight])
     for _ in range(4):
-        (torch.ones(8, 512) @ weight).sum().backward()
+        (torch.ones(8, 512, device=here()) @ weight).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def loop_within_a_range():
-    model = torch.nn.Linear(512, 512)
+    model = torch.nn.Linear(512, 512, device=here())
     optimizer = torch.optim.Adam(model.parameters())
     with torch.profiler.record_function("an epoch of the user's"):
         for _ in range(4):
-            model(torch.ones(8, 512)).sum().backward()
+            model(torch.ones(8, 512, device=here())).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -184,7 +195,7 @@ def test_steps_are_told_apart_where_no_log_can_end_between_them(loop, monkeypatc
         return ends(self, *error)
 
     monkeypatch.setattr(AllocationLog, "__exit__", end)
-    with PeakReport() as report:
+    with PeakReport(here()) as report:
         loop()
     assert torch.autograd.profiler.record_function.__enter__ is entered
     assert open_ranges == [0]  # once, after it all

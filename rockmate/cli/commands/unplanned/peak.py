@@ -21,12 +21,12 @@ from rockmate.observing.peak_report import PeakReport
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=examples("rockmate peak train.py", "rockmate peak -o peak.html train.py --steps 3"),
 )
-@click.option("--device", default="cpu", show_default=True, metavar="NAME", help="Where the tensors are.")
+@click.option("--device", metavar="NAME", help="Where the tensors are. [default: the accelerator, or the CPU]")
 @click.option("-o", "--output", type=OutputFile(), help="Write the report as a page.")
 @json_option
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(device: str, output: Path | None, as_json: bool, script: str, arguments: tuple[str, ...]) -> int:
+def command(device: str | None, output: Path | None, as_json: bool, script: str, arguments: tuple[str, ...]) -> int:
     """Run SCRIPT, a Python file that trains, as it is, and tell who holds the memory at its highest moment.
 
     By kind, module, line and operation, to the byte; steps of optimizers are where steps end. What lives on from step
