@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import LoweredPlan
+from rockmate.planning.refusal import tell_of_lack
 from rockmate.runtime.runner import Runner
 
 
@@ -43,6 +45,7 @@ class Specialization:
     def of(model: torch.nn.Module, measured: Measured, planned: LoweredPlan) -> Specialization:
         """A plan that is there already, for `model`: the module that was planned, or a copy of it."""
         runner = planned.runner_for(model, measured)
+        runner.on_lack(partial(tell_of_lack, measured, planned.plan, type(model).__name__))
         return Specialization(model, measured, planned, runner, runner.settings)
 
     @property
@@ -50,6 +53,7 @@ class Specialization:
         """What calls the plan's code, which reads the parts that the module has now."""
         if self._runner is None or not self._runner.is_of_now:
             self._runner = self.planned.runner_for(self.model, self.measured, self._settings)
+            self._runner.on_lack(partial(tell_of_lack, self.measured, self.plan, type(self.model).__name__))
             self._settings = self._runner.settings
         return self._runner
 

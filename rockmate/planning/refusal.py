@@ -1,23 +1,30 @@
-"""What a user is told whose budget no plan fits: the smallest that would do, what binds there, and what would help."""
+"""What a user is told whose budget no plan fits, or whose device a step does not fit: what binds, what would help."""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rk_solvers import Limits, Problem, Simulation, Solution, simulate, solver_named
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.liveness import least_bytes
+from rkgb.devices.registry import device_of
 from rockmate.errors import BudgetTooSmall
-from rockmate.memory.budget import is_fraction
+from rockmate.memory.budget import RESERVE, is_fraction
 from rockmate.memory.split import MemorySplit, gradients_made
 from rockmate.planning.costs import LOSS
 from rockmate.planning.graph_solver import memory_for
 from rockmate.planning.measured import Measured, problem_of
+from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
+from rockmate.runtime.codegen import FILE_NAME
 from rockmate.units import format_apart, format_bytes
 
 _MUCH = 0.15  # a part of the peak that is worth a word
+_SHOWN = 3  # of what a plan holds, in a message
+_ASSIGNED = re.compile(r"\[?(\w+)")  # the first name of a line of generated code
 
 
 def too_small(
@@ -167,3 +174,66 @@ def _smaller_inputs(batch: int | None, fixed_bytes: int, smallest_bytes: int) ->
     if batch == 1:
         return "give smaller inputs, such as shorter sequences: there is one row alone;"
     return "give a sample with rows: the batch is empty, and a real one takes more;"
+
+
+# ---- a step that finds no memory -----------------------------------------------------------------------
+
+
+def tell_of_lack(measured: Measured, plan: Plan, name: str, error: BaseException) -> None:
+    """Add a note to `error`, with which memory ran out in a step of `plan`: who holds it there, and what would fit.
+
+    `name` is the module's class.
+    """
+    device = device_of(measured.device)
+    peak_bytes = plan.measured_peak_bytes or plan.peak_bytes
+    simulation = simulate(measured.problem, plan.schedule, plan.memory)
+    place = _place_of(error, measured, simulation)
+    held_bytes = simulation.moments[place].alive_bytes
+    free_bytes = device.available_bytes()
+    there_bytes = held_bytes + free_bytes
+    if there_bytes < peak_bytes:
+        budget = format_bytes(int(there_bytes * (1 - RESERVE)))
+        advice = (
+            f"Beside what else is there, about {format_bytes(there_bytes)} are left for a step: plan for them "
+            f'(budget="{budget}"), give a smaller batch, or free memory first.'
+        )
+    else:
+        advice = f"That is as much as the step takes, but in pieces that are too small. {device.gaps_advice()}"
+    error.add_note(
+        f"{name} ran by its plan for {format_bytes(plan.budget_bytes)}, whose step takes "
+        f"{format_bytes(peak_bytes)} above what was there before it. Memory ran out at "
+        f"{_told(measured, simulation.moments[place].op.name)}, where the plan holds {format_bytes(held_bytes)}"
+        f"{_held_at(place, measured, simulation)}; {format_bytes(free_bytes)} were free on {measured.device}. {advice}"
+    )
+
+
+def _place_of(error: BaseException, measured: Measured, simulation: Simulation) -> int:
+    """Of the computation that failed, by the line of generated code; of the highest one where that is not known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FILE_NAME)]
+    found = _ASSIGNED.match((frames[-1].line or "").strip()) if frames else None
+    if found is not None:
+        op = next((op.name for op in measured.graphs.D_graph if found[1] in op.output_names), found[1])
+        places = [place for place, moment in enumerate(simulation.moments) if moment.op.name == op]
+        if places:
+            return places[0 if frames[-1].name == "forward" else -1]
+    return simulation.moments.index(simulation.peak)
+
+
+def _held_at(place: int, measured: Measured, simulation: Simulation) -> str:
+    """The largest of what is alive before a computation."""
+    problem = measured.problem
+    made_here = {data for data, item in enumerate(problem.data) if item.name == simulation.moments[place].op.name}
+    alive = [problem.data[index] for index in simulation.alive_at(place) if index not in made_here]
+    largest = sorted(alive, key=lambda data: -data.size_bytes)[:_SHOWN]
+    if not largest:
+        return ""
+    told = ", ".join(
+        f"{format_bytes(data.size_bytes)} of {_told(measured, problem.forward[data.producer].name)}" for data in largest
+    )
+    return f": {told}{', and others' if len(alive) > len(largest) else ''}"
+
+
+def _told(measured: Measured, op_name: str) -> str:
+    """An operation with its place in the user's code."""
+    where = _where(measured, op_name).removeprefix(", ")
+    return f"{op_name} ({where})" if where else op_name

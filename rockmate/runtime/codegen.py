@@ -28,6 +28,7 @@ from rockmate.runtime.resting import Rests
 from rockmate.runtime.sized import SizedCode
 from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
 
+FILE_NAME = "<rockmate"  # how the names of files of generated code begin
 _file_numbers = itertools.count(1)  # every compiled source needs a file name of its own
 
 
@@ -124,7 +125,7 @@ def _saving(program: Program, op: str, is_whole: bool) -> SavingOp:
 
 def execute(code: GeneratedCode) -> dict[str, Any]:
     """The functions of generated source, by name; its lines show in tracebacks and in the debugger."""
-    file_name = f"<rockmate {next(_file_numbers)}>"
+    file_name = f"{FILE_NAME} {next(_file_numbers)}>"
     functions: dict[str, Any] = {}  # apart from what they read, or each would hold itself, and the model with it
     # Entries without a modification time stay until they are taken out: here, with the functions.
     linecache.cache[file_name] = (len(code.source), None, code.source.splitlines(keepends=True), file_name)

@@ -77,6 +77,10 @@ class Runner:
         """The module that it stands for."""
         return self._module
 
+    def on_lack(self, tell: Callable[[BaseException], None]) -> None:
+        """Have `tell` told of errors with which memory runs out in a forward, or in what a backward recomputes."""
+        self._compiled.tables.on_lack = tell
+
     @property
     def is_of_now(self) -> bool:
         """Whether the parameters that rest are those for which the code was written."""
@@ -127,7 +131,11 @@ class Runner:
             contextlib.nullcontext() if saved_hooks_are_allowed() else hooks_allowed(),
             self._undone_if_refused() if self._is_guarded else contextlib.nullcontext(),
         ):
-            results = self._compiled.forward(step, *tensors)
+            try:
+                results = self._compiled.forward(step, *tensors)
+            except Exception as error:
+                self._compiled.tables.tell_of_lack(error)
+                raise
         values = dict(zip(self._output_names, results, strict=True))
         if self._input_outputs:
             values |= {n: leaf_tensors(self._graph.leaves, self._module, tensors)[n] for n in self._input_outputs}

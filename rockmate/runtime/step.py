@@ -219,6 +219,13 @@ class Step:
 
     def run(self, segment: int) -> None:
         """Run a segment now: under no_grad, on its own random numbers, leaving the streams as they were."""
+        try:
+            self._run(segment)
+        except Exception as error:
+            self._tables.tell_of_lack(error)
+            raise
+
+    def _run(self, segment: int) -> None:
         code = self._tables.segments[segment]
         self._ran.add(segment)
         if torch.is_grad_enabled() and self.double_backward is not None and running_backward() != -1:

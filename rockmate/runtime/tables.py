@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from rkgb.devices.out_of_memory import is_out_of_memory
+
 Pack = Callable[[torch.Tensor], torch.Tensor]
 Unpack = tuple[Callable[..., Any], tuple[str, ...]]  # what makes values again, and keys of what is kept for it
+
+
+_TOLD = "told_of_by_rockmate"
 
 
 class GivesBack(Protocol):
@@ -81,6 +87,8 @@ class StepTables:
     unpacks: dict[str, Unpack] = field(default_factory=dict)  # by key
     sizes: Mapping[str, Any] = field(default_factory=dict)  # what code for several sizes looks up
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by value: as code that checks it has it
+    # Told where memory runs out in a step; what that raises is the user's.
+    on_lack: Callable[[BaseException], None] | None = None
     makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
     takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
     repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it
@@ -89,6 +97,13 @@ class StepTables:
         self.makers = {key: index for index, code in reversed(list(enumerate(self.segments))) for key in code.makes}
         self.takers = _by_name([code.takes for code in self.segments])
         self.repeaters = _by_name([code.repeats for code in self.segments])
+
+    def tell_of_lack(self, error: BaseException) -> None:
+        """Of an error in a step, if it is that memory ran out."""
+        if self.on_lack is not None and is_out_of_memory(error) and not hasattr(error, _TOLD):
+            setattr(error, _TOLD, True)  # one segment may run within another
+            with contextlib.suppress(Exception):  # the user's error counts
+                self.on_lack(error)
 
 
 def _by_name(names_of: list[frozenset[str]]) -> dict[str, frozenset[int]]:
