@@ -121,12 +121,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "errors", "progress", "proxy", "nn", "memory", "layouts", "offload", "planning", "options", "plan_files",
             "reports", "calls",
         ),
-        "observing": ("units",),
         "queries": (
             "errors", "units", "progress", "nn", "memory", "layouts", "runtime", "planning", "options", "plan_files",
             "choices", "calls", "module",
         ),
         "forecast": ("errors", "units", "memory", "planning", "options", "queries"),
+        "observing": ("errors", "units", "forecast"),
         "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
         "compile": ("errors", "units", "division", "memory", "planning"),
         "integrations": ("errors", "memory", "options", "module", "queries"),

@@ -109,6 +109,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
+    function: Any  # that ran; `call` may make the same otherwise
     call: Call  # with what stands for tensors; one that has come from outside is there itself
     result: Any
     grad_enabled: bool
@@ -144,7 +145,7 @@ class _Recorder(DispatchMode):
         result = func(*args, **(kwargs or {}))
         made = leaves(result)
         call = without_shape_read(Call(func, *told), made[0]) if made else Call(func, *told)
-        self.calls.append(_Recorded(call, map_leaves(self._noted, _as_list(result)), torch.is_grad_enabled()))
+        self.calls.append(_Recorded(func, call, map_leaves(self._noted, _as_list(result)), torch.is_grad_enabled()))
         return result
 
 
@@ -171,7 +172,7 @@ def _parts(node: BNode, recorder: _Recorder, values: dict[str, Any], result: Any
             return None
         made = map_leaves(lambda seen: Ref(names[seen]), (call.call.args, call.call.kwargs), _is_seen)
         is_alone = len(calls) == 1
-        stem = node.name if is_alone else f"{node.name}_{function_name(call.call.function).strip('_')}_{index}"
+        stem = node.name if is_alone else f"{node.name}_{function_name(call.function).strip('_')}_{index}"
         for place, seen in enumerate(produced):
             own = stem if len(produced) == 1 else f"{stem}_{place}"
             names[seen] = outputs[seen] if seen in outputs and last[seen] == index else own

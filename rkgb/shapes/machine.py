@@ -118,6 +118,12 @@ def named_machine(name: str) -> Machine | None:
     return _CPU if key == "cpu" else _BY_KEY.get(key)
 
 
+def known_name(told: str) -> str | None:
+    """The name here of an accelerator that tells one such as "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    found = [name for name in NAMES if _key(name) in _key(told)]
+    return max(found, key=len) if found else None
+
+
 def accelerator_of(memory_bytes: int) -> Machine:
     """Some accelerator with so much memory, of which no speed is known."""
     return Machine("accelerator", "cuda", memory_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch.nn.modules.batchnorm
@@ -35,6 +36,19 @@ hooks_after_calls: dict[int, Any] = calls._global_forward_hooks
 
 hooks_always_called: dict[int, Any] = calls._global_forward_hooks_always_called
 """The numbers of those that are called after a forward that has raised an error, too."""
+
+
+def arguments_of_hook(frame: FrameType | None) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """With what the module is called whose hook for all modules was called from `frame`: those are told no keywords.
+
+    None where that cannot be seen.
+    """
+    if frame is None or frame.f_code.co_filename != calls.__file__:
+        return None
+    seen = frame.f_locals
+    args, kwargs = seen.get("args"), seen.get("kwargs")
+    return (args, kwargs) if isinstance(args, tuple) and isinstance(kwargs, dict) else None
+
 
 # ---- parametrizations ----------------------------------------------------------------------------------------
 # Nothing public tells whether it is within `parametrize.cached()`, or leaves that for a while.

@@ -33,8 +33,8 @@ class Estimate:
     """What training a model takes on a device, and what Rockmate can do about it. Sizes are in bytes, times in ms.
 
     `peak_bytes` is what eager training allocates at most, and `split` who holds it then. `smallest` is the plan of
-    least peak that was found, `planned` the one for the device's memory where eager training does not fit. What is
-    `unknown` is not in any figure.
+    least peak that was found, `planned` the one for the budget that was asked about, or for the device's memory where
+    eager training does not fit. What is `unknown` is not in any figure.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Estimate:
     unplanned: str = ""
     unknown: tuple[str, ...] = ()
     took_s: float = 0.0
+    asked_bytes: int | None = None  # the budget that was asked about, of the step
 
     @property
     def peak_bytes(self) -> int:
@@ -127,6 +128,8 @@ def _plan_lines(estimate: Estimate) -> list[str]:
             f"planned: Rockmate(model, sample, {estimate.planned.budget_bytes}) trains within "
             f"{format_bytes(estimate.planned.peak_bytes)}, {estimate.planned.overhead:+.1%} of the time"
         )
+    elif estimate.asked_bytes is not None:
+        lines.append(f"no plan was found for a step of {format_bytes(estimate.asked_bytes)}")
     if estimate.smallest is not None and estimate.proven_bytes is not None:
         lines.append(
             f"smallest found: {format_bytes(estimate.smallest.peak_bytes)} in all, {estimate.smallest.overhead:+.1%} "

@@ -28,6 +28,7 @@ from rockmate.forecast.answer import BatchEstimate, Estimate, PlannedStep
 from rockmate.forecast.batches import SizedStep, largest_eager_batch, largest_planned_batch
 from rockmate.forecast.eager_step import EagerStep, observe_eager_step
 from rockmate.memory.allocators import predicted_reserved_bytes
+from rockmate.memory.budget import AboveResidents, Budget, read_budget, resolve_budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
@@ -51,6 +52,7 @@ def estimate(
     flops: float | None = None,
     bandwidth: float | None = None,
     batches: bool = True,
+    budget: Budget = None,
     time_limit: float = SEARCH_S,
 ) -> Estimate:
     """What training `model` takes on `device`, without running it there or anywhere: no kernel runs, and nothing of the
@@ -67,6 +69,8 @@ def estimate(
         dtype: train in this type of floating point, in the place of the model's own.
         flops, bandwidth: operations and bytes a second, in the place of those known of the device.
         batches: whether to tell how large a batch fits, where the memory is known.
+        budget: of the step, as for `Rockmate`: bytes, a size, or a part of the eager step's peak. What a plan for it
+            costs is told in the place of one for the device's memory.
         time_limit: seconds for the search of one plan.
 
     Raises:
@@ -83,7 +87,7 @@ def estimate(
         model, sample, *others = make(rows)
         loss = others[0] if others else loss
     assert isinstance(model, torch.nn.Module)
-    study = _Study(machine, Dataless(machine, dtype), optimizer, time_limit)
+    study = _Study(machine, Dataless(machine, dtype), optimizer, time_limit, read_budget(budget))
     arguments = make_sample(model, sample)
     with standing_for(machine, study.dataless.values) as shapes, study.dataless.module(model):
         step = study.step(model, study.dataless.sample(arguments), loss, shapes, rows)
@@ -138,6 +142,7 @@ class _Study:
     dataless: Dataless
     optimizer: OptimizerLike | None
     search_s: float
+    budget: int | float | AboveResidents | None = None  # that was asked about
 
     # ---- one step --------------------------------------------------------------------------------------------
 
@@ -178,14 +183,24 @@ class _Study:
             smallest=_planned(step, peak_bytes, peak_bytes, time_ms),
             proven_bytes=max(eager.held_bytes + proven_bytes, eager.after_backward_bytes),
         )
-        if found.fits is not False or found.usable_bytes is None:
-            return found
-        budget_bytes = found.usable_bytes - eager.held_bytes
-        if peak_bytes > budget_bytes or eager.after_backward_bytes > found.usable_bytes:
+        budget_bytes = self._budget_bytes(found)
+        if self.budget is not None:
+            found = replace(found, asked_bytes=budget_bytes)
+        if budget_bytes is None or peak_bytes > budget_bytes:
             return found
         solver = solver_named("auto", Limits().without_proofs(self.search_s), chain)
         solution = solver.solve(problem, budget_bytes)
         return replace(found, planned=_planned(step, budget_bytes, solution.peak_bytes, solution.time_ms))
+
+    def _budget_bytes(self, found: Estimate) -> int | None:
+        """Of the step that is to be planned: what was asked about, or what the device has for it; None where it has
+        enough without a plan, or not even enough for what is there after the backward."""
+        eager = found.eager
+        if self.budget is not None:
+            return resolve_budget(self.budget, eager.step_peak_bytes, torch.device("cpu"))
+        if found.fits is not False or found.usable_bytes is None or eager.after_backward_bytes > found.usable_bytes:
+            return None
+        return found.usable_bytes - eager.held_bytes
 
     # ---- other batches ---------------------------------------------------------------------------------------
 

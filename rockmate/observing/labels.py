@@ -20,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rkgb.process.uncompiled import DispatchMode
 from rkgb.torch_private.autograd import next_sequence_number, running_node, sequence_number
+from rkgb.torch_private.modules import arguments_of_hook
+from rockmate.observing.largest_calls import LargestCalls
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer step"
 _OURS = tuple(str(Path(folder)) for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
@@ -51,6 +53,7 @@ class Labels(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tick_ns = tick_ns
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.calls = LargestCalls()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -156,6 +159,9 @@ class Labels(DispatchMode):
             if self._between is not None and not self._ranges and running_node() is None:
                 self._between()
             self.roots.add(module)
+            arguments = arguments_of_hook(sys._getframe(1))
+            if arguments is not None and running_node() is None:
+                self.calls.note(module, *arguments)
             for path, part in module.named_modules():
                 self._paths.setdefault(part, path or type(module).__name__)
         self._called.append(module)

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -17,10 +17,15 @@ from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.devices.registry import device_of, kinds_text, usual_device
+from rkgb.shapes.machine import known_name
 from rkgb.tree import leaves
+from rockmate.errors import ArgumentError
 from rockmate.observing.labels import Labels
 from rockmate.observing.ledger import Holder, Ledger, StepMoment
 from rockmate.units import format_bytes
+
+if TYPE_CHECKING:
+    from rockmate.forecast.answer import Estimate
 
 _SHOWN = 12
 _TICK_NS = 1000  # of the clock by which accelerators' allocators tell times
@@ -48,6 +53,8 @@ class PeakReport:
 
     Args:
         device: where the tensors are; None for the accelerator, or for the CPU where there is none.
+        keep_model: hold the model that was called last, for `estimate` after a script that lets it go. A loop over
+            several models then has one while it makes the next.
 
     Raises:
         ValueError: for a kind of device that cannot be measured.
@@ -55,12 +62,13 @@ class PeakReport:
             accelerator's allocator is recorded for somebody else; when a result is read before the end.
     """
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(self, device: torch.device | str | None = None, *, keep_model: bool = False) -> None:
         self.device = usual_device() if device is None else torch.device(device)
         if not device_of(self.device).is_supported:
             raise ValueError(f"PeakReport measures {kinds_text()} devices, not {str(self.device)!r}")
         self._ledger: Ledger | None = None
         self._labels = Labels(0 if device_of(self.device).is_host else _TICK_NS)
+        self._labels.calls.keeps_last = keep_model
         self._log: AllocationLog | None = None
         self._hooks: list[Any] = []
         self._gradients: dict[int, str] = {}
@@ -105,6 +113,31 @@ class PeakReport:
         """What lives on from step to step, more of it each time."""
         assert self._ledger is not None
         return tuple(holder for holder in self._ledger.growing() if holder.size_bytes)
+
+    def estimate(self, budget: float | int | str = 0.5) -> Estimate:
+        """What a plan for `budget` would cost, by shapes alone: no kernel runs. `rockmate.estimate` of the largest
+        training call that was seen, of the module with most parameters, with what a cross-entropy takes for a loss.
+
+        Args:
+            budget: of a step, as for `Rockmate`: a part of the eager step's peak, a size, bytes.
+
+        Raises:
+            ArgumentError: no training call of a module was seen that is still there, or it is planned already.
+            Exception: what the module raises without data.
+        """
+        # Here, as watching is to be quick to import, and most reports are read without.
+        from rockmate.forecast.estimate import estimate
+
+        found = self._labels.calls.largest()
+        if found is None:
+            raise ArgumentError(
+                "no module was called in training that is still there: keep the model until the report is read."
+            )
+        module, sample = found
+        if hasattr(module, "plan") and hasattr(module, "original"):
+            raise ArgumentError(f"{type(module.original).__name__} is planned already: see its plan.")
+        steps = next((one for one in self._labels.optimizers if _is_of(one, module)), None)
+        return estimate(module, sample, optimizer=steps, device=_machine_of(self.device), budget=budget, batches=False)
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -193,6 +226,20 @@ class PeakReport:
         for optimizer in list(self._labels.optimizers):
             found |= _addresses(leaves(dict(optimizer.state)), "optimizer state")
         return found
+
+
+def _is_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in module.parameters())
+
+
+def _machine_of(device: torch.device) -> str:
+    """Its name, as `rockmate.estimate` takes one, or its memory where that is not known."""
+    if device_of(device).is_host:
+        return "cpu"
+    ask = getattr(torch.get_device_module(device), "get_device_name", None)
+    known = None if ask is None else known_name(ask(device))
+    return known or str(torch.accelerator.memory.get_memory_info(device.index)[1])
 
 
 def _addresses(tensors: Iterable[torch.Tensor], kind: str) -> dict[int, str]:

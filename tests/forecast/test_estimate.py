@@ -48,6 +48,19 @@ def test_a_plan_for_the_memory_that_there_is_holds_in_real_steps():
     assert planned.plan.measured_peak_bytes <= found.planned.budget_bytes
 
 
+@pytest.mark.parametrize("memory", [None, "1GiB", "400 KB"])
+def test_what_a_plan_for_a_budget_costs_is_told_whatever_fits(memory):
+    model, sample = net(), torch.randn(512, 64)
+    found = estimate(model, sample, loss=loss, memory=memory, budget=0.7, **QUICK)
+    assert found.asked_bytes == found.planned.budget_bytes == round(0.7 * found.eager.step_peak_bytes)
+    planned = Rockmate(model, sample, found.planned.budget_bytes, loss=loss, time_limit=1)
+    assert planned.plan.measured_peak_bytes <= found.planned.budget_bytes
+    assert f"planned: Rockmate(model, sample, {found.asked_bytes})" in str(found)
+    none = estimate(model, sample, loss=loss, memory=memory, budget=1000, **QUICK)
+    assert none.planned is None
+    assert "no plan was found for a step of 1000 B" in str(none)
+
+
 def test_what_no_plan_fits_is_told():
     found = estimate(net(), torch.randn(512, 64), loss=loss, memory="200 KB", **QUICK)
     assert found.fits is False

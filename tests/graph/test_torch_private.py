@@ -534,6 +534,25 @@ def test_checkpoints_that_are_not_reentrant_go_through_one_function(monkeypatch)
     assert called == [False]
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_hooks_on_calls_of_all_modules_can_see_keywords(has_own):
+    class Keyworded(torch.nn.Module):
+        def forward(self, x, *, scale):
+            return x * scale
+
+    module, seen = Keyworded(), []
+    if has_own:
+        module.register_forward_pre_hook(lambda *_: None)
+    look = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda *_: seen.append(modules.arguments_of_hook(sys._getframe(1)))
+    )
+    with look:
+        module(1, scale=2)
+    assert seen == [((1,), {"scale": 2})]
+    assert modules.arguments_of_hook(sys._getframe()) is None
+    assert modules.arguments_of_hook(None) is None
+
+
 def test_hooks_on_calls_of_all_modules_are_in_three_tables():
     tables = (modules.hooks_before_calls, modules.hooks_after_calls, modules.hooks_always_called)
     log = []

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rockmate.zoo as zoo
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.registry import device_of
-from rockmate import PeakMemory, PeakReport, Rockmate
+from rockmate import ArgumentError, BudgetError, PeakMemory, PeakReport, Rockmate
 from tests.where import here, placed
 
 
@@ -203,3 +203,48 @@ def test_steps_are_told_apart_where_no_log_can_end_between_them(loop, monkeypatc
     state_bytes = 2 * 512 * 512 * 4
     assert report.steps[0].end_bytes < report.steps[1].peak_bytes
     assert report.kinds["optimizer state"] >= state_bytes
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
+        placed(self)
+
+    def forward(self, given, *, mask, scale=1.0):
+        return self.layers(given) * mask[:, None] * scale
+
+
+def test_what_a_plan_for_a_part_costs_is_told_of_the_largest_call():
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with PeakReport(here()) as report:
+        for rows in (100, 2000, 300):
+            given, mask = placed(torch.randn(rows, 64)), placed(torch.arange(rows) % 2 == 0)
+            model(given, mask=mask, scale=2.0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = report.estimate(0.6)
+    assert found.model == "Scaled"
+    assert found.asked_bytes == pytest.approx(0.6 * found.eager.step_peak_bytes, abs=1)
+    assert found.planned.budget_bytes == found.asked_bytes
+    assert 0 < found.planned.overhead < 0.5
+    assert dict(found.split)["optimizer state"] >= 2 * sum(p.nbytes for p in model.parameters())
+    mask = placed(torch.arange(2000) % 2 == 0)
+    sample = {"given": placed(torch.randn(2000, 64)), "mask": mask, "scale": 2.0}
+    eager = Rockmate(model, sample, 1.0, time_limit=1).plan.baseline_peak_bytes
+    assert found.eager.step_peak_bytes == pytest.approx(eager, rel=0.05)
+    with pytest.raises(BudgetError):
+        report.estimate(-1)
+
+
+def test_of_what_no_plan_can_be_told_the_reason_is():
+    with PeakReport(here()) as report:
+        loop_without_modules()
+    with pytest.raises(ArgumentError, match="no module was called in training"):
+        report.estimate()
+    planned = Rockmate(Net(), placed(torch.randn(512, 64)), 1.0, time_limit=1)
+    with PeakReport(here()) as report:
+        planned(placed(torch.randn(512, 64))).square().mean().backward()
+    with pytest.raises(ArgumentError, match="Net is planned already"):
+        report.estimate()

@@ -9,7 +9,7 @@ import click
 import torch
 
 from rockmate.cli.app import examples
-from rockmate.cli.options import Bytes, Chosen, output_options, sample_options
+from rockmate.cli.options import BudgetText, Bytes, Chosen, output_options, sample_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.samples import DTYPES
 from rockmate.forecast.answer import Estimate, PlannedStep
@@ -34,6 +34,12 @@ from rockmate.queries.verification import OPTIMIZERS
     help="cpu, an accelerator such as H100, or the memory of one, such as 24GiB.",
 )
 @click.option("--memory", type=Bytes(), metavar="SIZE", help="What there is, in the place of what the device has.")
+@click.option(
+    "--budget",
+    type=BudgetText(),
+    metavar="BUDGET",
+    help="Of the step, as for plan: tell what a plan for it costs, and not one for the device's memory.",
+)
 @click.option("--dtype", type=click.Choice(list(DTYPES)), metavar="TYPE", help="Train in this type: bfloat16, …")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Whose state counts.")
 @click.option("--flops", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Operations a second.")
@@ -81,6 +87,7 @@ def _content(found: Estimate) -> dict[str, Any]:
         "smallest": _step(found.smallest),
         "proven_bytes": found.proven_bytes,
         "planned": _step(found.planned),
+        "asked_bytes": found.asked_bytes,
         "unplanned": found.unplanned or None,
         "batch": None
         if batch is None
