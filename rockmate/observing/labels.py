@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -161,7 +162,8 @@ class Labels(DispatchMode):
             self.roots.add(module)
             arguments = arguments_of_hook(sys._getframe(1))
             if arguments is not None and running_node() is None:
-                self.calls.note(module, *arguments)
+                with contextlib.suppress(Exception):  # of tensors that are none: then it is not known, and runs on
+                    self.calls.note(module, *arguments)
             for path, part in module.named_modules():
                 self._paths.setdefault(part, path or type(module).__name__)
         self._called.append(module)

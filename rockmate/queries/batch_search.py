@@ -16,6 +16,7 @@ from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import Sample, make_sample
 from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory
 from rkgb.devices.registry import device_of
+from rkgb.errors import TraceError
 from rkgb.ir.dgraph import forward_peak_bytes
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.choices.module_layout import as_asked
@@ -208,9 +209,14 @@ class BatchSearch:
         """
         if self._checked is not None and self._checked[0] is model:
             known = self._checked[1]
-            found = measure(model, call, request, known)
-            if _names(found.problem) == _names(known.problem):
-                return found
+            try:
+                found = measure(model, call, request, known)
+            except TraceError as error:  # another way, which may be traced otherwise
+                if is_out_of_memory(error):
+                    raise
+            else:
+                if _names(found.problem) == _names(known.problem):
+                    return found
         found = measure(model, call, request)
         self._checked = (model, replace(found, sample=None))
         return found

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from rk_solvers import Problem, evaluate
-from rkgb import make_sample
+from rkgb import make_sample, pipeline
 from rockmate import ArgumentError, BatchError, BudgetError, BudgetTooSmall, Rockmate, max_batch, smallest_budget
 from rockmate.planning.measured import measure
 from rockmate.planning.request import PlanRequest
 from rockmate.queries.batches import find_batch, interpolated
 from tests.module.models import Layers, built, rows
-from tests.module.steps import peak_of_step, squares
+from tests.module.steps import assert_trains_exactly, peak_of_step, squares
 
 GREEDY = {"solver": "greedy", "time_limit": 0.5}
 
@@ -306,3 +306,36 @@ def test_a_smaller_budget_has_a_slower_plan(cheapest):
 def test_a_slowdown_below_one_is_refused():
     with pytest.raises(ValueError, match="would be a speed-up"):
         smallest_budget(Mlp(), torch.randn(4, 16), 0.9)
+
+
+class OtherWay(nn.Module):
+    """Many rows take another way than few."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.layers, self.limit = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), limit
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() if x.size(0) > self.limit else layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize(("limit", "checks"), [(10_000, 1), (100, 2)])
+def test_each_way_through_the_module_is_compared_with_it_once(limit, checks, monkeypatch):
+    compared, check = [], pipeline.replay_check
+
+    def noted(graph, module, sample, *how):
+        compared.append(sample.tensors[0].size(0))
+        return check(graph, module, sample, *how)
+
+    monkeypatch.setattr(pipeline, "replay_check", noted)
+    model = OtherWay(limit)
+    found = max_batch(model, torch.randn(16, 32), "600 KiB", **GREEDY)
+    assert found.batch > 100
+    assert len(found.trials) > 2
+    assert len(compared) == checks
+    assert compared[0] == 16
+    planned = Rockmate(model, torch.randn(found.batch, 32), plan=found.plan_file)  # compares again
+    assert len(compared) == checks + 1
+    assert_trains_exactly(planned, [torch.randn(found.batch, 32)])

@@ -248,3 +248,24 @@ def test_of_what_no_plan_can_be_told_the_reason_is():
         planned(placed(torch.randn(512, 64))).square().mean().backward()
     with pytest.raises(ArgumentError, match="Net is planned already"):
         report.estimate()
+
+
+@pytest.mark.parametrize("odd", ["meta", "sparse", "nested"])
+def test_calls_with_tensors_of_other_kinds_run_as_they_are(odd):
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = placed(nn.Linear(8, 8))
+
+        def forward(self, x, other):
+            return self.layer(x)
+
+    x = placed(torch.randn(4, 8))
+    other = {
+        "meta": lambda: torch.zeros(3, dtype=torch.int64, device="meta"),
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }[odd]()
+    with PeakReport(here()) as report:
+        Taking()(x, other).sum().backward()
+    assert report.peak_bytes > 0
