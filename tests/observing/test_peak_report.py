@@ -264,7 +264,7 @@ def test_calls_with_tensors_of_other_kinds_run_as_they_are(odd):
     other = {
         "meta": lambda: torch.zeros(3, dtype=torch.int64, device="meta"),
         "sparse": lambda: torch.eye(3).to_sparse(),
-        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     }[odd]()
     with PeakReport(here()) as report:
         Taking()(x, other).sum().backward()
