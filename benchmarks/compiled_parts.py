@@ -29,9 +29,7 @@ def main() -> None:
     """Runs the benchmark."""
     with tempfile.TemporaryDirectory() as fresh:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = fresh
-        measured_models(
-            option_parser(__doc__, "tiny models"), MODELS, SHARES, "compiled-parts-cpu.json", compiled_parts.peers
-        )
+        measured_models(option_parser(__doc__, "tiny models"), MODELS, SHARES, "compiled-parts", compiled_parts.peers)
 
 
 if __name__ == "__main__":

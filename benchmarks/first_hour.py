@@ -74,6 +74,10 @@ def steps_for(kind: str, out: Path) -> Iterator[Step]:
     yield Step("bytes", ("benchmarks/bytes.py", *on, "--quick", "--models", "gpt2-tiny", "resnet18-tiny"))
     yield from _peers(("gpt2", "resnet50"), "", (*on, "--quick", "--repeats", "1", "--sittings", "0", *QUICKEST))
     yield Step("reserved", ("benchmarks/reserved.py", *on, "--quick"))
+    yield Step("offload", ("benchmarks/offload.py", *on, "--quick", "--shares", "0.5"))
+    if kind == "cpu":  # inductor compiles for it
+        few = ("--quick", "--models", "hf-llama", "--shares", "0.7", "--repeats", "2", "--no-inductor")
+        yield Step("compiled parts", ("benchmarks/compiled_parts.py", *on, *few))
 
 
 def _in_order(on: tuple[str, ...]) -> Iterator[Step]:
@@ -84,6 +88,12 @@ def _in_order(on: tuple[str, ...]) -> Iterator[Step]:
     yield Step("reserved", ("benchmarks/reserved.py", *on))
     yield from _peers(AS_PUBLISHED, ", as published", (*usual, "--tag", "published", *AT_FOUR))
     yield from _peers(FILLING, ", filling, float32", filling)
+    yield Step(
+        "offload", ("benchmarks/offload.py", *on, "--models", "gpt2-demo", "llama-demo", "--shares", "0.5", "0.3")
+    )
+    for model in ("hf-llama", "resnet50"):
+        parts = ("--models", model, "--shares", "0.7", "0.4", "--no-inductor")
+        yield Step(f"compiled parts, {model}", ("benchmarks/compiled_parts.py", *on, *parts))
     yield Step("lengths", ("benchmarks/lengths.py", *on, "--models", "hf-gpt2"))
     others = ("--skip-families", "auto-sac", "hugging-face", "offload", "rockmates-other-solvers")
     yield from _peers(FILLING[:2], ", all peers", (*usual, "--tag", "all", "--limit", "60", *others))

@@ -27,7 +27,7 @@ SHARES = (0.7, 0.5, 0.4, 0.3)
 
 def main() -> None:
     """Runs the benchmark."""
-    measured_models(option_parser(__doc__, "tiny models"), MODELS, SHARES, "layouts-cpu.json", layouts.peers)
+    measured_models(option_parser(__doc__, "tiny models"), MODELS, SHARES, "layouts", layouts.peers)
 
 
 if __name__ == "__main__":

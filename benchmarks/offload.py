@@ -3,6 +3,7 @@
     python benchmarks/offload.py                                    # five models and a file; an hour
     python benchmarks/offload.py --models gpt2-demo --shares 0.5    # one of them
     python benchmarks/offload.py --quick --output folder            # tiny models
+    python benchmarks/offload.py --device cuda                      # pinned memory of the host in the place of a file
 
 All take turns, step by step, from the same parameters; ratios are of medians. `recomputed` and `both` are plans of
 Rockmate, without and with `offload`. `moved` is what offloading by hand does: all that is saved and large leaves at
@@ -31,8 +32,10 @@ import torch
 
 from benchmarks.move_everything import MoveEverything
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
+from rkgb.devices.registry import device_of
 from rockmate import BudgetTooSmall, Offload, PeakMemory, Plan, Rockmate, zoo
 from rockmate.offload.file_tier import FileTier
+from rockmate.offload.host_tier import HostTier
 from rockmate.offload.tier import Tier
 from rockmate.offload.tiers import Tiers
 from rockmate.units import format_bytes
@@ -40,7 +43,6 @@ from rockmate.units import format_bytes
 MODELS = ("gpt2-demo", "llama-demo", "bert-demo", "resnet50-demo", "unet-demo")
 QUICK = ("gpt2-tiny",)
 SHARES = (0.5, 0.3, 0.2)
-CPU = torch.device("cpu")
 Step = Callable[[], None]
 
 
@@ -83,6 +85,16 @@ def training_step(forward: Callable[..., Any], model: torch.nn.Module, entry: zo
     return step
 
 
+def offload_on(device: torch.device, folder: str) -> Offload:
+    """To a file of the folder from the CPU, and to the memory of the host from an accelerator."""
+    return Offload("disk", folder) if device_of(device).is_host else Offload("host")
+
+
+def device_of_entry(entry: zoo.ZooEntry) -> torch.device:
+    """Where the model is."""
+    return next(entry.model.parameters()).device
+
+
 def ways_of(entry: zoo.ZooEntry, share: float, folder: str, seconds: float) -> dict[str, Way]:
     """By name, a step and what is known of it before it runs."""
     eager = copy.deepcopy(entry.model)
@@ -94,7 +106,7 @@ def ways_of(entry: zoo.ZooEntry, share: float, folder: str, seconds: float) -> d
         found[name] = by_hand(entry, folder, context)
     plan = partial(Rockmate, loss=entry.loss, time_limit=seconds, plan_in_background=False, cache=False)
     budget: float | int = share
-    for name, offload in (("recomputed", None), ("both", Offload("disk", folder))):
+    for name, offload in (("recomputed", None), ("both", offload_on(device_of_entry(entry), folder))):
         model = copy.deepcopy(entry.model)
         started = time.perf_counter()
         try:
@@ -112,7 +124,8 @@ def ways_of(entry: zoo.ZooEntry, share: float, folder: str, seconds: float) -> d
 
 def by_hand(entry: zoo.ZooEntry, folder: str, context: Callable[[Tier, torch.nn.Module], Any]) -> Way:
     """A copy of the model whose saved tensors `context` takes away."""
-    model, tier = copy.deepcopy(entry.model), FileTier(folder)
+    model, device = copy.deepcopy(entry.model), device_of_entry(entry)
+    tier = FileTier(folder) if device_of(device).is_host else HostTier(device)
 
     def forward(*args: Any) -> Any:
         with context(tier, model):
@@ -129,20 +142,23 @@ def share_kept(asked: float, plan: Plan) -> float:
 
 def rows_of(name: str, share: float, options: argparse.Namespace) -> list[Row]:
     """All ways by turns."""
-    entry = zoo.get(name)
+    device = torch.device(options.device)
+    entry = zoo.get(name, device=device)
     ways = ways_of(entry, share, options.folder, 2.0 if options.quick else 15.0)
     share = max(share_kept(share, one.plan) for one in ways.values() if one.plan is not None)
     peaks: dict[str, int] = {}
     for way, one in ways.items():
         one.step()
-        with PeakMemory(CPU) as memory:
+        with PeakMemory(device) as memory:
             one.step()
         peaks[way] = memory.peak_bytes
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(2 if options.quick else options.repeats):
         for way, one in ways.items():
+            device_of(device).synchronize()
             started = time.perf_counter()
             one.step()
+            device_of(device).synchronize()
             times[way].append((time.perf_counter() - started) * 1e3)
     eager_ms = statistics.median(times["eager"])
     rows = []
@@ -174,6 +190,7 @@ def parse_options() -> argparse.Namespace:
     """Options of the command line."""
     parser = option_parser(__doc__, quick="tiny models, few steps")
     parser.set_defaults(threads=1)
+    parser.add_argument("--device", default="cpu", help="where the models are (default cpu)")
     parser.add_argument("--models", nargs="+", help=f"of the zoo (default: {' '.join(MODELS)})")
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="of the eager peak")
     parser.add_argument("--repeats", type=int, default=7)
@@ -186,7 +203,8 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    links = Tiers(Offload("disk", options.folder)).links_on(CPU)
+    device = torch.device(options.device)
+    links = Tiers(offload_on(device, options.folder)).links_on(device)
     assert links is not None
     speeds = ", ".join(
         f"{way} {link.bytes_per_ms / 1e6:.2f} GB/s at {link.burden:.0%} of a core"
@@ -203,7 +221,7 @@ def main() -> None:
                 break
     where = {"code": code_version(), "links": asdict(links)}
     content = {"circumstances": circumstances(options) | where, "rows": [asdict(row) for row in rows]}
-    write_report(options.output, "offload-cpu.json", content)
+    write_report(options.output, f"offload-{device.type}.json", content)
 
 
 def show(rows: list[Row], speeds: str) -> None:

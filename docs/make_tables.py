@@ -607,7 +607,13 @@ def reserved_sections(report: dict[str, Any]) -> Iterator[str]:
 
 def page_of(folder: Path) -> str:
     """One page of all results in a folder, such as those of a GPU's first hour."""
-    drawn = {"bytes": bytes_sections, "reserved": reserved_sections, "lengths": lengths_sections}
+    drawn = {
+        "bytes": bytes_sections,
+        "reserved": reserved_sections,
+        "offload": offload_sections,
+        "compiled-parts": model_sections,
+        "lengths": lengths_sections,
+    }
     lines = []
     for name, sections in drawn.items():
         for path in sorted(folder.glob(f"{name}-*.json")):

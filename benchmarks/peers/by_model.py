@@ -38,10 +38,14 @@ def measured_models(
     parser: argparse.ArgumentParser,
     models: Sequence[str],
     shares: Sequence[float],
-    file_name: str,
+    results: str,
     others: Callable[[tuple[float, ...]], Sequence[Peer]],
 ) -> None:
-    """Measure the models that are asked for, and put them in the place of those of an earlier run in the file."""
+    """Measure the models that are asked for, and put them in the place of those of an earlier run in the file.
+
+    It has the name of the `results` and of the device.
+    """
+    parser.add_argument("--device", default="cpu", help="where the models are (default cpu)")
     parser.add_argument("--models", nargs="+", choices=models, default=list(models))
     parser.add_argument("--shares", nargs="+", type=float, default=list(shares), help="of eager's peak")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each (default 9)")
@@ -50,6 +54,7 @@ def measured_models(
     keep_freed_memory()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
+    file_name = f"{results}-{torch.device(options.device).type}.json"
     path = options.output / file_name
     for name in options.models:
         asked = tuple(options.shares)
@@ -68,7 +73,7 @@ def _rows_of(name: str, peers: tuple[Peer, ...], options: Any) -> list[dict[str,
     """What was measured of each way to train this model."""
     torch._dynamo.reset()
     gc.collect()
-    case = case_named(name, "cpu", options.quick, torch.float32, None)
+    case = case_named(name, options.device, options.quick, torch.float32, None)
     console.rule(name)
     contenders = line_up(case, peers, _tell)
     with console.status("timing") as status:
