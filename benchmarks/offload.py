@@ -79,8 +79,8 @@ def training_step(forward: Callable[..., Any], model: torch.nn.Module, entry: zo
     """Forward and backward; gradients go afterwards."""
 
     def step() -> None:
-        model.zero_grad()
         entry.loss(forward(*entry.sample)).backward()
+        model.zero_grad()
 
     return step
 
@@ -219,7 +219,8 @@ def main() -> None:
             show(found, speeds)
             if found[0].share > asked:  # that was the smallest budget
                 break
-    where = {"code": code_version(), "links": asdict(links)}
+    second_memory = "a file" if device_of(device).is_host else "pinned memory of the host"
+    where = {"code": code_version(), "links": asdict(links), "second_memory": second_memory}
     content = {"circumstances": circumstances(options) | where, "rows": [asdict(row) for row in rows]}
     write_report(options.output, f"offload-{device.type}.json", content)
 

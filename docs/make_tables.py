@@ -371,7 +371,7 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, {where['processor']}; "
-        f"a file, {speeds}; code at {where['code']}."
+        f"{where.get('second_memory', 'a file')}, {speeds}; code at {where['code']}."
     )
     yield ""
     headings = [
@@ -413,7 +413,7 @@ OFFLOAD_WAYS = {
     "save_on_cpu": "`save_on_cpu`",
     "moved": "everything moved",
     "recomputed": "recomputed",
-    "both": '`offload="disk"`',
+    "both": "recomputed and moved",
 }
 
 
