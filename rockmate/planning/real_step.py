@@ -36,6 +36,7 @@ from rockmate.units import format_bytes
 
 # A cross-entropy saves one tensor of the outputs' size and holds two gradients of that size at once; one is measured.
 _BEYOND_GRADIENTS = 2
+_MOST_COPIED = 0.01  # of the memory that is free: a larger sample is read where it is
 
 StepFunction = Callable[..., Any]  # called like the module
 
@@ -81,9 +82,16 @@ def by_turns(steps: Sequence[Callable[[], float]], least: int, most: int, second
     return times_ms
 
 
-def _for_a_step(step: StepFunction, sample: Sample) -> Sample:
-    """Gradients of inputs are not the user's to find; nor is what forward writes into them, which no plan does."""
-    return sample.aliases() if isinstance(step, Runner) else sample.copy()
+def _for_a_step(step: StepFunction, sample: Sample, device: torch.device) -> Sample:
+    """Gradients of inputs are not the user's to find; nor is what forward writes into them, which no plan does.
+
+    A copy, which lies in memory as a batch of training does; but none for a plan's step where it would take much of
+    what is free.
+    """
+    copy_bytes = sum(tensor.nbytes for tensor in sample.tensors)
+    if isinstance(step, Runner) and copy_bytes > _MOST_COPIED * device_of(device).available_bytes():
+        return sample.aliases()
+    return sample.copy()
 
 
 def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
@@ -92,7 +100,7 @@ def peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, devic
 
 
 def _peak_of(step: StepFunction, sample: Sample, loss: LossFunction | None, device: torch.device) -> StepPeak:
-    fresh = _for_a_step(step, sample)
+    fresh = _for_a_step(step, sample, device)
     before_bytes = start_peak(device)
     allocator = device_of(device).emulated()
     with AllocationLog(device) as log:
@@ -115,7 +123,7 @@ def warm_step(
 
     def run() -> None:
         with _lack_told(device), borrow():
-            run_step(step, _for_a_step(step, sample), loss)
+            run_step(step, _for_a_step(step, sample, device), loss)
 
     device_of(device).warm_up(run)
 
