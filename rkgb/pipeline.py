@@ -45,8 +45,10 @@ from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import leaves, map_leaves
 
 Stage = Callable[[str, int, int], None]
-OrNone = Literal["or none"]
 """Told of progress: the stage's name, how many of its parts are done, and how many there are."""
+
+OrNone = Literal["or none"]
+"""A trace is compared with its module where there is the memory for it."""
 
 
 _DEEPEST_BY_JIT = 100  # levels of modules, beyond which torch.jit.trace takes minutes where each has parameters

@@ -44,18 +44,22 @@ class Specialization:
     @staticmethod
     def of(model: torch.nn.Module, measured: Measured, planned: LoweredPlan) -> Specialization:
         """A plan that is there already, for `model`: the module that was planned, or a copy of it."""
-        runner = planned.runner_for(model, measured)
-        runner.on_lack(partial(tell_of_lack, measured, planned.plan, type(model).__name__))
-        return Specialization(model, measured, planned, runner, runner.settings)
+        made = Specialization(model, measured, planned)
+        made._make_runner()
+        return made
 
     @property
     def runner(self) -> Runner:
         """What calls the plan's code, which reads the parts that the module has now."""
         if self._runner is None or not self._runner.is_of_now:
-            self._runner = self.planned.runner_for(self.model, self.measured, self._settings)
-            self._runner.on_lack(partial(tell_of_lack, self.measured, self.plan, type(self.model).__name__))
-            self._settings = self._runner.settings
+            return self._make_runner()
         return self._runner
+
+    def _make_runner(self) -> Runner:
+        runner = self._runner = self.planned.runner_for(self.model, self.measured, self._settings)
+        runner.on_lack(partial(tell_of_lack, self.measured, self.plan, type(self.model).__name__))
+        self._settings = runner.settings
+        return runner
 
     @property
     def bound_settings(self) -> BoundSettings | None:
