@@ -6,13 +6,15 @@
 
 For each, the peak of an eager step, which is measured, and the peak of a plan: decided on the estimated problem for 0.6
 of the estimated eager peak, or else the least that there is, and followed on the measured one. Each is in a process of
-its own. Bytes do not vary, so nothing else need be idle. README.md says more.
+its own. Bytes do not vary, so nothing else need be idle, but for the seconds of two models of their own sizes on the
+device "meta", which come first. README.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import sys
 import time
@@ -25,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import transformers
 
+import rockmate
 import rockmate.zoo as zoo
 from benchmarks.families import FAMILIES
 from benchmarks.families.core import loss_of
@@ -122,7 +125,10 @@ def row_of(name: str) -> Row:
             return replace(row, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     solution = solver_named("auto", SEARCH, told.chain).solve(told.problem, int(SHARE * eager.step_peak_bytes))
     try:
-        measured = measure(model, sample, PlanOptions(loss=loss).request(sys.maxsize))
+        request = PlanOptions(loss=loss).request(sys.maxsize)
+        measured = measure(model, sample, request)
+        if measured.graphs.B_graph.tracer != told.graphs.B_graph.tracer:  # which may know the trace by data alone
+            measured = measure(model, sample, request, told)
         followed = _followed(solution.schedule, told.problem, measured.problem)
     except Exception as error:  # noqa: BLE001  the measured model has other operations, or cannot be planned
         return replace(row, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
@@ -133,15 +139,78 @@ def row_of(name: str) -> Row:
 def _followed(schedule: Schedule, told: Problem, measured: Problem) -> Schedule:
     """The same decisions: by the places of operations where there are as many of them, else by their names."""
     plan = PortablePlan.of(schedule, "auto")
-    if (len(told.forward), len(told.backward)) == (len(measured.forward), len(measured.backward)):
+    if len(told.forward) == len(measured.forward):
         there = {one.name: other.name for one, other in zip(told.forward, measured.forward, strict=True)}
-        there |= {one.name: other.name for one, other in zip(told.backward, measured.backward, strict=True)}
+        for stage in told.backward:  # named after the operation whose backward it is
+            operation, dot, which = stage.name.partition(".")
+            there[stage.name] = f"{there.get(operation, operation)}{dot}{which}"
         stages = ((there[stage], tuple(there[name] for name in names)) for stage, names in plan.stages)
         plan = PortablePlan(tuple(stages), plan.solver)
     return plan.schedule_for(measured)
 
 
-def bars_of(rows: list[Row]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class LargeRow:
+    """A model of its own size on the device "meta": what asking costs. Nothing is measured beside it."""
+
+    model: str
+    took_s: float
+    process_bytes: int  # that the process takes more than before
+    parameter_bytes: int
+    peak_bytes: int
+    most_s: float  # the bars
+    most_bytes: int
+
+
+def _gpt2() -> tuple[torch.nn.Module, Any]:
+    tokens = torch.zeros(8, 512, dtype=torch.long)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config()), {"input_ids": tokens, "labels": tokens}
+
+
+def _llama_7b() -> tuple[torch.nn.Module, Any]:
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        use_cache=False,
+    )
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+LARGE = {"GPT-2, 12 layers": (_gpt2, 3.0, 2 << 30), "Llama 7B": (_llama_7b, 60.0, 2 << 30)}
+"""What makes it, and the most seconds and bytes of an estimate."""
+
+
+def large_row(name: str) -> LargeRow:
+    """One estimate of training with AdamW, without the largest batch. Raises what it raises."""
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    make, most_s, most_bytes = LARGE[name]
+    with torch.device("meta"):
+        model, sample = make()
+    before_bytes = _most_resident_bytes()
+    found = rockmate.estimate(
+        model, sample, loss=loss_of, optimizer="adamw", device="H100", dtype=torch.bfloat16, batches=False
+    )
+    return LargeRow(
+        name,
+        round(found.took_s, 2),
+        _most_resident_bytes() - before_bytes,
+        found.eager.parameter_bytes,
+        found.peak_bytes,
+        most_s,
+        most_bytes,
+    )
+
+
+def _most_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def bars_of(rows: list[Row], large: list[LargeRow]) -> list[dict[str, Any]]:
     """What is promised, over all models."""
     found = []
     for what, errors in (
@@ -152,6 +221,9 @@ def bars_of(rows: list[Row]) -> list[dict[str, Any]]:
             found.append(bar(f"{what}: median error, %", 100 * statistics.median(errors), MEDIAN))
             found.append(bar(f"{what}: worst error, %", 100 * max(errors), WORST))
     found.append(bar("models without an estimate of the eager peak", sum(row.error is None for row in rows), 0))
+    for one in large:
+        found.append(bar(f"{one.model}: seconds of an estimate", one.took_s, one.most_s))
+        found.append(bar(f"{one.model}: MiB that it takes", one.process_bytes >> 20, one.most_bytes >> 20))
     return found
 
 
@@ -171,6 +243,18 @@ def print_rows(rows: list[Row]) -> None:
     console.print(table)
 
 
+def large_rows(options: argparse.Namespace) -> list[LargeRow]:
+    """Each in a process of its own."""
+    found = []
+    for name in () if options.quick else LARGE:
+        row = isolated(large_row, (name,), options.threads, options.most_seconds)
+        if not isinstance(row, LargeRow):
+            raise RuntimeError(f"{name}: {row}")
+        found.append(row)
+        console.print(f"{name}: {row.took_s:.1f} s, {format_bytes(row.process_bytes)}", highlight=False)
+    return found
+
+
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
     parser = option_parser(__doc__, f"only {', '.join(QUICK)}")
@@ -187,6 +271,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = parse_options()
     preload()
+    large = large_rows(options)  # first: times want a quiet machine
     rows: list[Row] = []
     for name in options.models:
         found = isolated(row_of, (name,), options.threads, options.most_seconds)
@@ -195,10 +280,11 @@ def main() -> None:
         error = "no estimate" if row.error is None else f"{row.error:+.2%}"
         console.print(f"{name}: {error} {row.reason or ''}"[:200], highlight=False, markup=False)
         about = circumstances(options) | {"transformers": transformers.__version__, "code": code_version()}
-        report = {"circumstances": about, "rows": [asdict(one) for one in rows], "bars": bars_of(rows)}
+        report = {"circumstances": about, "rows": [asdict(one) for one in rows]}
+        report |= {"large": [asdict(one) for one in large], "bars": bars_of(rows, large)}
         write_report(options.output, RESULTS, report, quietly=True)
     print_rows(rows)
-    print_bars(bars_of(rows))
+    print_bars(bars_of(rows, large))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "errors", "units", "progress", "nn", "memory", "layouts", "runtime", "planning", "options", "plan_files",
             "choices", "calls", "module",
         ),
-        "forecast": ("errors", "units", "memory", "planning", "options", "queries"),
+        "forecast": ("errors", "units", "memory", "planning", "options", "offload", "queries"),
         "observing": ("errors", "units", "forecast"),
         "distributed": ("errors", "units", "memory", "guards", "planning", "options", "plan_files", "module"),
         "compile": ("errors", "units", "division", "memory", "planning"),

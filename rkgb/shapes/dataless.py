@@ -13,13 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from rkgb.ir.sample import Sample
-from rkgb.shapes.fused import Attention, fused_dropout, told_of_the_first
+from rkgb.shapes.fused import Attention, fused_dropout
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.values import KnownValues
 from rkgb.state.attributes import attributes_of
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import without_dispatch_modes
-from rkgb.torch_private.operations import grouped_product
 from rkgb.torch_private.tracers import unseen_by_jit
 from rkgb.tree import leaves, map_leaves
 
@@ -147,8 +146,6 @@ class _OnlyShapes(TorchFunctionMode):
         if func in _READING and args[0].is_meta:
             with unseen_by_jit():
                 return func(self._dataless.values.value(args[0]), *args[1:], **kwargs)
-        if func in grouped_product:
-            return told_of_the_first(*args, **kwargs)
         given = leaves((args, kwargs))
         if any(t.is_meta for t in given) and any(not t.is_meta and t.dim() for t in given):
             args, kwargs = map_leaves(lambda t: self._dataless.twin(t) if t.dim() else t, (args, kwargs))

@@ -61,7 +61,8 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask of truths as numbers to be added, as PyTorch makes it."""
     if mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    kept, masked = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, float("-inf")))
+    return torch.where(mask, kept, masked)
 
 
 def fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -69,15 +70,3 @@ def fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, in
     if not training or inplace or not 0 < p < 1:
         return dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
-
-
-def told_of_the_first(
-    one: torch.Tensor, other: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> torch.Tensor:
-    """A product of matrices for each group of rows, told as one with the first of them: as many operations and bytes.
-
-    PyTorch tells its shapes for bfloat16 alone.
-    """
-    product = one @ (other[0] if other.dim() == 3 and one.dim() == 2 else other)
-    product = product if bias is None else product + bias[0]
-    return product if out_dtype is None else product.to(out_dtype)

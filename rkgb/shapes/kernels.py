@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
-from rkgb.torch_private.operations import all_true, any_true, ctc_loss, ctc_loss_backward
+from rkgb.torch_private.operations import all_true, any_true, ctc_loss, ctc_loss_backward, grouped_product
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -43,6 +43,25 @@ def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *_: Any, **__: Any) 
     return torch.empty_like(log_probs)
 
 
+def _grouped_product(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """As many rows, columns or products as there are groups; PyTorch tells it of bfloat16 alone."""
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.dim() == 3 and other.dim() == 3:
+        shape.insert(0, one.shape[0])
+    elif one.dim() == 2 and other.dim() == 2:
+        assert offs is not None  # it says how many groups there are
+        shape.insert(0, offs.shape[0])
+    return one.new_empty(shape, dtype=out_dtype or one.dtype)
+
+
+def grouped_product_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of a product for each group: a row of 2 dimensions is in one group alone."""
+    groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
+    return 2 * one.numel() // groups * other.shape[-1]
+
+
 def _holds(_: Tensor) -> Tensor:
     """What a forward makes sure of is taken to be so."""
     return torch.ones((), dtype=torch.bool, device="cpu")
@@ -57,6 +76,7 @@ _KERNELS: Mapping[Any, Call] = {
     ctc_loss.Tensor: _ctc_loss,
     ctc_loss_backward.default: _ctc_loss_backward,
     ctc_loss_backward.Tensor: _ctc_loss_backward,
+    grouped_product: _grouped_product,
     all_true: _holds,
     any_true: _holds_nowhere,
 }

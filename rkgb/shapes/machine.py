@@ -28,7 +28,7 @@ class Machine:
     memory_bytes: int | None  # as PyTorch tells it; None where it is not known
     flops: Mapping[str, float] = field(default_factory=dict)  # per second: "float32", and "half" for 16 bits
     bandwidth: float = 0.0  # bytes per second, of its memory
-    link: float = 0.0  # bytes per second to the memory of the host, each way
+    link: float = 0.0  # bytes per second to the memory of the host, each way; of the CPU, to a file
     source: str = ""  # where the speeds are from
 
     @property
@@ -56,6 +56,10 @@ class Machine:
     def move_ms(self, size_bytes: float) -> float:
         """To read or write so many bytes of its memory."""
         return size_bytes / (self.bandwidth * _MOVING_SHARE) * 1e3 if self.bandwidth else 0.0
+
+    def link_ms(self, size_bytes: float) -> float:
+        """To copy so many bytes to the memory of the host, or from it; of the CPU, to a file."""
+        return size_bytes / (self.link * _MOVING_SHARE) * 1e3 if self.link else 0.0
 
     @property
     def start_ms(self) -> float:
@@ -129,8 +133,10 @@ def accelerator_of(memory_bytes: int) -> Machine:
     return Machine("accelerator", "cuda", memory_bytes)
 
 
-def with_speed(machine: Machine, flops: float | None, bandwidth: float | None) -> Machine:
+def with_speed(machine: Machine, flops: float | None, bandwidth: float | None, link: float | None = None) -> Machine:
     """The same with these speeds, per second, in the place of its own."""
     if flops is not None:
         machine = replace(machine, flops={"float32": flops, "half": flops}, source="the speeds that were given")
-    return machine if bandwidth is None else replace(machine, bandwidth=bandwidth, source="the speeds that were given")
+    if bandwidth is not None:
+        machine = replace(machine, bandwidth=bandwidth, source="the speeds that were given")
+    return machine if link is None else replace(machine, link=link)

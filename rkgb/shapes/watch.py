@@ -12,11 +12,12 @@ from torch.utils.flop_counter import flop_registry
 
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.process.uncompiled import DispatchMode
-from rkgb.shapes.kernels import tensors_of
+from rkgb.shapes.kernels import grouped_product_flops, tensors_of
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.scratch import scratch_bytes
 from rkgb.torch_private.autograd import running_node
 from rkgb.torch_private.identity import holders, storage_key
+from rkgb.torch_private.operations import grouped_product
 from rkgb.tree import leaves
 
 _SUM = torch.ops.aten.add.Tensor
@@ -143,7 +144,7 @@ class StorageWatch(DispatchMode):
     ) -> float:
         """By a roofline (Williams, Waterman and Patterson, 2009): the longer of computing and of moving the bytes."""
         machine = self._machine
-        count = flop_registry.get(func._overloadpacket)
+        count = grouped_product_flops if func is grouped_product else flop_registry.get(func._overloadpacket)
         compute_ms = 0.0
         if count is not None:
             operations = count(*args, **kwargs, out_val=made)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 _C: Any = torch._C
 
@@ -58,12 +57,8 @@ attention_of_the_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 attention_of_accelerators = _aten._scaled_dot_product_efficient_attention
 """A fused attention of CUDA that takes masks and dropout: the same, and the state of its draws."""
 
-grouped_product = tuple(
-    function
-    for function in (getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None))
-    if function
-)
-"""A product of matrices for each group of rows; PyTorch 2.9 has the first of the two names alone."""
+grouped_product = _aten._grouped_mm.default
+"""A product of matrices for each group of rows, of columns, or of what is summed over."""
 
 
 def overload_names(qualified: str) -> set[str]:

@@ -17,6 +17,7 @@ class PlannedStep:
     budget_bytes: int  # to be given to `Rockmate`: of the step
     peak_bytes: int  # of all of training
     overhead: float  # of the step's time, over that without recomputation: 0.11 is 11 % more
+    moved_bytes: int = 0  # most that is in the second memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Estimate:
     unknown: tuple[str, ...] = ()
     took_s: float = 0.0
     asked_bytes: int | None = None  # the budget that was asked about, of the step
+    offload: str | None = None  # where plans may move data, as it was said; None where nowhere
 
     @property
     def peak_bytes(self) -> int:
@@ -124,18 +126,24 @@ def _plan_lines(estimate: Estimate) -> list[str]:
         return [f"no plan: {estimate.unplanned}"]
     lines = []
     if estimate.planned is not None:
+        offload = f', offload="{estimate.offload}"' if estimate.offload is not None else ""
         lines.append(
-            f"planned: Rockmate(model, sample, {estimate.planned.budget_bytes}) trains within "
-            f"{format_bytes(estimate.planned.peak_bytes)}, {estimate.planned.overhead:+.1%} of the time"
+            f"planned: Rockmate(model, sample, {estimate.planned.budget_bytes}{offload}) trains within "
+            f"{format_bytes(estimate.planned.peak_bytes)}, {_cost(estimate.planned)}"
         )
     elif estimate.asked_bytes is not None:
         lines.append(f"no plan was found for a step of {format_bytes(estimate.asked_bytes)}")
     if estimate.smallest is not None and estimate.proven_bytes is not None:
         lines.append(
-            f"smallest found: {format_bytes(estimate.smallest.peak_bytes)} in all, {estimate.smallest.overhead:+.1%} "
-            f"of the time; none is below {format_bytes(estimate.proven_bytes)}"
+            f"smallest found: {format_bytes(estimate.smallest.peak_bytes)} in all, {_cost(estimate.smallest)}; none is "
+            f"below {format_bytes(estimate.proven_bytes)}"
         )
     return lines
+
+
+def _cost(step: PlannedStep) -> str:
+    moved = f", with {format_bytes(step.moved_bytes)} moved away at once" if step.moved_bytes else ""
+    return f"{step.overhead:+.1%} of the time{moved}"
 
 
 def _batch_lines(estimate: Estimate) -> list[str]:

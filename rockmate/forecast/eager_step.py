@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -39,6 +40,8 @@ class EagerStep:
     time_ms: float | None  # estimated; of the forward and the backward
     optimizer_ms: float | None
     knows_optimizer_step: bool  # else what it computes with is not in the events
+    held_sizes_bytes: tuple[int, ...] = ()  # of parameters, buffers and inputs, one by one
+    first_optimizer_events: tuple[AllocationEvent, ...] = ()  # of its first step, which makes its state
 
     @property
     def held_bytes(self) -> int:
@@ -65,6 +68,32 @@ class EagerStep:
         """The most that is allocated from the end of the backward on, with what is there before the step."""
         level = sum(event.size_bytes for event in self.events)
         return self.held_bytes + level + max(0, highest_moment(self.optimizer_events)[0])
+
+    def training_events(self, steps: int = 3) -> Iterator[AllocationEvent]:
+        """From the first parameter on: what training allocates and gives back, as a caching allocator sees it.
+
+        At the end of a step gradients go first, in the order in which they came, and then what else is left of it.
+        """
+        numbers, first = itertools.count(), [event.size_bytes for event in self.first_optimizer_events]
+        there_before = self.optimizer_bytes - sum(first)  # what is of no events
+        for size_bytes in (*self.held_sizes_bytes, there_before):
+            if size_bytes > 0:
+                yield AllocationEvent(next(numbers), size_bytes)
+        for step in range(steps):
+            alive: dict[int, tuple[int, int]] = {}
+            optimizer_events = self.optimizer_events if step else self.first_optimizer_events or self.optimizer_events
+            for event in (*self.events, *optimizer_events):
+                if event.size_bytes > 0:
+                    alive[event.address] = next(numbers), event.size_bytes
+                    yield AllocationEvent(*alive[event.address])
+                else:
+                    number, size_bytes = alive.pop(event.address)
+                    yield AllocationEvent(number, -size_bytes)
+            own = {event.address for event in self.events}  # and what else is there is the optimizer's state
+            ends = [address for address in alive if address in own]
+            for address in sorted(ends, key=lambda address: self.kinds.get(address) != "gradients"):
+                number, size_bytes = alive[address]
+                yield AllocationEvent(number, -size_bytes)
 
     @property
     def _highest(self) -> tuple[int, int]:
@@ -114,9 +143,7 @@ def observe_eager_step(
     """
     seen: set[int] = set()
     parameters = list(model.parameters())
-    parameter_bytes = _stored_bytes(parameters, device, seen)
-    buffer_bytes = _stored_bytes(model.buffers(), device, seen)
-    input_bytes = _stored_bytes(sample.tensors, device, seen)
+    held = [_stored_sizes(tensors, device, seen) for tensors in (parameters, model.buffers(), sample.tensors)]
     optimizer_bytes = optimizer_state_bytes(optimizer, parameters, device.device)[0]
     kinds: dict[int, str] = {}
     watch = StorageWatch(device.machine, device.clock)
@@ -135,22 +162,24 @@ def observe_eager_step(
                 kinds[number] = "gradients"
         time_ms = device.clock.now_ms - started_ms
         step_events = tuple(_rounded(watch.events, device))
-        optimizer_events, optimizer_ms = _optimizer_step(optimizer, trained, device, watch.made)
+        step = _optimizer_step(optimizer, trained, device, watch.made)
         watch.stop()
         del output, value
     has_speed = device.machine.has_speed
     return EagerStep(
-        parameter_bytes,
-        buffer_bytes,
-        input_bytes,
+        sum(held[0]),
+        sum(held[1]),
+        sum(held[2]),
         optimizer_bytes,
         step_events,
         forward_events,
-        tuple(_rounded(optimizer_events or (), device)),
+        tuple(_rounded(step.events if step else (), device)),
         kinds,
         time_ms if has_speed else None,
-        optimizer_ms if has_speed and optimizer_events is not None else None,
-        optimizer_events is not None,
+        step.time_ms if has_speed and step else None,
+        step is not None,
+        tuple(itertools.chain(*held)),
+        tuple(_rounded(step.first_events if step else (), device)),
     )
 
 
@@ -158,12 +187,12 @@ def _is_written(sample: Sample) -> bool:
     return any(tensor.requires_grad for tensor in sample.tensors)
 
 
-def _stored_bytes(tensors: Iterable[torch.Tensor], device: Shapes, seen: set[int]) -> int:
-    found = 0
+def _stored_sizes(tensors: Iterable[torch.Tensor], device: Shapes, seen: set[int]) -> list[int]:
+    found = []
     for tensor in tensors:
         if storage_key(tensor) not in seen:
             seen.add(storage_key(tensor))
-            found += device.allocated_bytes(tensor.untyped_storage().nbytes())
+            found.append(device.allocated_bytes(tensor.untyped_storage().nbytes()))
     return found
 
 
@@ -182,25 +211,33 @@ def _assumed_loss(output: Any) -> torch.Tensor:
     ).sum()
 
 
+class _OptimizerStep(NamedTuple):
+    first_events: list[AllocationEvent]  # which makes the state
+    events: list[AllocationEvent]  # of a later one
+    time_ms: float
+
+
 def _optimizer_step(
     optimizer: Optimizer | Callable[..., Optimizer] | None,
     trained: list[torch.nn.Parameter],
     device: Shapes,
     first: int,
-) -> tuple[list[AllocationEvent] | None, float]:
-    """What a step allocates and frees again once its state is there, and its time; None where it does not run so."""
+) -> _OptimizerStep | None:
+    """What steps allocate and free again, and the time of one; None where it does not run so."""
     if optimizer is None or not trained:
-        return [], 0.0
+        return _OptimizerStep([], [], 0.0)
     try:
         made = optimizer if isinstance(optimizer, Optimizer) else optimizer(trained)
         if device.machine.is_accelerator:
             for group in made.param_groups:
                 if group.get("foreach", False) is None and not group.get("fused"):
                     group["foreach"] = True  # PyTorch's default there: all parameters at once, and as much again
-        made.step()  # makes the state
-        started_ms = device.clock.now_ms
-        with StorageWatch(device.machine, device.clock, first=first) as watch:
+        with StorageWatch(device.machine, device.clock, first=first) as making:
             made.step()
-        return watch.stop(), device.clock.now_ms - started_ms
+        first_events = making.stop()
+        started_ms = device.clock.now_ms
+        with StorageWatch(device.machine, device.clock, first=making.made) as watch:
+            made.step()
+        return _OptimizerStep(first_events, watch.stop(), device.clock.now_ms - started_ms)
     except Exception:  # noqa: BLE001  whatever an optimizer raises that reads values
-        return None, 0.0
+        return None

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from rk_solvers import Limits, solver_named
+from rk_solvers import Limits, SecondMemory, Solution, solver_named
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
 from rk_solvers.limits import USUAL_LIMITS
-from rk_solvers.liveness import peak_and_time
+from rk_solvers.liveness import least_bytes, peak_and_time
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import Sample, make_sample
 from rkgb.errors import RockmateError
@@ -27,9 +27,10 @@ from rockmate.errors import ArgumentError, BatchError
 from rockmate.forecast.answer import BatchEstimate, Estimate, PlannedStep
 from rockmate.forecast.batches import SizedStep, largest_eager_batch, largest_planned_batch
 from rockmate.forecast.eager_step import EagerStep, observe_eager_step
-from rockmate.memory.allocators import predicted_reserved_bytes
+from rockmate.forecast.moves import moving_solver, second_memory_of, smallest_with_moves
 from rockmate.memory.budget import AboveResidents, Budget, read_budget, resolve_budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
+from rockmate.offload.option import Offload, as_offload
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import measure
@@ -51,8 +52,10 @@ def estimate(
     dtype: torch.dtype | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
+    link: float | None = None,
     batches: bool = True,
     budget: Budget = None,
+    offload: Offload | str | None = None,
     time_limit: float = SEARCH_S,
 ) -> Estimate:
     """What training `model` takes on `device`, without running it there or anywhere: no kernel runs, and nothing of the
@@ -68,18 +71,22 @@ def estimate(
         memory: bytes or a size: what there is, in the place of what the device has.
         dtype: train in this type of floating point, in the place of the model's own.
         flops, bandwidth: operations and bytes a second, in the place of those known of the device.
+        link: bytes a second to the memory of the host, or of the CPU to a file, in the place of what is known.
         batches: whether to tell how large a batch fits, where the memory is known.
         budget: of the step, as for `Rockmate`: bytes, a size, or a part of the eager step's peak. What a plan for it
             costs is told in the place of one for the device's memory.
+        offload: whether plans may also move data over that link, as for `Rockmate`: "auto", "host", "disk", or a
+            record. The largest batch is that of plans that move nothing.
         time_limit: seconds for the search of one plan.
 
     Raises:
-        ArgumentError: the device is not known, or an optimizer of that name.
+        ArgumentError: the device is not known, an optimizer of that name, or how fast the link is.
+        OffloadError: data of such a device cannot be moved there.
         OptimizerError, LossError, SampleError: as planning does.
         RuntimeError, …: what the module raises, also where its forward reads numbers out of its data.
     """
     started = time.perf_counter()
-    machine = _machine(device, memory, flops, bandwidth)
+    machine = with_speed(_machine(device, memory), flops, bandwidth, link)
     optimizer = _optimizer(optimizer)
     make, rows = None, 0
     if not isinstance(model, torch.nn.Module):
@@ -87,7 +94,9 @@ def estimate(
         model, sample, *others = make(rows)
         loss = others[0] if others else loss
     assert isinstance(model, torch.nn.Module)
-    study = _Study(machine, Dataless(machine, dtype), optimizer, time_limit, read_budget(budget))
+    moving = as_offload(offload)
+    second = None if moving is None else second_memory_of(machine, moving)
+    study = _Study(machine, Dataless(machine, dtype), optimizer, time_limit, read_budget(budget), second)
     arguments = make_sample(model, sample)
     with standing_for(machine, study.dataless.values) as shapes, study.dataless.module(model):
         step = study.step(model, study.dataless.sample(arguments), loss, shapes, rows)
@@ -96,13 +105,15 @@ def estimate(
             at = study.by_batch(make, step, shapes) if make else study.of_module(model, arguments, loss, step, shapes)
             if at is not None:
                 found = replace(found, batch=study.batches(at, found.usable_bytes))
+    if moving is not None:
+        found = replace(found, offload=moving.where)
     return replace(found, took_s=time.perf_counter() - started)
 
 
 _DEFAULT_ROWS = 4  # of a function of the batch, where nobody says
 
 
-def _machine(device: str, memory: int | str | None, flops: float | None, bandwidth: float | None) -> Machine:
+def _machine(device: str, memory: int | str | None) -> Machine:
     machine = named_machine(device)
     if machine is None:
         try:
@@ -123,7 +134,7 @@ def _machine(device: str, memory: int | str | None, flops: float | None, bandwid
             f"of {format_bytes(machine.memory_bytes or 0)} nothing is left for tensors: a process with an accelerator "
             f"holds about {format_bytes(CONTEXT_BYTES)} beside them. Give the memory of the whole device"
         )
-    return with_speed(machine, flops, bandwidth)
+    return machine
 
 
 def _optimizer(optimizer: OptimizerLike | str | None) -> OptimizerLike | None:
@@ -143,6 +154,7 @@ class _Study:
     optimizer: OptimizerLike | None
     search_s: float
     budget: int | float | AboveResidents | None = None  # that was asked about
+    second: SecondMemory | None = None  # where data may be moved
 
     # ---- one step --------------------------------------------------------------------------------------------
 
@@ -168,29 +180,43 @@ class _Study:
     def told(self, name: str, step: SizedStep, shapes: Shapes) -> Estimate:
         """All that is told of one batch."""
         eager = step.eager
-        above_bytes = predicted_reserved_bytes(shapes.emulated(), eager.all_events)
-        reserved_bytes = None if above_bytes is None else eager.held_bytes + above_bytes
-        unknown = _unknown(self.machine, eager)
+        allocator = shapes.emulated()
+        reserved_bytes = None if allocator is None else allocator.run(eager.training_events()).most_reserved_bytes
+        unknown = _unknown(self.machine, eager, self.second is not None)
         found = Estimate(name, self.machine, eager, reserved_bytes, None, None, None, None, step.why, unknown)
         if step.problem is None:
             return found
-        problem, chain = step.problem, step.chain
-        lowest = min_peak_plan(problem, [], chain, time.monotonic() + self.search_s / 2)
-        peak_bytes, time_ms = peak_and_time(problem, lowest)
-        proven_bytes = peak_bound_bytes(problem, peak_bytes, min(self.search_s / 2, USUAL_LIMITS.proof_s))
+        smallest, proven_bytes = self._smallest(step)
         found = replace(
             found,
-            smallest=_planned(step, peak_bytes, peak_bytes, time_ms),
+            smallest=smallest,
             proven_bytes=max(eager.held_bytes + proven_bytes, eager.after_backward_bytes),
         )
         budget_bytes = self._budget_bytes(found)
         if self.budget is not None:
             found = replace(found, asked_bytes=budget_bytes)
-        if budget_bytes is None or peak_bytes > budget_bytes:
+        if budget_bytes is None or smallest.budget_bytes > budget_bytes:
             return found
-        solver = solver_named("auto", Limits().without_proofs(self.search_s), chain)
-        solution = solver.solve(problem, budget_bytes)
-        return replace(found, planned=_planned(step, budget_bytes, solution.peak_bytes, solution.time_ms))
+        if self.second is None:
+            solver = solver_named("auto", Limits().without_proofs(self.search_s), step.chain)
+        else:
+            solver = moving_solver(step.chain, self.second, self.search_s)
+        solution = solver.solve(step.problem, budget_bytes)
+        return replace(found, planned=_planned(step, budget_bytes, solution))
+
+    def _smallest(self, step: SizedStep) -> tuple[PlannedStep, int]:
+        """The plan of least peak that is found, and what no plan's step is below."""
+        problem, chain = step.problem, step.chain
+        assert problem is not None
+        lowest = min_peak_plan(problem, [], chain, time.monotonic() + self.search_s / 2)
+        peak_bytes, time_ms = peak_and_time(problem, lowest)
+        if self.second is None:
+            proven_bytes = peak_bound_bytes(problem, peak_bytes, min(self.search_s / 2, USUAL_LIMITS.proof_s))
+            return _planned_step(step, peak_bytes, peak_bytes, time_ms), proven_bytes
+        moving = smallest_with_moves(problem, chain, self.second, self.search_s)
+        if moving.peak_bytes >= peak_bytes:
+            return _planned_step(step, peak_bytes, peak_bytes, time_ms), least_bytes(problem)
+        return _planned(step, moving.peak_bytes, moving), least_bytes(problem)
 
     def _budget_bytes(self, found: Estimate) -> int | None:
         """Of the step that is to be planned: what was asked about, or what the device has for it; None where it has
@@ -266,19 +292,26 @@ class _Sized(NamedTuple):
     rows: int  # of the sample
 
 
-def _planned(step: SizedStep, budget_bytes: int, peak_bytes: int, time_ms: float) -> PlannedStep:
+def _planned(step: SizedStep, budget_bytes: int, solution: Solution) -> PlannedStep:
+    found = _planned_step(step, budget_bytes, solution.peak_bytes, solution.time_ms)
+    return replace(found, moved_bytes=solution.stored_bytes)
+
+
+def _planned_step(step: SizedStep, budget_bytes: int, peak_bytes: int, time_ms: float) -> PlannedStep:
     assert step.problem is not None
     whole_bytes = max(step.eager.held_bytes + peak_bytes, step.eager.after_backward_bytes)
     return PlannedStep(budget_bytes, whole_bytes, time_ms / step.problem.keep_all_time_ms - 1)
 
 
-def _unknown(machine: Machine, eager: EagerStep) -> tuple[str, ...]:
+def _unknown(machine: Machine, eager: EagerStep, moves: bool) -> tuple[str, ...]:
     kinds = ["what kernels compute with and do not return, but for the largest of the CPU's"]
     if machine.is_accelerator:
         kinds = [
             "what kernels compute with and do not return, such as the workspaces of convolutions",
             "the gaps that another order of allocations leaves",
         ]
+    if moves:
+        kinds.append("what moves cost the computation beside them")
     if not eager.knows_optimizer_step:
         kinds.append("what the optimizer's step computes with: it does not run without data")
     return tuple(kinds)

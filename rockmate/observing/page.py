@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from rockmate.observing.peak_report import PeakReport
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; }
 body { color: #222; background: #fff; }
 table { border-collapse: collapse; width: 100%; }
 td, th { padding: .2em .6em; text-align: left; border-bottom: 1px solid #ddd; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bar { background: #4878a8; height: .8em; } .growing { color: #a02020; } svg { width: 100%; height: 160px; }
+.bar { background: #4878a8; height: .8em; } .growing { color: #a02020; } svg { width: 100%; font-size: 12px; }
 """
-_WIDTH, _HEIGHT = 900, 140
+_WIDTH, _HEIGHT = 900, 140  # of the lines: names are beside them
+_LEFT, _RIGHT, _TOP = 80, 30, 10
 
 
 def page_of(report: PeakReport, title: str) -> str:
@@ -54,18 +55,29 @@ def _lines(report: PeakReport, title: str) -> Iterator[str]:
 
 
 def _curve(peaks: list[int], ends: list[int]) -> str:
-    """The highest level of each step, and that at its end."""
+    """The highest level of each step, and that at its end, above a line of nothing and below that of the most."""
     most = max([1, *peaks])
 
-    def points(levels: list[int]) -> str:
-        across = max(1, len(levels) - 1)
-        places = ((_WIDTH * x / across, _HEIGHT * (1 - level / most) + 5) for x, level in enumerate(levels))
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    def place(step: int, level: int) -> str:
+        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / max(1, len(peaks) - 1)
+        return f"{x:.1f},{_TOP + _HEIGHT * (1 - level / most):.1f}"
 
-    lines = []
-    for levels, color, name in ((peaks, "#4878a8", "highest in the step"), (ends, "#b08030", "at its end")):
-        drawn = f'fill="none" stroke="{color}" stroke-width="2" points="{points(levels)}"'
-        lines.append(f"<polyline {drawn}><title>{name}</title></polyline>")
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT + 10}" role="img" aria-label="levels over the steps"'
-    told = f"Blue: the highest level in each step, {format_bytes(most)} at most. Brown: at its end."
-    return f"<svg {box}>{''.join(lines)}</svg><p>{told}</p>"
+    parts = []
+    for level, text in ((most, format_bytes(most)), (most // 2, format_bytes(most / 2)), (0, "0")):
+        y = place(0, level).partition(",")[2]
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y}" dy=".35em" text-anchor="end">{text}</text>')
+    for step in sorted({0, len(peaks) - 1}):
+        x = place(step, 0).partition(",")[0]
+        parts.append(f'<text x="{x}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">step {step + 1}</text>')
+    for levels, color, name in ((ends, "#b08030", "at its end"), (peaks, "#4878a8", "highest in the step")):
+        points = " ".join(place(step, level) for step, level in enumerate(levels))
+        drawn = f'fill="none" stroke="{color}" stroke-width="2" points="{points}"'
+        dots = "".join(
+            f'<circle r="3" fill="{color}" cx="{point.partition(",")[0]}" cy="{point.partition(",")[2]}">'
+            f"<title>step {step + 1}, {name}: {format_bytes(levels[step])}</title></circle>"
+            for step, point in enumerate(points.split())
+        )
+        parts.append(f"<polyline {drawn}/>{dots}")
+    box = f'viewBox="0 0 {_WIDTH} {_TOP + _HEIGHT + 24}" role="img" aria-label="levels over the steps"'
+    return f"<svg {box}>{''.join(parts)}</svg><p>Blue: the highest level in each step. Brown: at its end.</p>"

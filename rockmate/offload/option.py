@@ -59,6 +59,20 @@ class Offload:
             raise OffloadError(f'limit is {self.limit!r}; give bytes as an int, or a size such as "40GiB".')
         return found
 
+    def place_for(self, device: object, *, is_host: bool) -> Literal["disk", "host"]:
+        """Where data of a module on `device` go. Raises `OffloadError` where they cannot go where it was said."""
+        place: Literal["disk", "host"] = "disk" if is_host else "host"
+        if self.where in ("auto", place):
+            return place
+        if is_host:
+            raise OffloadError(
+                'data of a module on the CPU are in host memory already: say "disk", or "auto", to have them in a file.'
+            )
+        raise OffloadError(
+            f'data of a module on {device} are not written to a disk: say "host", or "auto", to have them in host '
+            "memory."
+        )
+
 
 def as_offload(said: Offload | str | None) -> Offload | None:
     """What was said, as a record: a word is that of `Offload.where`. Raises `OffloadError`."""

@@ -63,18 +63,8 @@ class Tiers:
 
 
 def _opened(option: Offload, device: torch.device) -> Tier:
-    is_host = device_of(device).is_host
-    if option.where == "host" or (option.where == "auto" and not is_host):
-        if is_host:
-            raise OffloadError(
-                'data of a module on the CPU are in host memory already: say "disk", or "auto", to have them in a file.'
-            )
+    if option.place_for(device, is_host=device_of(device).is_host) == "host":
         return HostTier(device, option.limit_bytes)
-    if not is_host:
-        raise OffloadError(
-            f'data of a module on {device} are not written to a disk: say "host", or "auto", to have them in host '
-            "memory."
-        )
     return _file(option)
 
 

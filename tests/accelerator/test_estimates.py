@@ -1,5 +1,7 @@
 """Estimates beside what the test accelerator's allocator counts: allocated to the byte, reserved within a percent."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,10 @@ from rkgb.ir.sample import make_sample
 from rkgb.shapes.dataless import Dataless
 from rkgb.shapes.device import standing_for
 from rkgb.shapes.machine import accelerator_of
-from rockmate import PeakMemory, zoo
+from rockmate import PeakMemory, estimate, zoo
 from rockmate.forecast.eager_step import observe_eager_step
 from rockmate.memory.allocators import predicted_reserved_bytes
+from rockmate.queries.verification import OPTIMIZERS
 
 pytestmark = pytest.mark.ci
 
@@ -61,3 +64,43 @@ def test_transformers_are_told_within_a_percent(device, name):
                 setattr(part, drawn, 0.0)
     peak_bytes, _ = told(entry.model, entry.sample, entry.loss)
     assert peak_bytes == pytest.approx(measured(entry.model, entry.sample, entry.loss, device), rel=0.01)
+
+
+def stack(width, depth):
+    """Without draws, as masks of CUDA, which is told of, are not those of the test accelerator."""
+    layers = [part for _ in range(depth) for part in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
+    return nn.Sequential(*layers, nn.Linear(width, 16))
+
+
+@pytest.mark.parametrize(("width", "depth", "rows"), [(512, 8, 4096), (1024, 4, 1024), (256, 20, 3000)])
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adamw"])
+def test_what_the_allocator_reserves_for_all_of_training_is_told_within_a_percent(
+    device, width, depth, rows, optimizer
+):
+    """From the first parameter on: what is told is of a process that has nothing else on the device."""
+    memory = torch.accelerator.memory
+    gc.collect()
+    memory.empty_cache()
+    before_bytes = memory.memory_reserved()
+    memory.reset_peak_memory_stats()
+    model, sample = stack(width, depth).to(device), torch.randn(rows, width, device=device)
+    made = None if optimizer is None else OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
+    for _ in range(3):
+        output = model(sample)
+        value = output.square().mean()
+        value.backward()
+        if made is not None:
+            made.step()
+        model.zero_grad(set_to_none=True)
+        del output, value
+    reserved_bytes = memory.max_memory_reserved() - before_bytes
+    found = estimate(
+        model,
+        sample,
+        loss=lambda output: output.square().mean(),
+        optimizer=optimizer,
+        device="8GiB",
+        batches=False,
+        time_limit=0.1,
+    )
+    assert found.reserved_bytes == pytest.approx(reserved_bytes, rel=0.01)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rockmate.zoo as zoo
-from rkgb.devices.allocation_log import AllocationLog
+from rkgb.devices.allocation_log import AllocationLog, highest_moment
 from rkgb.ir.sample import make_sample
 from rkgb.shapes.dataless import Dataless
 from rkgb.shapes.device import standing_for
@@ -161,3 +161,19 @@ def test_tensors_of_one_storage_count_once():
     told = observed(Tied(), torch.randn(4, 64))
     assert told.parameter_bytes == 64 * 64 * 4
     assert told.buffer_bytes == 0
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD, torch.optim.AdamW])
+def test_training_gives_back_all_but_what_it_holds(optimizer):
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8))
+    told = observed(model, torch.randn(100, 32, requires_grad=True), optimizer=optimizer, machine=named_machine("H100"))
+    events = list(told.training_events(4))
+    alive = {}
+    for event in events:
+        if event.size_bytes > 0:
+            assert event.address not in alive
+            alive[event.address] = event.size_bytes
+        else:
+            assert alive.pop(event.address) == -event.size_bytes
+    assert sum(alive.values()) == told.held_bytes
+    assert highest_moment(events)[0] == told.peak_bytes

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import rockmate.zoo as zoo
-from rk_solvers import peak_and_time
+from rk_solvers import Link, SecondMemory, peak_and_time
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb.devices.allocation_log import AllocationLog
-from rockmate import ArgumentError, Rockmate, estimate
+from rockmate import ArgumentError, Offload, OffloadError, Rockmate, estimate
+from rockmate.forecast.moves import moving_solver
 from rockmate.options import PlanOptions
 from rockmate.planning.measured import measure
 from tests.forecast.test_eager_step import measured_bytes
@@ -198,3 +199,63 @@ def test_a_model_that_cannot_be_planned_is_told_without_a_plan():
     found = estimate(model, torch.randn(4, 8), **QUICK)
     assert found.peak_bytes > 0
     assert model.calls == 0
+
+
+# ---- moves -------------------------------------------------------------------------------------------------------
+
+
+def test_moves_over_a_fast_link_cost_less_than_recomputation():
+    model, sample = net(512), torch.randn(2048, 512)
+    asked = dict(loss=loss, device="H100", budget=0.5, **QUICK)
+    alone, moved = estimate(model, sample, **asked), estimate(model, sample, offload="auto", link=1e12, **asked)
+    assert alone.planned.moved_bytes == 0
+    assert moved.planned.moved_bytes > 0
+    assert moved.planned.overhead < alone.planned.overhead
+    assert moved.planned.peak_bytes - moved.eager.held_bytes <= moved.asked_bytes
+    assert moved.smallest.peak_bytes <= alone.smallest.peak_bytes
+    assert moved.proven_bytes <= moved.smallest.peak_bytes
+    assert f'planned: Rockmate(model, sample, {moved.asked_bytes}, offload="auto") trains within' in str(moved)
+    assert "moved away at once" in str(moved)
+    assert any("what moves cost" in kind for kind in moved.unknown)
+    assert moved.offload == "auto"
+
+
+def test_nothing_moves_over_a_link_that_is_slower_than_recomputation():
+    found = estimate(net(), torch.randn(512, 64), loss=loss, budget=0.7, offload="disk", link=1.0, **QUICK)
+    assert found.planned.moved_bytes == 0
+
+
+def test_what_is_in_the_second_memory_is_limited():
+    model, sample = net(512), torch.randn(2048, 512)
+    asked = dict(loss=loss, device="H100", budget=0.5, link=1e12, **QUICK)
+    free = estimate(model, sample, offload="host", **asked).planned.moved_bytes
+    limited = estimate(model, sample, offload=Offload("host", limit=free // 2), **asked)
+    assert limited.planned.moved_bytes <= free // 2
+    assert estimate(model, sample, offload=Offload("host", limit=0), **asked).planned.moved_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "transformer-tiny"])
+def test_what_moves_are_told_to_meet_they_meet_on_what_is_measured(name):
+    entry = zoo.get(name)
+    found = estimate(entry.model, entry.sample, loss=entry.loss, budget=0.6, offload="disk", link=1e12, **QUICK)
+    measured = measure(entry.model, entry.sample, PlanOptions(loss=entry.loss).request(10**12))
+    solver = moving_solver(measured.chain, SecondMemory(Link(1e9), Link(1e9)), 0.5)
+    assert solver.solve(measured.problem, found.asked_bytes).status.fits
+    assert found.planned.moved_bytes > 0
+    smallest = solver.solve(measured.problem, found.smallest.budget_bytes)
+    assert smallest.peak_bytes == pytest.approx(found.smallest.budget_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "told"),
+    [
+        ({"device": "H100", "offload": "disk"}, OffloadError, "are not written to a disk"),
+        ({"device": "cpu", "offload": "host"}, OffloadError, "are in host memory already"),
+        ({"device": "24GiB", "offload": "auto"}, ArgumentError, "how fast it is"),
+        ({"device": "24GiB", "offload": "auto", "link": 1e9}, ArgumentError, "how fast it is"),
+        ({"device": "H100", "offload": "away"}, OffloadError, "data are to be moved to 'away'"),
+    ],
+)
+def test_a_link_that_is_not_there_is_told(said, error, told):
+    with pytest.raises(error, match=told):
+        estimate(net(), torch.randn(8, 64), loss=loss, **said)

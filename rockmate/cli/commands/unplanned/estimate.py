@@ -9,7 +9,7 @@ import click
 import torch
 
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Bytes, Chosen, output_options, sample_options
+from rockmate.cli.options import BudgetText, Bytes, Chosen, offload_options, output_options, sample_options
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.samples import DTYPES
 from rockmate.forecast.answer import Estimate, PlannedStep
@@ -23,6 +23,7 @@ from rockmate.queries.verification import OPTIMIZERS
         "rockmate estimate model.py:make --device 24GiB --optimizer adamw",
         "rockmate estimate model.py:make --device H100 --dtype bfloat16 --meta --json",
         "rockmate estimate model.py:Net --sample 'float32[64,32]' --memory 2MiB",
+        "rockmate estimate model.py:make --device H100 --budget 0.4 --offload host",
     ),
 )
 @sample_options
@@ -44,6 +45,8 @@ from rockmate.queries.verification import OPTIMIZERS
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Whose state counts.")
 @click.option("--flops", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Operations a second.")
 @click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Bytes a second.")
+@click.option("--link", type=click.FloatRange(min=0, min_open=True), metavar="N", help="As that, to what --offload is.")
+@offload_options
 @click.option("--meta", is_flag=True, help="Make the model without data, where it is too large for this machine.")
 @click.option("--batches/--no-batches", default=True, help="Whether to tell the largest batch.")
 @click.option(
@@ -88,6 +91,7 @@ def _content(found: Estimate) -> dict[str, Any]:
         "proven_bytes": found.proven_bytes,
         "planned": _step(found.planned),
         "asked_bytes": found.asked_bytes,
+        "offload": found.offload,
         "unplanned": found.unplanned or None,
         "batch": None
         if batch is None
@@ -105,4 +109,9 @@ def _content(found: Estimate) -> dict[str, Any]:
 def _step(step: PlannedStep | None) -> dict[str, Any] | None:
     if step is None:
         return None
-    return {"budget_bytes": step.budget_bytes, "peak_bytes": step.peak_bytes, "overhead": step.overhead}
+    return {
+        "budget_bytes": step.budget_bytes,
+        "peak_bytes": step.peak_bytes,
+        "overhead": step.overhead,
+        "moved_bytes": step.moved_bytes,
+    }
