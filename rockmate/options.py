@@ -81,13 +81,17 @@ class PlanOptions:
             )
         return options
 
-    def refuse_offload(self, what: str) -> None:
-        """For questions whose answers are of plans that move and compile nothing. Raises `ArgumentError`."""
+    def refuse_compile(self, what: str) -> None:
+        """For questions whose answers are of plans that compile nothing. Raises `ArgumentError`."""
         if self.compile:
             raise ArgumentError(
                 f"{what} looks at plans of eager operations: leave compile out. The answer holds for "
                 "Rockmate(..., compile=True), too, but for what compiled parts save otherwise."
             )
+
+    def refuse_offload(self, what: str) -> None:
+        """For questions whose answers are of plans that move and compile nothing. Raises `ArgumentError`."""
+        self.refuse_compile(what)
         if self.offload is not None:
             raise ArgumentError(
                 f"{what} looks at plans that recompute, and move nothing: leave offload out. The answer holds for "

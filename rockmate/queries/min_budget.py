@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Limits, Problem, Schedule, Solution, Solver, peak_and_time, schedule_of
+from rk_solvers import Limits, Problem, Schedule, SecondMemory, Solver, schedule_of
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
-from rk_solvers.solver import solution_of
+from rk_solvers.liveness import least_bytes
+from rk_solvers.transfers.reading import costs_of
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.choices.module_layout import as_asked
 from rockmate.errors import ArgumentError, BudgetTooSmall
+from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import plan_file_of
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
+from rockmate.planning.graph_solver import memory_for, solver_for
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
@@ -62,6 +65,7 @@ def smallest_budget(
     gap: float | None = None,
     limits: Limits | None = None,
     progress: bool | ProgressCallback = False,
+    offload: Offload | str | None = None,
     options: PlanOptions | None = None,
 ) -> CheapestBudget:
     """The smallest budget under which a step takes at most `slowdown` times as long as without recomputation.
@@ -70,7 +74,7 @@ def smallest_budget(
     largest that is not. Times are predicted; the bytes of the answer were measured in a real step.
 
     Args:
-        model, sample, loss, solver, gap, limits, progress, options: as for `Rockmate`.
+        model, sample, loss, solver, gap, limits, progress, offload, options: as for `Rockmate`.
         slowdown: 1.1 for 10 % more time; 1 for no recomputation that costs any.
         time_limit: seconds that the search for one budget's plan may take, 15 by default.
 
@@ -82,9 +86,9 @@ def smallest_budget(
         raise ArgumentError(f"a slowdown of {slowdown!r} would be a speed-up: give 1.1 for 10 % more time")
     if time_limit is None and limits is None and options is None:
         time_limit = Limits().search_s  # many budgets are solved: no extra time for one
-    said = {"loss": loss, "solver": solver, "limits": limits, "progress": progress}
+    said = {"loss": loss, "solver": solver, "limits": limits, "progress": progress, "offload": offload}
     options = PlanOptions.of(options, said, time_limit, gap)
-    options.refuse_offload("smallest_budget")
+    options.refuse_compile("smallest_budget")
     with progress_display(options.progress) as tell:
         request = replace(options.request(None), progress=tell)
         call = make_sample(model, sample)
@@ -109,51 +113,41 @@ def smallest_budget(
 
 def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> tuple[Schedule, list[Attempt]]:
     """The plan of lowest peak, among those found, that takes at most so much longer; and what was tried."""
-    problem = measured.problem
+    problem, memory = measured.problem, memory_for(request, measured)
     limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
     best = schedule_of(problem, {})
-    high = peak_and_time(problem, best)[0]
-    low = peak_bound_bytes(problem, high, request.limits.proof_s) - 1  # proven to be too small
+    high = costs_of(problem, best, memory).peak_bytes
+    low = _too_small_bytes(problem, high, memory, request.limits.proof_s)
     attempts: list[Attempt] = []
     rounds = max(1, ((high - low) / (_PRECISION * high)).__ceil__().bit_length())
     while high - low > max(1, _PRECISION * measured.eager_peak_bytes):
         request.progress("budgets", min(len(attempts), rounds - 1), rounds)
         middle = (low + high) // 2
         solution = solver_for(request, measured).solve(problem, middle)
-        peak_bytes, time_ms = peak_and_time(problem, solution.schedule)
-        is_fast_enough = time_ms <= limit_ms
-        taken = time_ms / problem.keep_all_time_ms
-        attempts.append(Attempt(middle, peak_bytes, taken, peak_bytes <= middle, is_fast_enough))
-        if is_fast_enough and peak_bytes < high:
-            best, high = solution.schedule, peak_bytes  # a plan that does not fit this budget may be the best yet
+        costs = costs_of(problem, solution.schedule, memory)
+        is_fast_enough = costs.time_ms <= limit_ms
+        taken = costs.time_ms / problem.keep_all_time_ms
+        attempts.append(Attempt(middle, costs.peak_bytes, taken, costs.peak_bytes <= middle, is_fast_enough))
+        if is_fast_enough and costs.peak_bytes < high:
+            best, high = solution.schedule, costs.peak_bytes  # a plan that does not fit this budget may be the best yet
         if high > middle:
             low = middle
     request.progress("budgets", rounds, rounds)
     return best, attempts
 
 
-@dataclass(frozen=True, slots=True)
-class _Given(Solver):
-    """Returns one plan, whatever the budget."""
-
-    schedule: Schedule
-    found_by: str
-
-    @property
-    def name(self) -> str:
-        """The solver that found it."""
-        return self.found_by
-
-    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
-        """That plan."""
-        return solution_of(problem, budget_bytes, self.schedule, self.name)
+def _too_small_bytes(problem: Problem, known_bytes: int, memory: SecondMemory | None, proof_s: float) -> int:
+    """The largest budget that is proven to fit no plan: the stronger proof is of plans that move nothing."""
+    if memory is not None:
+        return least_bytes(problem) - 1
+    return peak_bound_bytes(problem, known_bytes, proof_s) - 1
 
 
 def _within_its_peak(measured: Measured, request: PlanRequest, model: torch.nn.Module, schedule: Schedule) -> Plan:
     """The plan under a budget of what its real step takes."""
     name = request.solver if isinstance(request.solver, str) else request.solver.name
-    given = replace(request, solver=_Given(schedule, name))
-    budget_bytes = peak_and_time(measured.problem, schedule)[0]
+    given = replace(request, solver=FixedPlan(PortablePlan.of(schedule, name)))
+    budget_bytes = costs_of(measured.problem, schedule, memory_for(request, measured)).peak_bytes
     try:
         plan = make_plan(measured, replace(given, budget=budget_bytes), model).plan
     except BudgetTooSmall as error:  # more than was predicted: by so much it was measured

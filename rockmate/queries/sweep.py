@@ -22,12 +22,15 @@ from rk_solvers import (
     solver_named,
 )
 from rk_solvers.bounds.peak_bound import peak_bound_bytes
+from rk_solvers.liveness import least_bytes
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rockmate.choices.module_layout import as_asked
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.memory.budget import resolve_budget
+from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.graph_solver import memory_for
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
@@ -50,6 +53,7 @@ class SweepRow:
     measured_peak_bytes: int | None  # of a real step of the plan, where one was run
     gap: float | None  # how much of the time a better plan could save at most
     took_s: float
+    moves: int = 0  # data that the plan moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,15 @@ def sweep(
     time_limit: float | None = None,
     gap: float | None = None,
     progress: bool | ProgressCallback = False,
+    offload: Offload | str | None = None,
     options: PlanOptions | None = None,
 ) -> Sweep:
     """Measure `model` once, and plan it for each of `budgets` by each of `solvers` (all there are, if None).
 
     The plans of "auto" are run, and hold their budgets in real steps; those of the others are predicted, on the same
     measured problem: of each, the plan for a budget is the fastest of all its plans that fit. Solvers that cannot run
-    here are left out, with the reason.
+    here are left out, with the reason. With `offload`, as for `Rockmate`, plans of "auto" may also move data; the other
+    solvers recompute alone.
 
     `time_limit` are the seconds for each solver and budget, 5 by default; `options` are as for `Rockmate`, of which the
     solver is left out.
@@ -110,8 +116,8 @@ def sweep(
         raise ArgumentError(f"there is no solver {unknown[0]!r}" if unknown else "a sweep needs a budget and a solver")
     if time_limit is None and options is None:
         time_limit = DEFAULT_TIME_LIMIT_S
-    options = PlanOptions.of(options, {"loss": loss, "progress": progress}, time_limit, gap)
-    options.refuse_offload("a sweep")
+    options = PlanOptions.of(options, {"loss": loss, "progress": progress, "offload": offload}, time_limit, gap)
+    options.refuse_compile("a sweep")
     with progress_display(options.progress) as tell:
         request = replace(options.request(None), progress=tell, solver=OURS)
         for budget in budgets:
@@ -132,20 +138,25 @@ def sweep(
                 except (BackendUnavailable, ValueError) as error:
                     left_out.append((name, str(error)))
             tell("solvers", len(names), len(names))
-    return _sweep(measured, rows, left_out, request.limits)
+            may_move = memory_for(request, measured) is not None
+    return _sweep(measured, rows, left_out, request.limits, may_move)
 
 
-def _sweep(measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, str]], limits: Limits) -> Sweep:
+def _sweep(
+    measured: Measured, rows: list[SweepRow], left_out: list[tuple[str, str]], limits: Limits, may_move: bool
+) -> Sweep:
     problem = measured.problem
     plan = min_peak_plan(problem, [], measured.chain, time.monotonic() + limits.search_s)
     smallest = peak_and_time(problem, normalise(problem, plan))[0]
     found = [row.measured_peak_bytes or row.peak_bytes for row in rows]
     smallest = min([smallest, *found])
+    # The stronger proof is of plans that move nothing.
+    proven = least_bytes(problem) if may_move else peak_bound_bytes(problem, max(1, smallest), limits.proof_s)
     return Sweep(
         eager_peak_bytes=measured.eager_peak_bytes,
         keep_all_ms=problem.keep_all_time_ms,
         smallest_bytes=smallest,
-        proven_bytes=min(smallest, peak_bound_bytes(problem, max(1, smallest), limits.proof_s)),
+        proven_bytes=min(smallest, proven),
         rows=tuple(rows),
         left_out=tuple(left_out),
     )
@@ -172,6 +183,7 @@ def _ours(measured: Measured, request: PlanRequest, budgets: list[int], model: t
                 measured_peak_bytes=plan.measured_peak_bytes,
                 gap=plan.gap,
                 took_s=time.perf_counter() - started,
+                moves=plan.moves,
             )
         )
     return rows

@@ -10,7 +10,15 @@ import click
 
 from rockmate import plan_files
 from rockmate.cli.app import examples
-from rockmate.cli.options import BudgetText, Chosen, OutputFile, output_options, solver_options, target_options
+from rockmate.cli.options import (
+    BudgetText,
+    Chosen,
+    OutputFile,
+    offload_options,
+    output_options,
+    solver_options,
+    target_options,
+)
 from rockmate.cli.output import GOOD, counted, table, tell, tell_json, wants_progress
 from rockmate.cli.plans import plan_content, plan_table
 from rockmate.cli.targets import Source
@@ -57,6 +65,7 @@ from rockmate.units import format_bytes
 )
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Under --scope total, whose state counts.")
 @solver_options
+@offload_options
 @click.option("-o", "--output", type=OutputFile(), help="Write the plan of the answer to a file.")
 @output_options
 def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **asked: Any) -> int:
@@ -67,13 +76,17 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
     --batch is where the search begins. Batches are measured and planned until one fits, and the next larger one does
     not, or --measurements were made. The exit status is 1 where no batch fits.
 
-    For a slowdown, the model is measured once, and budgets are solved. Times are predicted.
+    For a slowdown, the model is measured once, and budgets are solved. Times are predicted. With --offload, plans may
+    also move data.
     """
     budget, slowdown, most = (asked.pop(name) for name in ("budget", "slowdown", "most"))
     scope, optimizer = asked.pop("scope"), asked.pop("optimizer")
     multiple, measurements = asked.pop("multiple_of"), asked.pop("measurements")
     if (budget is None) == (slowdown is None):
         raise click.UsageError("give --budget for the largest batch, or --slowdown for the smallest budget")
+    offload = asked.pop("offload")
+    if offload is not None and slowdown is None:
+        raise click.UsageError("--offload is for --slowdown: the largest batch is that of plans that move nothing")
     asked["progress"] = wants_progress(quiet)
     found: LargestBatch | CheapestBudget
     if slowdown is None:
@@ -84,7 +97,7 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
         found = _largest(chosen, budget, scope=scope, optimizer=made, **bounds, **asked)
     else:
         target = chosen.target()
-        found = smallest_budget(target.model, target.sample, slowdown, loss=target.loss, **asked)
+        found = smallest_budget(target.model, target.sample, slowdown, loss=target.loss, offload=offload, **asked)
     if output is not None:
         plan_files.save(found.plan_file, output)
     if as_json:
