@@ -14,18 +14,14 @@ from msgspec import structs
 from rk_solvers.transfers.reading import costs_of
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
-    ArgumentError,
     BudgetTooSmall,
     Offload,
     OffloadError,
     OffloadWarning,
     PeakMemory,
     PlanFileError,
-    PlanOptions,
     Rockmate,
-    max_batch,
     plan_files,
-    smallest_budget,
     verify,
     zoo,
 )
@@ -180,16 +176,6 @@ def test_the_limit_is_kept(quick_disk):
     plan = planned(model, rows(), 0.85, offload=Offload(limit=limit_bytes)).plan
     assert plan.stored_bytes <= limit_bytes < free.stored_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes
-
-
-def test_what_looks_at_recomputation_alone_says_so():
-    options = PlanOptions(offload="auto")
-    for ask in (
-        lambda: max_batch(Layers, rows(), "1MiB", options=options),
-        lambda: smallest_budget(built(Layers), rows(), 1.1, options=options),
-    ):
-        with pytest.raises(ArgumentError, match="leave offload out"):
-            ask()
 
 
 # ---- what becomes of it -----------------------------------------------------------------------------------
