@@ -246,7 +246,7 @@ def print_rows(rows: list[Row]) -> None:
 def large_rows(options: argparse.Namespace) -> list[LargeRow]:
     """Each in a process of its own."""
     found = []
-    for name in () if options.quick else LARGE:
+    for name in LARGE if options.large else ():
         row = isolated(large_row, (name,), options.threads, options.most_seconds)
         if not isinstance(row, LargeRow):
             raise RuntimeError(f"{name}: {row}")
@@ -263,6 +263,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--most-seconds", type=float, default=600.0, help="of one model in all (default 600)")
     parser.set_defaults(threads=1)
     options = parser.parse_args()
+    options.large = not (options.quick or options.models)  # models of their own sizes, beside all others
     options.models = options.models or (list(QUICK) if options.quick else names)
     return options
 

@@ -70,7 +70,8 @@ def test_a_zoo_name_is_verified_in_a_process_of_its_own():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == GOOD, done.stderr
     assert done.stdout.startswith("exact under ")
-    assert done.stderr == ""
+    # Builds of PyTorch for CUDA tell of the driver that is missing.
+    assert [line for line in done.stderr.splitlines() if "gpuGetDeviceCount" not in line] == []
 
 
 def test_what_is_not_exact_ends_with_status_1_and_the_place(capsys, monkeypatch):
