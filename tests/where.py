@@ -6,11 +6,14 @@ Tests that say `here()` and `placed(...)` are the same tests on both.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from rockmate import Offload
 
 CPU = torch.device("cpu")
 Placed = TypeVar("Placed", Tensor, nn.Module)
@@ -25,6 +28,11 @@ class Place:
 def here() -> torch.device:
     """The device that modules and batches of the test are on."""
     return Place.now
+
+
+def elsewhere(folder: str | os.PathLike[str], limit: int | str | None = None) -> Offload:
+    """The second memory that the device can have: a file of the folder, or the memory of the host."""
+    return Offload("disk", os.fspath(folder), limit) if here() == CPU else Offload("host", limit=limit)
 
 
 def placed(made: Placed) -> Placed:

@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from rk_solvers import Limits, SecondMemory, Solution, solver_named
-from rk_solvers.bounds.peak_bound import peak_bound_bytes
+from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rk_solvers.limits import USUAL_LIMITS
-from rk_solvers.liveness import least_bytes, peak_and_time
+from rk_solvers.liveness import peak_and_time
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import Sample, make_sample
 from rkgb.errors import RockmateError
@@ -105,9 +105,7 @@ def estimate(
             at = study.by_batch(make, step, shapes) if make else study.of_module(model, arguments, loss, step, shapes)
             if at is not None:
                 found = replace(found, batch=study.batches(at, found.usable_bytes))
-    if moving is not None:
-        found = replace(found, offload=moving.where)
-    return replace(found, took_s=time.perf_counter() - started)
+    return replace(found, offload=None if moving is None else moving.where, took_s=time.perf_counter() - started)
 
 
 _DEFAULT_ROWS = 4  # of a function of the batch, where nobody says
@@ -210,13 +208,14 @@ class _Study:
         assert problem is not None
         lowest = min_peak_plan(problem, [], chain, time.monotonic() + self.search_s / 2)
         peak_bytes, time_ms = peak_and_time(problem, lowest)
-        if self.second is None:
-            proven_bytes = peak_bound_bytes(problem, peak_bytes, min(self.search_s / 2, USUAL_LIMITS.proof_s))
-            return _planned_step(step, peak_bytes, peak_bytes, time_ms), proven_bytes
-        moving = smallest_with_moves(problem, chain, self.second, self.search_s)
-        if moving.peak_bytes >= peak_bytes:
-            return _planned_step(step, peak_bytes, peak_bytes, time_ms), least_bytes(problem)
-        return _planned(step, moving.peak_bytes, moving), least_bytes(problem)
+        proof_s = min(self.search_s / 2, USUAL_LIMITS.proof_s)
+        may_move = self.second is not None
+        proven_bytes = least_peak_bytes(problem, peak_bytes, may_move=may_move, time_limit_s=proof_s)
+        if self.second is not None:
+            moving = smallest_with_moves(problem, chain, self.second, self.search_s)
+            if moving.peak_bytes < peak_bytes:
+                return _planned(step, moving.peak_bytes, moving), proven_bytes
+        return _planned_step(step, peak_bytes, peak_bytes, time_ms), proven_bytes
 
     def _budget_bytes(self, found: Estimate) -> int | None:
         """Of the step that is to be planned: what was asked about, or what the device has for it; None where it has

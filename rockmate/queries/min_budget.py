@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rk_solvers import Limits, Problem, Schedule, SecondMemory, Solver, schedule_of
-from rk_solvers.bounds.peak_bound import peak_bound_bytes
-from rk_solvers.liveness import least_bytes
+from rk_solvers import Limits, Schedule, Solver, schedule_of
+from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rk_solvers.transfers.reading import costs_of
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
@@ -117,7 +116,8 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
     limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
     best = schedule_of(problem, {})
     high = costs_of(problem, best, memory).peak_bytes
-    low = _too_small_bytes(problem, high, memory, request.limits.proof_s)
+    may_move, proof_s = memory is not None, request.limits.proof_s
+    low = least_peak_bytes(problem, high, may_move=may_move, time_limit_s=proof_s) - 1  # proven to be too small
     attempts: list[Attempt] = []
     rounds = max(1, ((high - low) / (_PRECISION * high)).__ceil__().bit_length())
     while high - low > max(1, _PRECISION * measured.eager_peak_bytes):
@@ -134,13 +134,6 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
             low = middle
     request.progress("budgets", rounds, rounds)
     return best, attempts
-
-
-def _too_small_bytes(problem: Problem, known_bytes: int, memory: SecondMemory | None, proof_s: float) -> int:
-    """The largest budget that is proven to fit no plan: the stronger proof is of plans that move nothing."""
-    if memory is not None:
-        return least_bytes(problem) - 1
-    return peak_bound_bytes(problem, known_bytes, proof_s) - 1
 
 
 def _within_its_peak(measured: Measured, request: PlanRequest, model: torch.nn.Module, schedule: Schedule) -> Plan:

@@ -21,8 +21,7 @@ from rk_solvers import (
     solve_sweep,
     solver_named,
 )
-from rk_solvers.bounds.peak_bound import peak_bound_bytes
-from rk_solvers.liveness import least_bytes
+from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rockmate.choices.module_layout import as_asked
 from rockmate.errors import ArgumentError, BudgetTooSmall
@@ -150,8 +149,7 @@ def _sweep(
     smallest = peak_and_time(problem, normalise(problem, plan))[0]
     found = [row.measured_peak_bytes or row.peak_bytes for row in rows]
     smallest = min([smallest, *found])
-    # The stronger proof is of plans that move nothing.
-    proven = least_bytes(problem) if may_move else peak_bound_bytes(problem, max(1, smallest), limits.proof_s)
+    proven = least_peak_bytes(problem, max(1, smallest), may_move=may_move, time_limit_s=limits.proof_s)
     return Sweep(
         eager_peak_bytes=measured.eager_peak_bytes,
         keep_all_ms=problem.keep_all_time_ms,

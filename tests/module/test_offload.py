@@ -31,12 +31,7 @@ from rockmate.reports.explain import explain
 from tests.graph.programs import TINY
 from tests.module.models import Layers, built, rows
 from tests.module.steps import BRIEFLY, assert_same_training, squares, train
-from tests.where import CPU, here, placed
-
-
-def elsewhere(folder, limit=None):
-    """The second memory that the device of the test can have."""
-    return Offload("disk", str(folder), limit) if here() == CPU else Offload("host", limit=limit)
+from tests.where import elsewhere, here, placed
 
 
 def planned(model, sample, budget=0.5, **options):

@@ -4,16 +4,11 @@ import copy
 
 import pytest
 
-from rockmate import ArgumentError, Offload, PlanOptions, Rockmate, max_batch, smallest_budget
+from rockmate import ArgumentError, PlanOptions, Rockmate, max_batch, smallest_budget
 from rockmate.queries.sweep import sweep
 from tests.module.models import Layers, built, rows
 from tests.module.steps import BRIEFLY, assert_same_training, squares, train
-from tests.where import CPU, here
-
-
-def elsewhere(folder, limit=None):
-    """The second memory that the device of the test can have."""
-    return Offload("disk", str(folder), limit) if here() == CPU else Offload("host", limit=limit)
+from tests.where import elsewhere
 
 
 def test_the_smallest_budget_is_smaller_where_data_may_move_at_once(quick_disk, tmp_path):
@@ -35,8 +30,8 @@ def test_what_may_be_moved_is_limited_there_too(quick_disk, tmp_path):
     asked = {"loss": squares, "limits": BRIEFLY}
     found = smallest_budget(built(Layers, 8), rows(), 1.02, offload=elsewhere(tmp_path, "200KiB"), **asked)
     assert (found.plan_file.plan.measured_stored_bytes or 0) <= 200 << 10
-    nothing = smallest_budget(built(Layers, 8), rows(), 1.02, offload=elsewhere(tmp_path, "1MiB"), **asked)
-    assert nothing.budget_bytes <= found.budget_bytes
+    freer = smallest_budget(built(Layers, 8), rows(), 1.02, offload=elsewhere(tmp_path, "1MiB"), **asked)
+    assert freer.budget_bytes <= found.budget_bytes
 
 
 def test_a_sweep_has_plans_that_move_beside_others(quick_disk, tmp_path):

@@ -54,6 +54,14 @@ def peak_bound_bytes(problem: Problem, known_bytes: int, time_limit_s: float = m
     return infeasible + 1
 
 
+def least_peak_bytes(problem: Problem, known_bytes: int, *, may_move: bool, time_limit_s: float = math.inf) -> int:
+    """Bytes that the peak of every plan is at least, where data may be moved or not.
+
+    `peak_bound_bytes` is of plans that move nothing; what one operation holds at once is of all.
+    """
+    return least_bytes(problem) if may_move else peak_bound_bytes(problem, known_bytes, time_limit_s)
+
+
 def is_infeasible(problem: Problem, budget_bytes: int, time_limit_s: float = math.inf) -> bool:
     """Whether it is proven that no plan fits. False says nothing."""
     deadline = time.monotonic() + time_limit_s
