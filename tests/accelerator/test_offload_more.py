@@ -15,6 +15,5 @@ NOT_HERE = {
     "test_a_full_disk_keeps_data_in_memory_and_training_goes_on": "it goes to the host",
     "test_a_module_that_is_gone_leaves_no_file_and_no_thread": "there is none",
     "test_what_is_no_second_memory_is_refused_before_anything_is_traced": "nothing of it is of a device",
-    "test_what_looks_at_recomputation_alone_says_so": "nothing of it is of a device",
 }
 globals().update(shared_from(test_offload, but=NOT_HERE))
