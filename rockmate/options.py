@@ -89,15 +89,6 @@ class PlanOptions:
                 "Rockmate(..., compile=True), too, but for what compiled parts save otherwise."
             )
 
-    def refuse_offload(self, what: str) -> None:
-        """For questions whose answers are of plans that move and compile nothing. Raises `ArgumentError`."""
-        self.refuse_compile(what)
-        if self.offload is not None:
-            raise ArgumentError(
-                f"{what} looks at plans that recompute, and move nothing: leave offload out. The answer holds for "
-                "Rockmate(..., offload=...), too, which may do better."
-            )
-
     def request(self, budget: Budget) -> PlanRequest:
         """What planning is asked for under `budget`; what a module has to do with it is still to be found.
 

@@ -27,12 +27,13 @@ from rockmate.errors import ArgumentError, BatchError
 from rockmate.forecast.answer import BatchEstimate, Estimate, PlannedStep
 from rockmate.forecast.batches import SizedStep, largest_eager_batch, largest_planned_batch
 from rockmate.forecast.eager_step import EagerStep, observe_eager_step
-from rockmate.forecast.moves import moving_solver, second_memory_of, smallest_with_moves
+from rockmate.forecast.moves import second_memory_of, smallest_with_moves
 from rockmate.memory.budget import AboveResidents, Budget, read_budget, resolve_budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
 from rockmate.offload.option import Offload, as_offload
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.graph_solver import moving_solver
 from rockmate.planning.measured import measure
 from rockmate.queries.batches import MakeBatch, find_batch
 from rockmate.queries.verification import OPTIMIZERS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rk_solvers import Chain, Limits, Link, Problem, SecondMemory, Solution, Solver, solver_named
+from rk_solvers import Chain, Link, Problem, SecondMemory, Solution
 from rk_solvers.liveness import least_bytes
-from rk_solvers.transfers.with_moves import WithMoves
 from rkgb.shapes.machine import Machine
 from rockmate.errors import ArgumentError
 from rockmate.offload.option import Offload
+from rockmate.planning.graph_solver import moving_solver
 
 
 def second_memory_of(machine: Machine, offload: Offload) -> SecondMemory:
@@ -23,15 +23,6 @@ def second_memory_of(machine: Machine, offload: Offload) -> SecondMemory:
         )
     link = Link(1 / machine.link_ms(1), machine.start_ms)
     return SecondMemory(link, link, offload.limit_bytes)
-
-
-def moving_solver(chain: Chain | None, memory: SecondMemory, search_s: float) -> Solver:
-    """Looks for recomputations and for moves, `search_s` seconds for each."""
-
-    def quick(seconds: float) -> Solver:
-        return solver_named("auto", Limits().without_proofs(seconds), chain)
-
-    return WithMoves(quick(search_s), quick, memory, chain, search_s)
 
 
 def smallest_with_moves(problem: Problem, chain: Chain | None, memory: SecondMemory, search_s: float) -> Solution:

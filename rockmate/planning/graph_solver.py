@@ -93,6 +93,15 @@ def memory_for(request: PlanRequest, measured: Measured) -> SecondMemory | None:
     return None if request.tiers is None else request.tiers.links_on(measured.device)
 
 
+def moving_solver(chain: Chain | None, memory: SecondMemory, search_s: float) -> Solver:
+    """Looks for recomputations and for moves, `search_s` seconds for each, and proves nothing."""
+
+    def quick(seconds: float) -> Solver:
+        return solver_named("auto", Limits().without_proofs(seconds), chain)
+
+    return WithMoves(quick(search_s), quick, memory, chain, search_s)
+
+
 def _quick(solver: Solver | str, limits: Limits, chain: Chain | None, seconds: float) -> Solver:
     """A solver like the one that was asked for, which takes no more than so many seconds where it can be told.
 

@@ -11,8 +11,7 @@ from itertools import takewhile
 
 import torch
 
-from rk_solvers import Chain, Problem, Schedule, normalise, peak_and_time, schedule_of
-from rk_solvers.local.min_peak_search import min_peak_plan
+from rk_solvers import Chain, Problem, Schedule, schedule_of
 from rkgb import Sample, make_sample
 from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory
 from rkgb.devices.registry import device_of
@@ -24,11 +23,13 @@ from rockmate.errors import BudgetError, BudgetTooSmall
 from rockmate.memory.budget import RESERVE, resolve_budget
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.record import plan_file_of
+from rockmate.planning.graph_solver import memory_for
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.queries.batches import MakeBatch, interpolated
+from rockmate.queries.low_peaks import LowPeaks
 
 _AFTER_A_LACK = 4  # the next batch is so much smaller: by one part in so many of what is open
 _GUESSES = 8  # such searches before a batch is measured
@@ -99,6 +100,7 @@ class BatchSearch:
         self._largest = 0  # of the batches that fit
         self._smallest = self._most + 1  # of those that do not, or may not be tried
         self._checked: tuple[torch.nn.Module, Measured] | None = None  # whose trace was compared with the module
+        self._low_peaks = LowPeaks(None, min(request.limits.guess_s, request.limits.longest_s))
 
     def run(self, start: int, found: str) -> LargestBatch:
         """Search from `start` on. Raises `BudgetTooSmall` where no batch fits that can be planned."""
@@ -138,11 +140,6 @@ class BatchSearch:
     def _budget_bytes(self) -> int:
         assert isinstance(self._request.budget, int)  # since the first trial
         return self._request.budget
-
-    @property
-    def _guess_s(self) -> float:
-        limits = self._request.limits
-        return min(limits.guess_s, limits.longest_s)
 
     # ---- trials --------------------------------------------------------------------------------------
 
@@ -190,6 +187,7 @@ class BatchSearch:
             measured = self._measured(model, call, request)
             self._resolve(measured)
             request = replace(request, budget=self._request.budget)
+            self._low_peaks = replace(self._low_peaks, memory=memory_for(request, measured))
             self._learn(batch, measured)
             plan = make_plan(measured, request, model).plan
         assert plan.measured_peak_bytes is not None
@@ -257,9 +255,8 @@ class BatchSearch:
     def _least_bytes(self, known: _Known) -> int:
         """The lowest peak that is predicted for a batch that was measured, after a short search."""
         plans = [one.schedule for one in self._known if one.schedule is not None and _are_alike(one, known)]
-        deadline = time.monotonic() + self._guess_s
-        plan = min_peak_plan(known.problem, plans, known.chain, deadline)
-        return peak_and_time(known.problem, normalise(known.problem, plan))[0]
+        plan = self._low_peaks.lowest(known.problem, plans, known.chain)
+        return self._low_peaks.peak_bytes(known.problem, plan)
 
     # ---- what to try next ----------------------------------------------------------------------------
 
@@ -334,7 +331,7 @@ class BatchSearch:
         return (
             problem is not None
             and traced_bytes <= pair[0].available_bytes
-            and peak_and_time(problem, plan)[0] <= self._allowed_bytes(batch, pair)
+            and self._low_peaks.peak_bytes(problem, plan) <= self._allowed_bytes(batch, pair)
         )
 
     def _searched(self, batch: int, pair: tuple[_Known, _Known], plans: list[Schedule]) -> Schedule | None:
@@ -343,9 +340,8 @@ class BatchSearch:
         allowed_bytes = self._allowed_bytes(batch, pair)
         if problem is None or allowed_bytes <= 0:
             return None
-        deadline = time.monotonic() + self._guess_s
-        plan = normalise(problem, min_peak_plan(problem, plans, pair[0].chain, deadline, allowed_bytes))
-        return plan if peak_and_time(problem, plan)[0] <= allowed_bytes else None
+        plan = self._low_peaks.lowest(problem, plans, pair[0].chain, allowed_bytes)
+        return plan if self._low_peaks.peak_bytes(problem, plan) <= allowed_bytes else None
 
     def _between(self, batch: int, pair: tuple[_Known, _Known]) -> Problem | None:
         one, other = pair

@@ -15,6 +15,7 @@ from rockmate.errors import ArgumentError, BudgetError
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
+from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
 from rockmate.progress import ProgressCallback, progress_display
@@ -41,6 +42,7 @@ def max_batch(
     gap: float | None = None,
     limits: Limits | None = None,
     progress: bool | ProgressCallback = False,
+    offload: Offload | str | None = None,
     options: PlanOptions | None = None,
 ) -> LargestBatch:
     """The largest batch that can be trained within a budget.
@@ -60,7 +62,7 @@ def max_batch(
         among: only these batches are tried, such as ``range(8, 1025, 8)``.
         measurements: so many batches are measured at most, once one fits; the answer may then be a few rows too small,
             and says so (`is_largest`). None: until the next larger batch was tried.
-        scope, optimizer, solver, time_limit, gap, limits, progress, options: as for `Rockmate`.
+        scope, optimizer, solver, time_limit, gap, limits, progress, offload, options: as for `Rockmate`.
 
     Raises:
         BudgetTooSmall: the smallest batch that can be tried does not fit.
@@ -75,9 +77,10 @@ def max_batch(
         "progress": progress,
         "scope": scope,
         "optimizer": optimizer,
+        "offload": offload,
     }
     options = PlanOptions.of(options, said, time_limit, gap)
-    options.refuse_offload("max_batch")
+    options.refuse_compile("max_batch")
     if is_fraction(budget):
         raise BudgetError(
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.accelerator.shared import shared_from
-from tests.module import test_offload
+from tests.module import test_offload, test_offload_batches, test_offload_queries
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::rockmate.FragmentationWarning")]
 
@@ -17,3 +17,5 @@ NOT_HERE = {
     "test_what_is_no_second_memory_is_refused_before_anything_is_traced": "nothing of it is of a device",
 }
 globals().update(shared_from(test_offload, but=NOT_HERE))
+globals().update(shared_from(test_offload_batches))
+globals().update(shared_from(test_offload_queries))

@@ -9,8 +9,8 @@ from rk_solvers import Link, SecondMemory, peak_and_time
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import ArgumentError, Offload, OffloadError, Rockmate, estimate
-from rockmate.forecast.moves import moving_solver
 from rockmate.options import PlanOptions
+from rockmate.planning.graph_solver import moving_solver
 from rockmate.planning.measured import measure
 from tests.forecast.test_eager_step import measured_bytes
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from rockmate import ArgumentError, PlanOptions, Rockmate, max_batch, smallest_budget
+from rockmate import ArgumentError, PlanOptions, Rockmate, smallest_budget
 from rockmate.queries.sweep import sweep
 from tests.module.models import Layers, built, rows
 from tests.module.steps import BRIEFLY, assert_same_training, squares, train
@@ -46,8 +46,6 @@ def test_a_sweep_has_plans_that_move_beside_others(quick_disk, tmp_path):
     assert found.proven_bytes <= found.smallest_bytes <= ours[0].measured_peak_bytes
 
 
-def test_the_largest_batch_is_of_plans_that_move_nothing(tmp_path):
-    with pytest.raises(ArgumentError, match="leave offload out"):
-        max_batch(built(Layers), rows(), budget=10**6, options=PlanOptions(offload=elsewhere(tmp_path)))
+def test_compiled_parts_are_refused():
     with pytest.raises(ArgumentError, match="leave compile out"):
         smallest_budget(built(Layers), rows(), 1.1, options=PlanOptions(compile=True))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from rockmate import ArgumentError, IntegrationError
+from rockmate import ArgumentError, IntegrationError, Offload
 from tests.module.steps import FEW_ROUNDS, assert_same
 from tests.trainers import test_lightning as others
 from tests.trainers.test_lightning import CallsItself, Classifier, TwoParts, made, result_of
@@ -103,6 +103,27 @@ def test_the_largest_batch_trains_as_if_it_had_been_given(tmp_path, kind, data, 
         integration.lightning_setattr(eager, "batch_size", rows)
     same = {**settings, "accumulate_grad_batches": times}
     fitted(eager, folder=tmp_path, data=data and data(rows), **same)
+    assert_same(result_of(module), result_of(eager))
+
+
+@slow
+def test_more_rows_are_trained_at_a_time_where_data_may_move(quick_disk, tmp_path):
+    free = callback("1GiB")
+    fitted(made(Sized), free, folder=tmp_path)
+    peak_bytes = max(plan.measured_peak_bytes for part in free.planned.values() for plan in part.plans)
+    mine, module = callback(int(0.35 * peak_bytes), offload=Offload("disk", str(tmp_path))), made(Sized)
+    trainer = fitted(module, mine, folder=tmp_path)
+    rows, times = mine.batches.rows, mine.batches.times
+    assert rows * times == 12
+    assert trainer.accumulate_grad_batches == times
+    for part in mine.planned.values():
+        for plan in part.plans:
+            assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert any(trial.plan.moves for trial in mine.batches.search.trials if trial.fits)
+
+    eager = made(Sized)
+    integration.lightning_setattr(eager, "batch_size", rows)
+    fitted(eager, folder=tmp_path, accumulate_grad_batches=times)
     assert_same(result_of(module), result_of(eager))
 
 

@@ -76,17 +76,15 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
     --batch is where the search begins. Batches are measured and planned until one fits, and the next larger one does
     not, or --measurements were made. The exit status is 1 where no batch fits.
 
-    For a slowdown, the model is measured once, and budgets are solved. Times are predicted. With --offload, plans may
-    also move data.
+    For a slowdown, the model is measured once, and budgets are solved. Times are predicted.
+
+    With --offload, plans may also move data.
     """
     budget, slowdown, most = (asked.pop(name) for name in ("budget", "slowdown", "most"))
     scope, optimizer = asked.pop("scope"), asked.pop("optimizer")
     multiple, measurements = asked.pop("multiple_of"), asked.pop("measurements")
     if (budget is None) == (slowdown is None):
         raise click.UsageError("give --budget for the largest batch, or --slowdown for the smallest budget")
-    offload = asked.pop("offload")
-    if offload is not None and slowdown is None:
-        raise click.UsageError("--offload is for --slowdown: the largest batch is that of plans that move nothing")
     asked["progress"] = wants_progress(quiet)
     found: LargestBatch | CheapestBudget
     if slowdown is None:
@@ -97,7 +95,7 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
         found = _largest(chosen, budget, scope=scope, optimizer=made, **bounds, **asked)
     else:
         target = chosen.target()
-        found = smallest_budget(target.model, target.sample, slowdown, loss=target.loss, offload=offload, **asked)
+        found = smallest_budget(target.model, target.sample, slowdown, loss=target.loss, **asked)
     if output is not None:
         plan_files.save(found.plan_file, output)
     if as_json:
