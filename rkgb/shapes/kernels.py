@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rkgb.shapes.layouts import CHANNELS_LAST, format_of_images
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
-from rkgb.torch_private.operations import all_true, any_true, ctc_loss, ctc_loss_backward, grouped_product
+from rkgb.torch_private.operations import (
+    all_true,
+    any_true,
+    convolution,
+    ctc_loss,
+    ctc_loss_backward,
+    grouped_product,
+)
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -23,11 +32,25 @@ Call = Callable[..., Any]
 def _batch_norm(given: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The CPU's gives dense images where it was given others, but for channels_last."""
     made = _aten.native_batch_norm.default(given, *args, **kwargs)
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    is_kept = given.dim() in formats and given.is_contiguous(memory_format=formats[given.dim()])
+    is_kept = given.dim() in CHANNELS_LAST and given.is_contiguous(memory_format=CHANNELS_LAST[given.dim()])
     if given.is_contiguous() or is_kept:
         return made
     return (torch.empty(given.shape, dtype=made[0].dtype, device=given.device), *made[1:])
+
+
+def _convolution(function: Any, is_accelerator: bool, given: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    made = function(given, weight, *args, **kwargs)
+    stride, groups = args[1], args[6]
+    return torch.empty_like(made, memory_format=format_of_images(given, weight, stride, groups, is_accelerator))
+
+
+def _convolution_backward(is_accelerator: bool, gradient: Tensor, given: Tensor, weight: Tensor, *args: Any) -> Any:
+    """Gradients of images, and of what they are multiplied with, lie as these do while it computes."""
+    made = _aten.convolution_backward.default(gradient, given, weight, *args)
+    stride, groups = args[1], args[6]
+    images = format_of_images(given, weight, stride, groups, is_accelerator)
+    like = [one if one is None else torch.empty_like(one, memory_format=images) for one in made[:2]]
+    return (*like, made[2])
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any) -> Any:
@@ -82,8 +105,17 @@ _KERNELS: Mapping[Any, Call] = {
 }
 """By operation: what is called in its place."""
 
-_CPU_KERNELS: Mapping[Any, Call] = {_aten.native_batch_norm.default: _batch_norm}
-"""Those of the CPU."""
+
+def _kernels_of(machine: Machine) -> dict[Any, Call]:
+    """Those of a machine."""
+    kernels = dict(_KERNELS)
+    for function in (_aten.convolution.default, convolution):
+        kernels[function] = partial(_convolution, function, machine.is_accelerator)
+    kernels[_aten.convolution_backward.default] = partial(_convolution_backward, machine.is_accelerator)
+    if not machine.is_accelerator:
+        kernels[_aten.native_batch_norm.default] = _batch_norm
+    return kernels
+
 
 _Made = tuple[bool, tuple[tuple[Any, ...] | None, ...]]  # whether it is a sequence; sizes, strides and type of each
 
@@ -107,7 +139,7 @@ class Kernels:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self._own = _KERNELS if machine.is_accelerator else {**_KERNELS, **_CPU_KERNELS}
+        self._own = _kernels_of(machine)
         self._told: dict[Any, _Made] = {}
         self._is_pure: dict[Any, bool] = {}
 

@@ -1,8 +1,8 @@
 """What the CPU's kernels allocate for themselves and free again, of those that take as much as their data.
 
 Fitted to what was measured of them, operation by operation (`benchmarks/estimates.py` tells how well): oneDNN copies
-what it convolves into blocked layouts, and normalisations copy what they are given or write twice. Other processors
-may choose other layouts.
+what it convolves into blocked layouts, but for channels_last, and normalisations copy what they are given or write
+twice. What lies otherwise than a kernel wants it is copied first. Other processors may choose other blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rkgb.torch_private.operations import convolution
+from rkgb.shapes.layouts import format_of_images, is_plain_product
+from rkgb.torch_private.operations import convolution, safe_softmax
 
 _aten = torch.ops.aten
 _FEW_CHANNELS = 4
@@ -25,52 +26,101 @@ def scratch_bytes(function: Any, args: Sequence[Any], made: Sequence[torch.Tenso
     return rule(args, made) if rule is not None else 0
 
 
-def _is_plain_product(weight: torch.Tensor, stride: Sequence[int], groups: int) -> bool:
-    """A convolution that is a product of matrices, which needs no other layout."""
-    return weight.shape[2:].numel() == 1 and all(step == 1 for step in stride) and groups == 1
-
-
 def _convolution(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     given, weight, _, stride, _, _, is_transposed, _, groups = args[:9]
-    if _is_plain_product(weight, stride, groups):
-        return 0
-    out = made[0].nbytes
-    if is_transposed:
-        return int(max(2 * out, weight.nbytes + out))
-    return int(max(_copied_bytes(given) + weight.nbytes, out))
+    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
+    copied_bytes = _brought_into(images, given)
+    out_bytes = made[0].nbytes
+    if is_plain_product(weight, stride, groups):
+        more_bytes = 0
+    elif images != torch.contiguous_format:
+        more_bytes = _arranged_bytes(images, weight)
+    elif is_transposed:
+        more_bytes = max(2 * out_bytes, weight.nbytes + out_bytes)
+    else:
+        more_bytes = max(_blocked_bytes(given) + weight.nbytes, out_bytes)
+    return copied_bytes + more_bytes
 
 
 def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     gradient, given, weight, _, stride, _, _, is_transposed, _, groups = args[:10]
-    if _is_plain_product(weight, stride, groups):
-        return 0
-    if is_transposed:
-        return int(max(2 * gradient.nbytes + given.nbytes, weight.nbytes + gradient.nbytes))
-    return int(max(weight.nbytes, _copied_bytes(given) + gradient.nbytes))
+    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
+    copied_bytes = _brought_into(images, given) + _brought_into(images, gradient)
+    if is_plain_product(weight, stride, groups):
+        more_bytes = 0
+    elif images != torch.contiguous_format:
+        more_bytes = _arranged_bytes(images, weight) + weight.nbytes
+    elif is_transposed:
+        more_bytes = max(2 * gradient.nbytes + given.nbytes, weight.nbytes + gradient.nbytes)
+    else:
+        more_bytes = max(weight.nbytes, _blocked_bytes(given) + gradient.nbytes)
+    return copied_bytes + more_bytes
 
 
-def _copied_bytes(images: torch.Tensor) -> int:
+def _brought_into(images: torch.memory_format, tensor: torch.Tensor) -> int:
+    """Of what does not lie like the images."""
+    return 0 if tensor.is_contiguous(memory_format=images) else _dense_bytes(tensor)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _arranged_bytes(images: torch.memory_format, weight: torch.Tensor) -> int:
+    """Weights are brought into the format of the images, and from there into blocks."""
+    return _brought_into(images, weight) + weight.nbytes
+
+
+def _blocked_bytes(images: torch.Tensor) -> int:
     """Those of few channels are read as they are."""
     return images.nbytes if images.shape[1] > _FEW_CHANNELS else 0
 
 
+def _scattered_bytes(tensor: torch.Tensor) -> int:
+    return _brought_into(torch.contiguous_format, tensor)
+
+
 def _copy_of_scattered(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    return 0 if args[0].is_contiguous() else args[0].nbytes
+    return _scattered_bytes(args[0])
 
 
-def _copy_of_scattered_input(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    return 0 if args[1].is_contiguous() else args[1].nbytes
+def _copies_of_scattered(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    return _scattered_bytes(args[0]) + _scattered_bytes(args[1])
+
+
+def _copy_of_factors(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Of those that BLAS does not read as they are: neither rows nor columns lie one number after another."""
+    return sum(
+        _dense_bytes(one) for one in args if isinstance(one, torch.Tensor) and one.dim() == 2 and not _is_read(one)
+    )
+
+
+def _is_read(matrix: torch.Tensor) -> bool:
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
 def _gradient_once_more(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    return int(args[1].nbytes)
+    """Where it lies as what it is the gradient of: else it is written element by element."""
+    gradient, given = args[:2]
+    return int(given.nbytes) if gradient.stride() == given.stride() else 0
+
+
+def _rows_of_nothing(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Which elements are minus infinity, in which rows all are, and minus infinity itself."""
+    given, dim = args[:2]
+    count: int = given.numel()
+    return count + count // max(1, given.shape[dim]) + given.element_size() if given.dim() else 0
 
 
 _RULES: dict[Any, Scratch] = {
     _aten.convolution.default: _convolution,
     convolution: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
+    _aten.mm.default: _copy_of_factors,
+    _aten.addmm.default: _copy_of_factors,
     _aten.native_batch_norm_backward.default: _gradient_once_more,
     _aten.native_layer_norm.default: _copy_of_scattered,
-    _aten.native_layer_norm_backward.default: _copy_of_scattered_input,
+    _aten.native_layer_norm_backward.default: _copies_of_scattered,
+    safe_softmax: _rows_of_nothing,
 }

@@ -23,6 +23,9 @@ nn_functions: Any = _C._nn
 tensor_methods: Any = _C.TensorBase
 """Those of `torch.Tensor`, without the Python code that some names have there."""
 
+suggested_format = torch._prims_common.suggest_memory_format
+"""Of a tensor: in which memory format operations that keep one give their results."""
+
 negated_view = torch._neg_view
 """Of a tensor: the same storage, read with the other sign. Public functions make one of the imaginary part alone."""
 
@@ -38,6 +41,9 @@ copy_to = _aten._to_copy.default
 
 convolution = _aten._convolution.default
 """All convolutions, with what back ends are to do."""
+
+safe_softmax = _aten._safe_softmax.default
+"""A softmax that gives zeros for rows of minus infinity: that of attention without a fused kernel."""
 
 all_true = _aten._is_all_true.default
 """Whether all of a tensor of truths is: asked where a forward makes sure of something."""

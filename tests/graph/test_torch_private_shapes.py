@@ -104,3 +104,18 @@ def test_products_of_groups_have_a_function():
     rows, weights = torch.randn(6, 8), torch.randn(2, 8, 4)
     made = operations.grouped_product(rows, weights, offs=torch.tensor([2, 6], dtype=torch.int32))
     torch.testing.assert_close(made, torch.cat([rows[:2] @ weights[0], rows[2:] @ weights[1]]))
+
+
+def test_a_memory_format_is_suggested_by_strides():
+    images = torch.randn(2, 8, 4, 4)
+    assert operations.suggested_format(images) == torch.contiguous_format
+    assert operations.suggested_format(images.contiguous(memory_format=torch.channels_last)) == torch.channels_last
+    tokens = torch.randn(2, 16, 8).transpose(1, 2).view(2, 8, 4, 4)
+    assert operations.suggested_format(tokens) == torch.channels_last
+    volumes = torch.randn(2, 8, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+    assert operations.suggested_format(volumes) == torch.channels_last_3d
+
+
+def test_the_softmax_of_attention_gives_zeros_for_rows_of_nothing():
+    scores = torch.tensor([[1.0, -torch.inf], [-torch.inf, -torch.inf]])
+    assert operations.safe_softmax(scores, -1).tolist() == [[1, 0], [0, 0]]
