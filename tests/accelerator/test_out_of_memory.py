@@ -286,7 +286,9 @@ def test_the_largest_batch_of_a_full_device_is_found_and_trained_there(device, e
     # is within the budget is then refused. Nothing else is out of memory.
     assert name == "gpt2-tiny" or not any(trial.lacks_memory for trial in found.trials)
     refused = [trial.batch for trial in found.trials if not trial.fits]
-    assert not refused or min(refused) - found.batch <= 0.05 * found.batch
+    # After such a refusal the next batch is smaller by a part of what is open, as nothing tells how far the gaps reach.
+    nearest = 0.1 if any(trial.lacks_memory for trial in found.trials) else 0.05
+    assert not refused or min(refused) - found.batch <= nearest * found.batch
     sample = zoo.get(name, device=device, batch=found.batch).sample  # at most this is on the device beside the model
     gc.collect()
     model = Rockmate(entry.model, sample, plan=found.plan_file)

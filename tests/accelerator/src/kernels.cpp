@@ -307,6 +307,14 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {back(of_input), back(of_weight), back(of_bias)};
 }
 
+// CUDA counts integers as well, which experts of transformers ask of every device but the CPU.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  begin(self.device());
+  Tensor numbers = on_cpu(self);
+  if (at::isIntegralType(self.scalar_type(), true)) numbers = numbers.to(at::kDouble);
+  return on_device(at::histc(numbers, bins, min, max).to(self.scalar_type()), self.device());
+}
+
 }  // namespace
 
 }  // namespace test_accelerator
@@ -332,6 +340,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("histc", histc);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>()); }
