@@ -8,18 +8,19 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rk_solvers import KeepAll, Problem, Solution, check
+from rk_solvers import KeepAll, Problem, Schedule, SecondMemory, Solution, check
 from rk_solvers.liveness import peak_and_time, recompute_of, recompute_time_ms
 from rk_solvers.problem import Recompute
 from rkgb import Sample
 from rockmate.families.family import LEAST_MEMBERS, Family
+from rockmate.families.moving import PlacedMoves, fits
 from rockmate.families.polynomials import NotWhole, Point
 from rockmate.families.sized_plan import PlanOfSize, SizedPlan
 from rockmate.guards.inputs import CallPattern
 from rockmate.planning.background import hurried_limits, is_wanted
 from rockmate.planning.costs import LOSS
 from rockmate.planning.fixed_plan import PortablePlan
-from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.graph_solver import memory_for, solver_for
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
@@ -30,6 +31,7 @@ _MOST_SEEN = 4096  # sizes
 _NEAR = 0.04  # sizes that differ by so much less have a schedule of one of them
 _BEYOND = 1.05  # of a size that ran: what larger ones show by a step of their own, so near a one does not
 _WORTH = 0.01  # of a step's time: another schedule that gains less is not worth the step in which it is measured
+_LATE = 0.02  # of a step's time: so much later than predicted transfers may be, which no step has shown at these sizes
 _WORTH_OF_LOSS = 0.9  # of what is assumed: a loss that takes no less is none to look for quicker plans for
 _SAME_SHARE = 0.05  # by which shares of what is assumed may differ, and tell of one loss all the same
 KEEP_ALL = PortablePlan((), KeepAll().name)
@@ -42,6 +44,16 @@ class _Cost:
     decisions: PortablePlan
     peak_bytes: int
     time_ms: float
+    schedule: Schedule | None = None  # of decisions that move data
+    waiting_ms: float = 0.0
+    stored_bytes: int = 0
+    late_ms: float = 0.0  # than predicted, at worst
+    has_room: bool = True  # for what moves
+
+    @property
+    def worst_ms(self) -> float:
+        """By which it is compared with others."""
+        return self.time_ms + self.late_ms
 
 
 class FamilyPlans:
@@ -49,10 +61,11 @@ class FamilyPlans:
 
     def __init__(self, family: Family, decisions: Iterable[PortablePlan]) -> None:
         self.family = family
-        alone = [one for one in decisions if not one.moves]  # what moves is placed for one size
-        by_stages = {one.stages: one for one in (KEEP_ALL, *alone)}
-        self._schedules = list(by_stages.values())
-        self._sized: dict[PortablePlan, SizedPlan] = {}
+        by_decisions = {(one.stages, one.moves): one for one in (KEEP_ALL, *decisions)}
+        self._schedules = list(by_decisions.values())
+        self._memory: SecondMemory | None = None  # where data may move, as it was last seen
+        self._placed = PlacedMoves()
+        self._sized: dict[tuple[PortablePlan, Schedule | None], SizedPlan] = {}
         self._recomputed: dict[PortablePlan, Recompute] = {}  # by place, which is the same at all sizes
         self._too_large: dict[tuple[PortablePlan, int], Point] = {}  # sizes at which a schedule was above that budget
         self._in_vain: list[tuple[int, Point]] = []  # budgets and sizes for which a search has found none
@@ -61,6 +74,7 @@ class FamilyPlans:
         self._extra_ms: dict[Point, tuple[float, float]] = {}  # of steps: beyond keeping all, and of keeping all
         self._losses: dict[Point, int] = {}  # what steps took between forward and backward, where that is assumed
         self._loss: tuple[float, int] | None = None  # the share of what is assumed, and the bytes beside it
+        self._excess_bytes = 0  # of steps that took more than predicted, and more than the budget
         self._searched: list[Point] = []  # for which a schedule of their own was looked for
 
     def plan_for(self, call: Sample, request: PlanRequest, budget_bytes: int) -> tuple[Measured, PlanOfSize] | None:
@@ -75,7 +89,8 @@ class FamilyPlans:
             problem = self._problem_at(point)
         except NotWhole:
             return None
-        keep_all = self._cost(KEEP_ALL, problem)
+        self._memory = memory_for(request, base)
+        keep_all = self._cost(KEEP_ALL, problem, budget_bytes)
         measured = replace(
             base, sample=None, pattern=pattern, problem=problem, eager_peak_bytes=keep_all.peak_bytes, measuring_s=0.0
         )
@@ -88,7 +103,8 @@ class FamilyPlans:
             return None
         if len(self._extra_ms) < _MOST_SEEN:
             self._extra_ms[point] = best.time_ms - keep_all.time_ms, keep_all.time_ms
-        sized = self._sized_for(best.decisions, problem)
+        sized = self._sized_for(best)
+        is_moving = best.schedule is not None
         plan = Plan(
             budget_bytes=budget_bytes,
             peak_bytes=best.peak_bytes,
@@ -100,10 +116,14 @@ class FamilyPlans:
             schedule=sized.schedule,
             calls=str(pattern),
             gradient_bytes=measured.gradient_bytes,
+            memory=self._memory if is_moving else None,
+            waiting_ms=best.waiting_ms,
+            stored_bytes=best.stored_bytes,
             layout=request.chosen_layout,
             loss_chunks=request.loss_chunks,
         )
-        return measured, PlanOfSize(plan, sized.program, "", sized=sized, point=point)
+        tier = request.tiers.on(base.device) if is_moving and request.tiers is not None else None
+        return measured, PlanOfSize(plan, sized.program, "", tier=tier, sized=sized, point=point)
 
     @property
     def schedules(self) -> tuple[PortablePlan, ...]:
@@ -133,6 +153,9 @@ class FamilyPlans:
     def drop(self, planned: PlanOfSize) -> None:
         """A step of that plan took more than predicted, and more than the budget."""
         self._schedules = [one for one in self._schedules if one != planned.sized.decisions]
+        taken_bytes = planned.plan.measured_peak_bytes
+        if taken_bytes is not None:  # the next one is looked for with as much less
+            self._excess_bytes = max(self._excess_bytes, taken_bytes - planned.plan.peak_bytes)
 
     def wanted(self, gap: float) -> tuple[Point, Problem] | None:
         """For which sizes a better schedule would gain most; None where none gains more than `gap` of a step.
@@ -203,7 +226,8 @@ class FamilyPlans:
             return False
         problem, decisions = self._problem_at(point), PortablePlan.of(solution.schedule, solution.solver)
         known = self._best(point, problem, budget_bytes)
-        if known is not None and self._time_ms(decisions, problem) > (1 - _WORTH) * known.time_ms:
+        found = self._cost(decisions, problem, budget_bytes)
+        if known is not None and found.worst_ms > (1 - _WORTH) * known.worst_ms:
             return False
         self._add(decisions)
         return True
@@ -219,25 +243,48 @@ class FamilyPlans:
 
         One that leaves no room is the last choice, unless a step of it ran: its first would have to be measured.
         """
+        best: _Cost | None = None
         last_choice: _Cost | None = None
-        for decisions in sorted(self._schedules, key=lambda one: self._time_ms(one, problem)):
+        for decisions in sorted(self._usable(), key=lambda one: self._least_ms(one, problem)):
+            if best is not None and best.worst_ms <= self._least_ms(decisions, problem):
+                break
             over = self._too_large.get((decisions, budget_bytes))
             if over is not None and all(map(operator.ge, point, over)):
                 continue  # larger calls take more, as a rule; what it is for is to choose quickly
-            cost = (keep_all if decisions == KEEP_ALL else None) or self._cost(decisions, problem)
-            if cost.peak_bytes > budget_bytes:
+            cost = (keep_all if decisions == KEEP_ALL else None) or self._cost(decisions, problem, budget_bytes)
+            if cost.peak_bytes > budget_bytes or not cost.has_room:
                 if over is None or all(map(operator.le, point, over)):
                     self._too_large[decisions, budget_bytes] = point
             elif cost.peak_bytes + room_of(budget_bytes) <= budget_bytes or decisions in self._ran:
-                return cost
+                best = cost if best is None else min(best, cost, key=lambda one: one.worst_ms)
             else:
                 last_choice = last_choice or cost
-        return last_choice
+        return best or last_choice
 
-    def _cost(self, decisions: PortablePlan, problem: Problem) -> _Cost:
-        return _Cost(decisions, *peak_and_time(problem, self._recompute(decisions)))
+    def _usable(self) -> list[PortablePlan]:
+        """Those of the schedules that have somewhere to move to what they move."""
+        return [one for one in self._schedules if not one.moves or self._memory is not None]
 
-    def _time_ms(self, decisions: PortablePlan, problem: Problem) -> float:
+    def _cost(self, decisions: PortablePlan, problem: Problem, budget_bytes: int) -> _Cost:
+        if not decisions.moves or self._memory is None:
+            return _Cost(decisions, *peak_and_time(problem, self._recompute(decisions)))
+        allowed_bytes = budget_bytes - room_of(budget_bytes)
+        schedule, costs = self._placed.best(decisions, problem, self._memory, allowed_bytes)
+        if not fits(costs, self._memory, allowed_bytes):
+            schedule, costs = self._placed.best(decisions, problem, self._memory, budget_bytes)
+        return _Cost(
+            decisions,
+            costs.peak_bytes,
+            costs.time_ms,
+            schedule,
+            costs.waiting_ms,
+            costs.stored_bytes,
+            _LATE * problem.keep_all_time_ms,
+            self._memory.has_room_for(costs.stored_bytes),
+        )
+
+    def _least_ms(self, decisions: PortablePlan, problem: Problem) -> float:
+        """What it takes where no transfer is waited for."""
         return problem.keep_all_time_ms + recompute_time_ms(problem, self._recompute(decisions))
 
     def _recompute(self, decisions: PortablePlan) -> Recompute:
@@ -250,9 +297,9 @@ class FamilyPlans:
         """A schedule for sizes for which none that is there fits."""
         if any(asked == budget_bytes and all(map(operator.ge, point, small)) for asked, small in self._in_vain):
             return None
-        alone = replace(request, tiers=None)
-        quick = replace(alone, limits=hurried_limits(alone.limits)) if is_wanted(alone) else alone
-        for allowed_bytes in dict.fromkeys((budget_bytes - room_of(budget_bytes), budget_bytes)):
+        quick = replace(request, limits=hurried_limits(request.limits)) if is_wanted(request) else request
+        most_bytes = budget_bytes - self._excess_bytes
+        for allowed_bytes in dict.fromkeys((min(most_bytes, budget_bytes - room_of(budget_bytes)), most_bytes)):
             solution: Solution = solver_for(quick, measured).solve(measured.problem, allowed_bytes)
             if solution.status.fits:
                 break
@@ -261,13 +308,14 @@ class FamilyPlans:
             return None
         decisions = PortablePlan.of(solution.schedule, solution.solver)
         self._add(decisions)
-        return self._cost(decisions, measured.problem)
+        return self._cost(decisions, measured.problem, budget_bytes)
 
     def _least(self, problem: Problem, budget_bytes: int) -> _Cost | None:
         """The schedule of lowest peak, where one would fit but for a loss that takes more than is assumed of one."""
         if self._loss is None or self._loss[0] <= 1:
             return None
-        least = min((self._cost(one, problem) for one in self._schedules), key=lambda cost: cost.peak_bytes)
+        costs = (self._cost(one, problem, budget_bytes) for one in self._usable())
+        least = min((cost for cost in costs if cost.has_room), key=lambda cost: cost.peak_bytes)
         beyond_bytes = math.ceil((1 - 1 / self._loss[0]) * problem.backward[0].peak_bytes)
         return least if least.peak_bytes - beyond_bytes <= budget_bytes else None
 
@@ -275,13 +323,15 @@ class FamilyPlans:
         others = [one for one in self._schedules if one not in (decisions, KEEP_ALL)]
         self._schedules = [KEEP_ALL, *others[-_MOST_SCHEDULES:], decisions]
 
-    def _sized_for(self, decisions: PortablePlan, problem: Problem) -> SizedPlan:
-        if decisions not in self._sized:
+    def _sized_for(self, cost: _Cost) -> SizedPlan:
+        key = cost.decisions, cost.schedule
+        if key not in self._sized:
             # No schedule is believed unchecked; its rules are those of all sizes.
-            schedule = decisions.schedule_for(self.family.base.problem)
-            check(problem, schedule, None)
-            self._sized[decisions] = SizedPlan(self.family, decisions, schedule)
-        return self._sized[decisions]
+            base = self.family.base.problem
+            schedule = cost.schedule or cost.decisions.schedule_for(base)
+            check(base, schedule, None, self._memory)
+            self._sized[key] = SizedPlan(self.family, cost.decisions, schedule)
+        return self._sized[key]
 
 
 def room_of(budget_bytes: int) -> int:

@@ -56,7 +56,7 @@ def recorded(family: Family, schedules: Iterable[PortablePlan]) -> FamilyRecord:
         problem=table.places(dict(family.problem)),
         of_file=family.problem_at(point),
         questions=tuple(QuestionRecord(asked=_formula(asked), answer=answer) for asked, answer in family.questions),
-        schedules=tuple(DecisionsRecord(solver=one.solver, stages=one.stages) for one in schedules),
+        schedules=tuple(DecisionsRecord(solver=one.solver, stages=one.stages, moves=one.moves) for one in schedules),
         expressions=tuple(table.expressions),
     )
 
@@ -71,7 +71,7 @@ def restored(record: FamilyRecord, base: Measured) -> tuple[Family, list[Portabl
         _check(family)
         if record.point != family.own_point:
             raise ValueError("point")
-        schedules = [PortablePlan(one.stages, one.solver) for one in record.schedules]
+        schedules = [PortablePlan(one.stages, one.solver, one.moves) for one in record.schedules]
         for one in schedules:
             one.schedule_for(family.base.problem)
     except (NotAligned, NotWhole, PlanMismatch, LookupError, ValueError, TypeError, ArithmeticError) as error:

@@ -129,4 +129,6 @@ class PlanOfSize(LoweredPlan):
         compiled = self.sized.compiled_at(self.point, module, checked)
         bound = settings or measured.settings.bound_to(module)
         graph = measured.graphs.D_graph
-        return Runner(module, graph, measured.pattern, measured.traits, bound, compiled, None, may_be_refused=checked)
+        return self.moving(
+            Runner(module, graph, measured.pattern, measured.traits, bound, compiled, None, may_be_refused=checked)
+        )

@@ -208,10 +208,11 @@ class QuestionRecord(Record, frozen=True):
 
 
 class DecisionsRecord(Record, frozen=True):
-    """What a schedule recomputes."""
+    """What a schedule recomputes, and what it moves."""
 
     solver: str
     stages: tuple[tuple[str, tuple[str, ...]], ...]  # of each backward operation that has some
+    moves: tuple[tuple[str, int], ...] = ()  # data, and the computation before which each is back
 
 
 class FamilyRecord(Record, frozen=True):

@@ -101,7 +101,10 @@ class LoweredPlan:
         graph = measured.graphs.D_graph
         compiled = self.compile_for(module, measured.numbers)
         bound = settings or measured.settings.bound_to(module)
-        runner = Runner(module, graph, measured.pattern, measured.traits, bound, compiled, measured.numbers)
+        return self.moving(Runner(module, graph, measured.pattern, measured.traits, bound, compiled, measured.numbers))
+
+    def moving(self, runner: Runner) -> Runner:
+        """The runner, whose steps move what the plan moves."""
         if self.program.moves is not None and self.tier is not None:
             runner.make_step = partial(MovingStep, moves=self.program.moves, tier=self.tier)
         return runner
