@@ -133,9 +133,10 @@ class _Beside:
     """A thread that computes on a device, as a step would, for as long as this context lasts."""
 
     def __init__(self, device: torch.device) -> None:
-        self._matrix = torch.rand(_SIDE, _SIDE, device=device)
+        # Nothing is drawn: a first call may be planned after the user has seeded.
+        self._matrix = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=device)
         self._product = torch.empty_like(self._matrix)
-        self._numbers = torch.rand(_ADDED, device=device)
+        self._numbers = torch.zeros(_ADDED, device=device)
         self._at = device_of(device)
         self._device = device
         self._thread = threading.Thread(target=self._compute, name="rockmate-beside", daemon=True)

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from rk_solvers.transfers.reading import costs_of
+from rkgb.devices.registry import device_of
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
     BudgetTooSmall,
@@ -30,7 +31,7 @@ from rockmate.planning import planner
 from rockmate.reports.explain import explain
 from tests.graph.programs import TINY
 from tests.module.models import Layers, built, rows
-from tests.module.steps import BRIEFLY, assert_same_training, squares, train
+from tests.module.steps import BRIEFLY, assert_same_step, assert_same_training, squares, train
 from tests.where import elsewhere, here, placed
 
 
@@ -108,6 +109,19 @@ def test_real_links_and_real_steps_decide():
     module = planned(built(Layers), rows(), 0.6)
     eager = copy.deepcopy(module.original)
     assert_same_training(train(module, [rows(1), rows(2)]), train(eager, [rows(1), rows(2)]))
+
+
+@pytest.mark.parametrize("said", [{}, {"scope": "total"}, {"plan_in_background": True}], ids=str)
+def test_measuring_real_links_within_a_first_call_draws_nothing(said, tmp_path):
+    eager = built(Layers, 6)
+    options = {"loss": squares, "limits": BRIEFLY, "offload": elsewhere(tmp_path), **said}
+    budget = "1MiB" if said.get("scope") else 0.5
+    module = Rockmate(copy.deepcopy(eager), budget=budget, **options)
+    for seed in range(2):
+        assert_same_step(module, eager, rows(seed), seed)
+    state = device_of(here()).generator.get_state()
+    Rockmate(copy.deepcopy(eager), rows(), budget, **options)
+    assert torch.equal(device_of(here()).generator.get_state(), state)
 
 
 # ---- what users say ---------------------------------------------------------------------------------------

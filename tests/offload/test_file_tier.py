@@ -165,8 +165,9 @@ def test_a_step_that_moves_everything_is_eager_s(tier):
 
 
 def test_links_are_measured_and_nothing_is_left_of_it(tmp_path):
-    tier = FileTier(tmp_path, limit_bytes=200 * MIB)
+    tier, state = FileTier(tmp_path, limit_bytes=200 * MIB), torch.get_rng_state()
     memory = measured_links(tier, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
     assert (memory.limit_bytes, memory.staging_bytes) == (200 * MIB, tier.staging_bytes)
     assert all(1 < link.bytes_per_ms < 1e9 and 0 <= link.latency_ms < 1e4 for link in (memory.out, memory.back))
     assert tier.held_bytes == 0
