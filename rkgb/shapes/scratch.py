@@ -59,11 +59,7 @@ def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> 
 
 def _brought_into(images: torch.memory_format, tensor: torch.Tensor) -> int:
     """Of what does not lie like the images."""
-    return 0 if tensor.is_contiguous(memory_format=images) else _dense_bytes(tensor)
-
-
-def _dense_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if tensor.is_contiguous(memory_format=images) else tensor.nbytes
 
 
 def _arranged_bytes(images: torch.memory_format, weight: torch.Tensor) -> int:
@@ -90,9 +86,7 @@ def _copies_of_scattered(args: Sequence[Any], made: Sequence[torch.Tensor]) -> i
 
 def _copy_of_factors(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     """Of those that BLAS does not read as they are: neither rows nor columns lie one number after another."""
-    return sum(
-        _dense_bytes(one) for one in args if isinstance(one, torch.Tensor) and one.dim() == 2 and not _is_read(one)
-    )
+    return sum(one.nbytes for one in args if isinstance(one, torch.Tensor) and one.dim() == 2 and not _is_read(one))
 
 
 def _is_read(matrix: torch.Tensor) -> bool:

@@ -270,7 +270,7 @@ class FamilyPlans:
             return _Cost(decisions, *peak_and_time(problem, self._recompute(decisions)))
         allowed_bytes = budget_bytes - room_of(budget_bytes)
         schedule, costs = self._placed.best(decisions, problem, self._memory, allowed_bytes)
-        if not fits(costs, self._memory, allowed_bytes):
+        if allowed_bytes < budget_bytes and not fits(costs, self._memory, allowed_bytes):
             schedule, costs = self._placed.best(decisions, problem, self._memory, budget_bytes)
         return _Cost(
             decisions,

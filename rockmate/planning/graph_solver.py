@@ -95,10 +95,7 @@ def memory_for(request: PlanRequest, measured: Measured) -> SecondMemory | None:
 
 def moving_solver(chain: Chain | None, memory: SecondMemory, search_s: float) -> Solver:
     """Looks for recomputations and for moves, `search_s` seconds for each, and proves nothing."""
-
-    def quick(seconds: float) -> Solver:
-        return solver_named("auto", Limits().without_proofs(seconds), chain)
-
+    quick = partial(_quick, "auto", Limits(), chain)
     return WithMoves(quick(search_s), quick, memory, chain, search_s)
 
 

@@ -24,10 +24,8 @@ class LowPeaks:
     def peak_bytes(self, problem: Problem, plan: Schedule) -> int:
         """What a plan takes; more than there is anywhere where it moves more than the second memory may hold."""
         costs = costs_of(problem, plan, self.memory)
-        if self.memory is not None and self.memory.limit_bytes is not None:
-            if costs.stored_bytes > self.memory.limit_bytes:
-                return sys.maxsize
-        return costs.peak_bytes
+        has_room = self.memory is None or self.memory.has_room_for(costs.stored_bytes)
+        return costs.peak_bytes if has_room else sys.maxsize
 
     def lowest(
         self, problem: Problem, plans: Sequence[Schedule], chain: Chain | None, allowed_bytes: int | None = None
