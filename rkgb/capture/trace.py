@@ -37,7 +37,7 @@ from rkgb.state.attributes import AttributeWrite, Snapshot, with_refs
 from rkgb.state.generators import MeetingGenerators
 from rkgb.state.module_state import module_state_kept
 from rkgb.state.side_effects import SideEffects
-from rkgb.torch_private.tracers import TracerWarning, modules_told_by_jit
+from rkgb.torch_private.tracers import TracerWarning, modules_told_by_jit, unnamed_by_jit
 from rkgb.tree import leaves, map_leaves
 
 FrontEnd = Literal["jit", "record"]
@@ -126,6 +126,7 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
         nothing_saved(frugal),
         Interception(opaque, JitCalls(opaque_calls(recorder.nodes))).on(),
         warnings_collected() as caught,
+        unnamed_by_jit(),
         Asking(),
     ):
         try:

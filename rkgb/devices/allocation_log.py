@@ -54,7 +54,8 @@ class AllocationLog:
 
     def mark(self) -> None:
         """Note this point in the order of events."""
-        torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self.device)
+        assert self._recorder is not None
+        self._recorder.note(_MARK_BYTES, self.device)
 
     def address_of(self, tensor: torch.Tensor) -> int:
         """The address by which events tell of a tensor's storage, while that is there. Within the block."""

@@ -31,6 +31,10 @@ class AllocationRecorder(abc.ABC):
         """What tells the tensor's storage apart in events."""
         return tensor.untyped_storage().data_ptr()
 
+    def note(self, size_bytes: int, device: torch.device) -> None:
+        """Have an event of so many bytes recorded, and the release of these, in their place in the order."""
+        torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
     @abc.abstractmethod
     def start(self) -> None:
         """Raises `RuntimeError` where the device cannot be recorded now; nothing is left on then."""

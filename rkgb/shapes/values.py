@@ -23,6 +23,7 @@ from rkgb.torch_private.operations import copy_to, read_number
 from rkgb.tree import leaves, map_leaves
 
 MOST_BYTES = 4 << 20  # of one tensor
+_MOST_DRAWN_BYTES = 256 << 10  # of a tensor that is drawn: masks of dropout are long, and nobody reads them
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _EQUAL = torch.ops.aten.equal.default
@@ -32,8 +33,8 @@ _OF_STORAGES = {  # which are given a storage that has no data
     torch.ops.aten.set_.source_Storage_storage_offset,
 }
 _UNKNOWN = (
-    "data that it has computed with parameters: there are no data here, so what it goes on with cannot be told. "
-    "Measure the model itself, as Rockmate does, or `PeakMemory`"
+    "data that it has computed with parameters, or a long draw: there are no data here, so what it goes on with cannot "
+    "be told. Measure the model itself, as Rockmate does, or `PeakMemory`"
 )
 
 
@@ -85,7 +86,7 @@ class KnownValues(DispatchMode):
         if any(tensor.is_meta for tensor in given) and not DATA_DEPENDENT.isdisjoint(func.tags):
             return map_leaves(self._without_data, self._computed(func, args, kwargs, values))
         made = self._by_shapes(func, args, kwargs)
-        if _is_small(made):
+        if _is_small(made, _MOST_DRAWN_BYTES if torch.Tag.nondeterministic_seeded in func.tags else MOST_BYTES):
             computed = self._computed(func, args, kwargs, values)
             for dataless, tensor in zip(leaves(made), leaves(computed), strict=True):
                 self._match(dataless, tensor)
@@ -190,9 +191,9 @@ class KnownValues(DispatchMode):
                 self._storages.pop(storage_key(tensor), None)
 
 
-def _is_small(made: Any) -> bool:
+def _is_small(made: Any, most_bytes: int) -> bool:
     tensors = leaves(made)
-    return bool(tensors) and all(t.is_meta and t.untyped_storage().nbytes() <= MOST_BYTES for t in tensors)
+    return bool(tensors) and all(t.is_meta and t.untyped_storage().nbytes() <= most_bytes for t in tensors)
 
 
 def _on_cpu(kwargs: dict[str, Any], values: dict[int, torch.Tensor]) -> dict[str, Any]:

@@ -79,12 +79,16 @@ class StorageWatch(DispatchMode):
         for tensor in new:
             self._note(tensor)
         if not self._machine.is_accelerator and (size_bytes := scratch_bytes(func, args, new)):
-            self.made += 1
-            self._tell(self.made, size_bytes)
-            self._tell(self.made, -size_bytes)
+            self.note_scratch(size_bytes)
         if new or func._schema.is_mutable:
             self._clock.now_ms += self._time_ms(func, args, kwargs, made, given, new)
         return made
+
+    def note_scratch(self, size_bytes: int) -> None:
+        """What is allocated and released at once."""
+        self.made += 1
+        self._tell(self.made, size_bytes)
+        self._tell(self.made, -size_bytes)
 
     def stop(self) -> list[AllocationEvent]:
         """What happened; nothing is noted from now on."""

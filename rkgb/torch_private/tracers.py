@@ -51,6 +51,23 @@ def unseen_by_jit() -> Iterator[None]:
         _C._set_tracing_state(state)
 
 
+_NAMES_BY_FRAME = torch.jit._trace._create_interpreter_name_lookup_fn
+
+
+@contextlib.contextmanager
+def unnamed_by_jit() -> Iterator[None]:
+    """Context in which it does not look through the variables of each frame for what it might call a value.
+
+    That takes a twentieth of a trace, and nobody reads these names. One thread may end what another goes on with, which
+    then has names as before.
+    """
+    torch.jit._trace._create_interpreter_name_lookup_fn = lambda frames_up=1: lambda value: ""
+    try:
+        yield
+    finally:
+        torch.jit._trace._create_interpreter_name_lookup_fn = _NAMES_BY_FRAME
+
+
 def modules_told_by_jit() -> MutableMapping[Any, str]:
     """Within it: the modules whose calls it notes, with their paths. What is taken out is not noted."""
     told: MutableMapping[Any, str] | None = torch.jit._trace._trace_module_map

@@ -4,6 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from rkgb.devices.allocation_log import AllocationLog
+from rkgb.shapes.dataless import Dataless
+from rkgb.shapes.device import standing_for
+from rkgb.shapes.machine import named_machine
 from rockmate import TraceError, estimate
 
 
@@ -73,3 +77,25 @@ def test_a_draw_is_anything_and_leaves_the_stream_as_it_was():
     before = torch.get_rng_state()
     assert estimate(model, sample, batches=False, time_limit=0.1).peak_bytes > 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_long_draw_takes_no_time_and_nothing_is_read_of_it():
+    """Masks of dropout are as long as activations, and nobody reads them."""
+    rows_of = rows(torch.ones(4, dtype=torch.bool))
+    short = Net(lambda net, given, mask: 2.0 if torch.rand(1 << 10).sum() > 0 else 3.0)
+    assert estimate(short, rows_of, batches=False, time_limit=0.1).peak_bytes > 0
+    with pytest.raises(TraceError, match="a long draw"):
+        estimate(Net(lambda net, given, mask: 2.0 if torch.rand(1 << 17).sum() > 0 else 3.0), rows_of)
+
+
+def test_places_in_the_order_of_events_take_nothing_where_there_are_no_data():
+    machine = named_machine("cpu")
+    with standing_for(machine, Dataless(machine, None).values) as shapes, AllocationLog(torch.device("meta")) as log:
+        held = torch.empty(3 << 10, dtype=torch.uint8, device="meta")
+        before_ms = shapes.clock.now_ms
+        log.mark()
+        assert shapes.clock.now_ms == before_ms
+        del held
+        log.mark()
+    assert [event.size_bytes for event in log.events] == [3 << 10, -(3 << 10)]
+    assert log.marks == [1, 2]

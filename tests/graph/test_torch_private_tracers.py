@@ -75,6 +75,22 @@ def test_jit_tells_which_modules_it_notes():
     assert module.told[0][module.inner].endswith("inner")
 
 
+def names_by_jit(module):
+    return {value.debugName() for node in by_jit(module).graph.nodes() for value in node.outputs()}
+
+
+def test_jit_looks_for_no_names_where_nobody_wants_them():
+    class Named(torch.nn.Module):
+        def forward(self, x):
+            squared = x * x
+            return squared.sin()
+
+    assert any("squared" in name for name in names_by_jit(Named()))
+    with tracers.unnamed_by_jit():
+        assert not any("squared" in name for name in names_by_jit(Named()))
+    assert any("squared" in name for name in names_by_jit(Named()))
+
+
 def test_warnings_of_jit_have_a_class():
     module = Asks(lambda: bool(torch.ones(1) > 0) and None)
     with pytest.warns(tracers.TracerWarning):

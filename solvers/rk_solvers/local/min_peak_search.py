@@ -40,6 +40,8 @@ def min_peak_plan(
         search = _Search(Tables(timeless), deadline)
         start = [problem.no_recompute, best, min(baseline_plans(timeless, chain), key=search.cost)]
         best = search.shaken(min([best, search.lowest(start)], key=search.cost))
+        if search.cost(best)[0] == least_bytes(problem):
+            break  # the other order finds none below it
     starts = [problem.no_recompute, best, *(normalise(problem, recompute_of(problem, plan)) for plan in plans)]
     if time.monotonic() >= deadline:
         return min(starts, key=search.cost)
