@@ -88,6 +88,7 @@ def test_the_search_ends_at_the_most_that_may_be_tried():
     assert all(trial.fits for trial in found.trials)
 
 
+@pytest.mark.ci
 def test_only_batches_that_may_be_tried_are(largest):
     among = range(8, 1 << 20, 8)
     found = max_batch(make, budget=40_000, among=among, **GREEDY)

@@ -57,6 +57,11 @@ def test_as_json(script, tmp_path):
     assert sum(holder["size_bytes"] for holder in content["holders"]) == content["peak_bytes"]
 
 
+@pytest.mark.ci
+def test_no_plan_is_told_of_where_nobody_wants_one(script, tmp_path):
+    assert "plan for half" not in run("--no-plan", "train.py", "2", cwd=tmp_path).stdout
+
+
 def test_a_plan_is_told_of_a_model_that_the_script_lets_go(tmp_path):
     script = """
         import torch
@@ -77,4 +82,3 @@ def test_a_plan_is_told_of_a_model_that_the_script_lets_go(tmp_path):
     assert re.match(
         r"with a plan, Rockmate\(model, sample, 0.5\), a step takes .* MiB .* MiB, in about \+\d+% of the", told
     )
-    assert "with a plan" not in run("--no-plan", "train.py", cwd=tmp_path).stdout
