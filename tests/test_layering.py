@@ -73,7 +73,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "local": ("problem", "schedule", "groups", "liveness", "solver", "baselines"),
         "exact": ("problem", "groups", "liveness", "solver", "milp", "local"),
         "chain": ("problem", "groups", "liveness", "solver", "local", "exact"),
-        "transfers": ("problem", "schedule", "groups", "links", "liveness", "solver", "milp", "bounds", "chain"),
+        "transfers": (
+            "problem", "schedule", "groups", "links", "liveness", "solver", "milp", "side_process", "bounds", "chain",
+        ),
         "intervals": (
             "problem", "groups", "liveness", "solver", "milp", "side_process", "baselines", "local", "chain",
         ),

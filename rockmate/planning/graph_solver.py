@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -62,17 +63,24 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
 def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
     """What looks for moves once more, for half of the time, beside what was found of recomputation alone."""
     request = replace(request, limits=request.limits.within(request.limits.search_s / 2))
-    return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
+    return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured, bound_s=0.0)
 
 
-def _beside(alone: Solver, request: PlanRequest, measured: Measured, thorough: Solver | None = None) -> Solver:
+def _beside(
+    alone: Solver,
+    request: PlanRequest,
+    measured: Measured,
+    thorough: Solver | None = None,
+    bound_s: float = sys.maxsize,
+) -> Solver:
     memory, limits = memory_for(request, measured), request.limits
     if memory is None:
         return alone
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
     search_s = max(_SHARE_OF_MOVES * limits.search_s, min(_LEAST_S, limits.search_s))
-    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, thorough)
+    bound_s = min(bound_s, limits.bound_s, limits.longest_s)
+    return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, thorough, bound_s)
 
 
 def limits_beside_moves(limits: Limits) -> Limits:

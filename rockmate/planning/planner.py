@@ -62,6 +62,8 @@ _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and 
 _LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the step at least
 _TURNS_TO_COMPARE = 3  # steps of a plan that moves data, and of one that does not
 _MOST_TURNS = 5  # of those, where they are quick
+_AGREEING = 0.01  # of a step's time: two turns that say the same to within this are enough
+_DECIDED = 0.15  # of it: what moves data is slower by so much each time, and another turn does not make it the quicker
 _COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
 _COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
@@ -333,6 +335,7 @@ def _the_quicker(
     if alone is None or not alone.status.fits or not _is_within(tried, request):
         return tried
     request.progress("compare", 0, _COMPARISONS)
+    bound_ms = tried.solution.lower_bound_ms
     best = other = _tried_if_it_fits(measured, request, module, alone, asked, is_last=False)
     if other is None or not _is_within(other, request):
         return tried
@@ -362,7 +365,9 @@ def _the_quicker(
         if found is None or not _is_within(found, request):
             break
         tried = found
-    return _timed_anew(best, request, measured)
+    best = _timed_anew(best, request, measured)
+    # Links are found to be slower than they were taken for, if at all: the bound of the first search holds.
+    return best._replace(solution=replace(best.solution, lower_bound_ms=bound_ms))
 
 
 def _timed_anew(tried: _Tried, request: PlanRequest, measured: Measured) -> _Tried:
@@ -454,9 +459,11 @@ def _lower_bound_ms(
     if memory is not None:  # what is proven of recomputation alone says nothing of moves
         if request.follow is not None or request.is_hurried:
             return problem.keep_all_time_ms
-        bound_ms = lower_bound_with_moves_ms(
-            problem, allowed_bytes, memory, limit_s, chain=measured.chain, integer=False
-        )
+        bound_ms = solution.lower_bound_ms
+        if bound_ms is None or found_for_bytes < allowed_bytes:
+            bound_ms = lower_bound_with_moves_ms(
+                problem, allowed_bytes, memory, limit_s, chain=measured.chain, integer=False
+            )
         return min(bound_ms, solution.time_ms)
     if solution.lower_bound_ms is not None and found_for_bytes >= allowed_bytes:
         return min(solution.lower_bound_ms, solution.time_ms)
@@ -572,9 +579,15 @@ def _steps_ms(
 
     with for_planning(module):
         steps = [partial(timed, moving), partial(timed, alone)]
-        turns = by_turns(steps, _TURNS_TO_COMPARE, _MOST_TURNS, _COMPARE_S)
+        turns = by_turns(steps, _TURNS_TO_COMPARE, _MOST_TURNS, _COMPARE_S, _agree)
     moving_ms, alone_ms = (min(times_ms) for times_ms in zip(*turns, strict=True))
     return max(moving_ms, alone_ms * statistics.median(moved / stayed for moved, stayed in turns)), alone_ms
+
+
+def _agree(turns: list[list[float]]) -> bool:
+    """Whether turns of a step that moves data and of one that does not have told which is the quicker."""
+    ratios = [moved / stayed for moved, stayed in turns]
+    return len(ratios) > 1 and (min(ratios) > 1 + _DECIDED or max(ratios) - min(ratios) <= _AGREEING)
 
 
 @contextlib.contextmanager

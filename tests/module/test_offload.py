@@ -28,6 +28,7 @@ from rockmate import (
 )
 from rockmate.offload import tiers
 from rockmate.planning import planner
+from rockmate.planning.real_step import by_turns
 from rockmate.reports.explain import explain
 from tests.graph.programs import TINY
 from tests.module.models import Layers, built, rows
@@ -109,6 +110,22 @@ def test_real_links_and_real_steps_decide():
     module = planned(built(Layers), rows(), 0.6)
     eager = copy.deepcopy(module.original)
     assert_same_training(train(module, [rows(1), rows(2)]), train(eager, [rows(1), rows(2)]))
+
+
+@pytest.mark.parametrize(
+    ("moving_ms", "staying_ms", "turns"),
+    [
+        ([90, 90, 90], [100, 100, 100], 2),  # both say the same
+        ([90, 110, 95], [100, 100, 100], 3),
+        ([120, 150, 130], [100, 100, 100], 2),  # slower, whatever a third says
+        ([120, 100, 130], [100, 100, 100], 3),
+    ],
+)
+def test_turns_end_where_they_agree(moving_ms, staying_ms, turns):
+    steps = [iter(moving_ms).__next__, iter(staying_ms).__next__]
+    assert len(by_turns(steps, 3, 3, 0.0, planner._agree)) == turns
+    steps = [iter(moving_ms).__next__, iter(staying_ms).__next__]
+    assert len(by_turns(steps, 3, 3, 0.0)) == 3
 
 
 @pytest.mark.parametrize("said", [{}, {"scope": "total"}, {"plan_in_background": True}], ids=str)

@@ -21,6 +21,7 @@ from rk_solvers import (
 from rk_solvers.exact.oracle import Oracle
 from rk_solvers.groups import normalise
 from rk_solvers.links import Link, SecondMemory
+from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.moves import Base, Move
 from rk_solvers.transfers.oracle import least_time_with_moves
 from rk_solvers.transfers.placing import least_held, placed
@@ -317,6 +318,17 @@ def test_a_solver_with_moves_is_never_slower_than_without_and_hands_on_no_proof_
             assert found.proven_bytes is None
             assert found.peak_bytes <= alone.peak_bytes
             assert check(problem, found.schedule, None, memory).peak_bytes == found.smallest_budget_bytes > budget_bytes
+
+
+@pytest.mark.parametrize("share", [0.7, 0.85])
+def test_the_bound_of_all_plans_is_computed_beside_the_search(share):
+    problem, memory = layers(3, 5), random_memory(random.Random(3), 60)
+    budget_bytes = int(share * peak_and_time(problem, problem.no_recompute)[0])
+    found = WithMoves(Oracle(), lambda _: Oracle(), memory, time_limit_s=0.2, bound_s=5.0).solve(problem, budget_bytes)
+    bound_ms = lower_bound_with_moves_ms(problem, budget_bytes, memory, 5.0, integer=False)
+    assert found.status.fits
+    assert found.lower_bound_ms == pytest.approx(bound_ms)
+    assert found.lower_bound_ms <= found.time_ms
 
 
 @pytest.mark.parametrize("seed", range(10))

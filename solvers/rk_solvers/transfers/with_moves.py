@@ -1,7 +1,8 @@
 """Any solver of recomputations, with a second memory beside: what it finds alone, or a faster plan that moves data.
 
 A proof of the solver's is of plans that move nothing. None is handed on, and no budget is called too small for all.
-`bound.lower_bound_with_moves_ms` has a bound on the time of all.
+The bound on the time of all plans (`bound.lower_bound_with_moves_ms`) is computed in a process aside while moves are
+looked for, where seconds for it are given.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from dataclasses import dataclass, replace
 from rk_solvers.links import SecondMemory
 from rk_solvers.liveness import binding, op_of, recompute_of
 from rk_solvers.problem import Chain, Problem
+from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import Solution, Solver, Status
+from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.moves import Base, Move
 from rk_solvers.transfers.search import MoveSearch
 
 NAME = "moves"  # what found the transfers, after the name of what found the recomputations
+_START_S = 4.0  # for a process to begin, beside a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class WithMoves(Solver):
     time_limit_s: float = 15.0  # of the search for moves
     seed: int = 0
     thorough: Solver | None = None
+    bound_s: float = 0.0  # for the bound, beside the search
 
     @property
     def name(self) -> str:
@@ -47,9 +52,9 @@ class WithMoves(Solver):
         alone = self._without_proof(problem, self.alone.solve(problem, budget_bytes))
         if alone.status.fits and not alone.schedule.recomputations:
             return alone
-        found = None
+        found, bound_ms = None, None
         if budget_bytes >= binding(problem)[1]:
-            found = MoveSearch(
+            search = MoveSearch(
                 problem,
                 self.memory,
                 self.quick,
@@ -57,15 +62,21 @@ class WithMoves(Solver):
                 time_limit_s=self.time_limit_s,
                 seed=self.seed,
                 over_the_turn=True,
-            ).solve(budget_bytes)
+            )
+            with SideProcess() as aside:
+                if self.bound_s:
+                    arguments = problem, budget_bytes, self.memory, self.bound_s, self.chain, False
+                    aside.start(self.bound_s + _START_S, lower_bound_with_moves_ms, *arguments)
+                found = search.solve(budget_bytes)
+                bound_ms = aside.wait(None) if self.bound_s else None
         if found is None:
             if alone.status.fits:
-                return alone
+                return replace(alone, lower_bound_ms=bound_ms)
             if self.thorough is not None:
                 alone = self._without_proof(problem, self.thorough.solve(problem, budget_bytes))
             return alone if alone.status.fits else self._smallest(problem, alone)
         if alone.status.fits and alone.time_ms <= found.costs.time_ms:
-            return alone
+            return replace(alone, lower_bound_ms=bound_ms)
         return Solution(
             Status.FEASIBLE,
             found.schedule,
@@ -74,6 +85,7 @@ class WithMoves(Solver):
             self.name if found.moves else self.alone.name,
             interrupted=alone.interrupted,
             out_of_time=time.monotonic() - started >= self.time_limit_s,
+            lower_bound_ms=bound_ms,
             stored_bytes=found.costs.stored_bytes,
             memory=self.memory if found.moves else None,
             alone=alone if found.moves else None,
