@@ -107,7 +107,27 @@ def _rows_of_nothing(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     return count + count // max(1, given.shape[dim]) + given.element_size() if given.dim() else 0
 
 
+def _rows_of_a_mask(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Where it holds, as whole numbers: as many as there are rows of what is taken."""
+    return _places_bytes(args[1], made[0]) if made else 0
+
+
+def _rows_put_by_a_mask(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    return _places_bytes(args[1], args[2])
+
+
+def _places_bytes(indices: Sequence[Any], rows: torch.Tensor) -> int:
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dtype is not torch.bool or given[0][0] >= rows.dim():
+        return 0
+    place, mask = given[0]
+    return rows.shape[place] * mask.dim() * torch.int64.itemsize
+
+
 _RULES: dict[Any, Scratch] = {
+    _aten.index.Tensor: _rows_of_a_mask,
+    _aten.index_put.default: _rows_put_by_a_mask,
+    _aten.index_put_.default: _rows_put_by_a_mask,
     _aten.convolution.default: _convolution,
     convolution: _convolution,
     _aten.convolution_backward.default: _convolution_backward,

@@ -1,12 +1,13 @@
 """What is known of the values of tensors without data: those that come of the sample, buffers and constants alone.
 
 A forward may look at a mask, or at positions, and go on by what it finds. These are small, and are computed beside
-their shapes. What comes of parameters is never known.
+their shapes. What comes of parameters is never known, but that it is finite.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,10 +25,20 @@ from rkgb.tree import leaves, map_leaves
 
 MOST_BYTES = 4 << 20  # of one tensor
 _MOST_DRAWN_BYTES = 256 << 10  # of a tensor that is drawn: masks of dropout are long, and nobody reads them
+_MOST_ASSUMED_BYTES = 64 << 20  # of a tensor that says of each number whether it is finite
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
+# How questions reach us that ask whether numbers are finite, and what they say where these are.
+_NOT_FINITE = {
+    torch.ops.aten.isnan.default,
+    torch.ops.aten.isinf.default,
+    torch.ops.aten.isposinf.default,
+    torch.ops.aten.isneginf.default,
+}
+_COMPARED_WITH_NUMBER = {torch.ops.aten.eq.Scalar: False, torch.ops.aten.ne.Scalar: True}
+_COMPARED = {torch.ops.aten.eq.Tensor: True, torch.ops.aten.ne.Tensor: False}
 _OF_STORAGES = {  # which are given a storage that has no data
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -81,8 +92,14 @@ class KnownValues(DispatchMode):
                 raise TraceError(f"forward reads a number out of {_UNKNOWN}")
             return values[id(args[0])].item()
         if values is None:
-            self._forget_written(func, given)
-            return self._by_shapes(func, args, kwargs)
+            self._forget_written(func, args, kwargs)
+            made = self._by_shapes(func, args, kwargs)
+            answer = _where_all_is_finite(func, args)
+            if answer is not None and _is_small(made, _MOST_ASSUMED_BYTES):
+                with without_dispatch_modes():
+                    filled = torch.full((made.untyped_storage().nbytes(),), answer, dtype=torch.bool, device=_CPU)
+                self._know(made, filled.untyped_storage())
+            return made
         if any(tensor.is_meta for tensor in given) and not DATA_DEPENDENT.isdisjoint(func.tags):
             return map_leaves(self._without_data, self._computed(func, args, kwargs, values))
         made = self._by_shapes(func, args, kwargs)
@@ -91,7 +108,7 @@ class KnownValues(DispatchMode):
             for dataless, tensor in zip(leaves(made), leaves(computed), strict=True):
                 self._match(dataless, tensor)
         else:
-            self._forget_written(func, given)
+            self._forget_written(func, args, kwargs)
         return made
 
     def _are_equal(self, one: Any, other: Any) -> bool:
@@ -185,10 +202,35 @@ class KnownValues(DispatchMode):
         self._storages[key] = storage
         weakref.finalize(dataless.untyped_storage(), self._storages.pop, key, None).atexit = False
 
-    def _forget_written(self, func: Any, given: list[torch.Tensor]) -> None:
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         if func._schema.is_mutable:
-            for tensor in given:  # whichever it is
+            for tensor in _written(func, args, kwargs):
                 self._storages.pop(storage_key(tensor), None)
+
+
+def _where_all_is_finite(func: Any, args: Any) -> bool | None:
+    """What the operation says of each number where none is infinite or undefined; None for what asks something else.
+
+    Models that ask whether their data are finite do so to raise, or to clamp them in the place of that: a step that
+    trains goes on.
+    """
+    if func in _NOT_FINITE:
+        return False
+    if func in _COMPARED_WITH_NUMBER:
+        return _COMPARED_WITH_NUMBER[func] if isinstance(args[1], float) and math.isinf(args[1]) else None
+    if func in _COMPARED:
+        return _COMPARED[func] if args[0] is args[1] else None
+    return None
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Of the arguments, those that the operation writes into: what it only reads, as places, stays as it is."""
+    written = [
+        args[place] if place < len(args) else kwargs.get(part.name)
+        for place, part in enumerate(func._schema.arguments)
+        if part.alias_info is not None and part.alias_info.is_write
+    ]
+    return leaves(written)
 
 
 def _is_small(made: Any, most_bytes: int) -> bool:

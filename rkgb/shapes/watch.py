@@ -22,11 +22,12 @@ from rkgb.tree import leaves
 
 _SUM = torch.ops.aten.add.Tensor
 _SUM_IN_PLACE = torch.ops.aten.add_.Tensor
+_PUT = torch.ops.aten.index_put.default
 # Into zeros of their own, as derivatives of gathers and of indices are made.
 _FILLING = {
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    _PUT: torch.ops.aten.index_put_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
 }
 
@@ -104,7 +105,10 @@ class StorageWatch(DispatchMode):
         other = _FILLING.get(func)
         if other is None or self._turn_of.get(storage_key(args[0])) != self._turn:
             return func
-        return other if all(map(int.__le__, holders(args[0]), self._alone)) else func
+        alone = self._alone
+        if func is _PUT and len(args) > 3 and args[3]:  # where rows were taken: two functions of PyTorch's hold it
+            alone = alone[0], alone[1] + 1
+        return other if all(map(int.__le__, holders(args[0]), alone)) else func
 
     def _is_gathering(self, gathered: Any, new: Any) -> bool:
         """Whether a gradient is added to what has been gathered, which another node has made."""

@@ -8,7 +8,7 @@ from rkgb.devices.allocation_log import AllocationLog
 from rkgb.shapes.dataless import Dataless
 from rkgb.shapes.device import standing_for
 from rkgb.shapes.machine import named_machine
-from rockmate import TraceError, estimate
+from rockmate import PeakMemory, TraceError, estimate
 
 
 class Net(nn.Module):
@@ -44,6 +44,42 @@ def test_what_comes_of_the_sample_and_of_constants_is_known(look):
     assert not found.unplanned
     assert found.smallest is not None
     assert found.peak_bytes > 4 * 8 * 4
+
+
+ASSERTIONS = {
+    "nan": lambda made: made.isnan().any(),
+    "inf": lambda made: torch.isinf(made).sum() > 0,
+    "finite": lambda made: not torch.isfinite(made).all(),
+    "either": lambda made: (made.isposinf() | made.isneginf()).any(),
+    "itself": lambda made: (made != made).any(),
+}
+
+
+@pytest.mark.parametrize("fails", ASSERTIONS.values(), ids=ASSERTIONS.keys())
+def test_what_comes_of_parameters_is_taken_for_finite(fails):
+    def look(net, given, mask):
+        assert not fails(net.layer(given))
+        return 2.0
+
+    found = estimate(Net(look), rows(torch.ones(4, dtype=torch.bool)), batches=False, time_limit=0.1)
+    assert not found.unplanned
+
+
+def test_a_mask_is_known_in_the_backward_of_what_was_written_by_it():
+    class Writing(Net):
+        def forward(self, given, mask):
+            made, hidden = torch.zeros_like(given), self.layer(given)
+            made[mask] += self.layer(hidden[mask])
+            made[~mask] = hidden[~mask]
+            return made
+
+    model, rows_of = Writing(None), rows(torch.arange(64) < 40)
+    found = estimate(model, rows_of, loss=torch.sum, batches=False, time_limit=0.1)
+    assert not found.unplanned
+    with PeakMemory(torch.device("cpu")) as memory:
+        output = model(*rows_of)  # held to the end, as training loops do
+        output.sum().backward()
+    assert found.eager.step_peak_bytes == memory.peak_bytes
 
 
 def test_rows_that_a_mask_selects_are_as_many_as_hold():
