@@ -143,6 +143,9 @@ class _OnlyShapes(TorchFunctionMode):
                 return made if made.dim() == 0 else self._dataless.twin(made)  # numbers go with any device
         if func is torch.Tensor.__getitem__ or func is torch.Tensor.__setitem__:
             args = (args[0], self._index(args[1]), *args[2:])
+        if func is torch.Tensor.__format__ and args[0].is_meta and args[0].dim() == 0:
+            known = self._dataless.values.known(args[0])  # as a part of a name; else a log, which goes on without
+            return func(*args) if known is None else format(known.item(), *args[1:])  # type: ignore[no-untyped-call]
         if func in _READING and args[0].is_meta:
             with unseen_by_jit():
                 return func(self._dataless.values.value(args[0]), *args[1:], **kwargs)

@@ -1,13 +1,12 @@
 """What is known of the values of tensors without data: those that come of the sample, buffers and constants alone.
 
 A forward may look at a mask, or at positions, and go on by what it finds. These are small, and are computed beside
-their shapes. What comes of parameters is never known, but that it is finite.
+their shapes. What comes of parameters is never known; `assumed` tells what is taken for granted of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from rkgb.errors import TraceError
 from rkgb.process.uncompiled import DispatchMode
+from rkgb.shapes.assumed import spread_choice, where_all_is_finite
 from rkgb.shapes.kernels import DATA_DEPENDENT, Kernels, tensors_of
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
@@ -25,20 +25,11 @@ from rkgb.tree import leaves, map_leaves
 
 MOST_BYTES = 4 << 20  # of one tensor
 _MOST_DRAWN_BYTES = 256 << 10  # of a tensor that is drawn: masks of dropout are long, and nobody reads them
-_MOST_ASSUMED_BYTES = 64 << 20  # of a tensor that says of each number whether it is finite
+_MOST_ASSUMED_BYTES = 64 << 20  # of a tensor that says of each number whether it is finite, or where it is
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
-# How questions reach us that ask whether numbers are finite, and what they say where these are.
-_NOT_FINITE = {
-    torch.ops.aten.isnan.default,
-    torch.ops.aten.isinf.default,
-    torch.ops.aten.isposinf.default,
-    torch.ops.aten.isneginf.default,
-}
-_COMPARED_WITH_NUMBER = {torch.ops.aten.eq.Scalar: False, torch.ops.aten.ne.Scalar: True}
-_COMPARED = {torch.ops.aten.eq.Tensor: True, torch.ops.aten.ne.Tensor: False}
 _OF_STORAGES = {  # which are given a storage that has no data
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -57,6 +48,8 @@ class KnownValues(DispatchMode):
         self._kernels = Kernels(machine)
         self._is_on = False
         self._storages: dict[int, torch.UntypedStorage] = {}  # with data, by that without, while it is there
+        self._spread: set[int] = set()  # of these, what comes of choices that are taken to be spread
+        self.goes_by_choices = False  # whether such were read, or decided on a shape
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -90,23 +83,22 @@ class KnownValues(DispatchMode):
         if func is read_number and args[0].is_meta:
             if values is None:
                 raise TraceError(f"forward reads a number out of {_UNKNOWN}")
+            self._note_read(given)
             return values[id(args[0])].item()
         if values is None:
             self._forget_written(func, args, kwargs)
             made = self._by_shapes(func, args, kwargs)
-            answer = _where_all_is_finite(func, args)
-            if answer is not None and _is_small(made, _MOST_ASSUMED_BYTES):
-                with without_dispatch_modes():
-                    filled = torch.full((made.untyped_storage().nbytes(),), answer, dtype=torch.bool, device=_CPU)
-                self._know(made, filled.untyped_storage())
+            if _is_small(made, _MOST_ASSUMED_BYTES):
+                self._assume(func, args, kwargs, made)
             return made
         if any(tensor.is_meta for tensor in given) and not DATA_DEPENDENT.isdisjoint(func.tags):
+            self._note_read(given)
             return map_leaves(self._without_data, self._computed(func, args, kwargs, values))
         made = self._by_shapes(func, args, kwargs)
         if _is_small(made, _MOST_DRAWN_BYTES if torch.Tag.nondeterministic_seeded in func.tags else MOST_BYTES):
             computed = self._computed(func, args, kwargs, values)
             for dataless, tensor in zip(leaves(made), leaves(computed), strict=True):
-                self._match(dataless, tensor)
+                self._match(dataless, tensor, is_spread=self._is_spread(given))
         else:
             self._forget_written(func, args, kwargs)
         return made
@@ -138,16 +130,41 @@ class KnownValues(DispatchMode):
         values = self._values(_INDEX, [index])
         if values is None:
             return [index]
+        self._note_read([index])
         with without_dispatch_modes():
             places = values[id(index)].nonzero(as_tuple=True)
         return [self._without_data(place) for place in places]
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is known of a tensor without data. Raises `TraceError` where that is nothing."""
+        known = self.known(tensor)
+        if known is None:
+            raise TraceError(f"forward reads {_UNKNOWN}")
+        return known
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same, or None."""
         values = self._values(read_number, [tensor])
         if values is None:
-            raise TraceError(f"forward reads {_UNKNOWN}")
+            return None
+        self._note_read([tensor])
         return values[id(tensor)]
+
+    def _assume(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Know what is taken for granted of what was made, if anything."""
+        told = leaves(made)[-1]
+        with without_dispatch_modes():
+            answer, places = where_all_is_finite(func, args), spread_choice(func, args, kwargs, made)
+            if answer is not None:
+                self._match(told, torch.full(told.shape, answer))
+            elif places is not None:
+                self._match(told, places, is_spread=True)
+
+    def _is_spread(self, given: list[torch.Tensor]) -> bool:
+        return bool(self._spread) and any(t.is_meta and storage_key(t) in self._spread for t in given)
+
+    def _note_read(self, given: list[torch.Tensor]) -> None:
+        self.goes_by_choices |= self._is_spread(given)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, values: dict[int, torch.Tensor]) -> Any:
         """With data."""
@@ -175,9 +192,11 @@ class KnownValues(DispatchMode):
             storage = self._storages[storage_key(tensor)]
             return value.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def _match(self, dataless: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _match(self, dataless: torch.Tensor, tensor: torch.Tensor, is_spread: bool = False) -> None:
         """What was made is known from now on: a new storage, which may lie otherwise."""
         key = storage_key(dataless)
+        if is_spread:
+            self._spread.add(key)
         if key in self._storages:
             return
         if dataless.stride() != tensor.stride() or dataless.storage_offset() != tensor.storage_offset():
@@ -200,27 +219,16 @@ class KnownValues(DispatchMode):
     def _know(self, dataless: torch.Tensor, storage: torch.UntypedStorage) -> None:
         key = storage_key(dataless)
         self._storages[key] = storage
-        weakref.finalize(dataless.untyped_storage(), self._storages.pop, key, None).atexit = False
+        weakref.finalize(dataless.untyped_storage(), self._lose, key).atexit = False
+
+    def _lose(self, key: int) -> None:
+        self._storages.pop(key, None)
+        self._spread.discard(key)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         if func._schema.is_mutable:
             for tensor in _written(func, args, kwargs):
-                self._storages.pop(storage_key(tensor), None)
-
-
-def _where_all_is_finite(func: Any, args: Any) -> bool | None:
-    """What the operation says of each number where none is infinite or undefined; None for what asks something else.
-
-    Models that ask whether their data are finite do so to raise, or to clamp them in the place of that: a step that
-    trains goes on.
-    """
-    if func in _NOT_FINITE:
-        return False
-    if func in _COMPARED_WITH_NUMBER:
-        return _COMPARED_WITH_NUMBER[func] if isinstance(args[1], float) and math.isinf(args[1]) else None
-    if func in _COMPARED:
-        return _COMPARED[func] if args[0] is args[1] else None
-    return None
+                self._lose(storage_key(tensor))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -182,6 +182,8 @@ class _Study:
         allocator = shapes.emulated()
         reserved_bytes = None if allocator is None else allocator.run(eager.training_events()).most_reserved_bytes
         unknown = _unknown(self.machine, eager, self.second is not None)
+        if self.dataless.values.goes_by_choices:
+            unknown += (_CHOICES,)
         found = Estimate(name, self.machine, eager, reserved_bytes, None, None, None, None, step.why, unknown)
         if step.problem is None:
             return found
@@ -301,6 +303,9 @@ def _planned_step(step: SizedStep, budget_bytes: int, peak_bytes: int, time_ms: 
     assert step.problem is not None
     whole_bytes = max(step.eager.held_bytes + peak_bytes, step.eager.after_backward_bytes)
     return PlannedStep(budget_bytes, whole_bytes, time_ms / step.problem.keep_all_time_ms - 1)
+
+
+_CHOICES = "whom forward chooses, by topk and the like, where it goes by that: each is taken to be chosen as often"
 
 
 def _unknown(machine: Machine, eager: EagerStep, moves: bool) -> tuple[str, ...]:

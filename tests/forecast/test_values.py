@@ -65,6 +65,66 @@ def test_what_comes_of_parameters_is_taken_for_finite(fails):
     assert not found.unplanned
 
 
+class Experts(nn.Module):
+    """A mixture as many are written: experts in a loop, each with the rows that its router sends there."""
+
+    def __init__(self, choose, experts=4):
+        super().__init__()
+        self.router = nn.Linear(8, experts, bias=False)
+        self.experts = nn.ModuleDict({f"expert_{place}": nn.Linear(8, 8) for place in range(experts)})
+        self.choose = choose
+        with torch.no_grad():  # the rows of `evenly` go to one after the other
+            self.router.weight.copy_(torch.eye(experts, 8))
+
+    def forward(self, given):
+        scores = self.router(given)
+        chosen = self.choose(scores)
+        hits = nn.functional.one_hot(chosen, scores.shape[-1]).permute(2, 1, 0)
+        made = torch.zeros_like(given)
+        for expert in torch.greater(hits.sum(dim=(-1, -2)), 0).nonzero():
+            _, rows_of = torch.where(hits[expert[0]])
+            made.index_add_(0, rows_of, self.experts[f"expert_{expert[0]}"](given[rows_of]))
+        return made
+
+
+def evenly(count):
+    return torch.eye(8)[torch.arange(count) % 4] + 0.5 * torch.eye(8)[(torch.arange(count) + 1) % 4]
+
+
+CHOICES = {
+    "topk": lambda scores: scores.topk(1, dim=-1).indices,
+    "two": lambda scores: scores.topk(2).indices,
+    "argmax": lambda scores: scores.argmax(-1, keepdim=True),
+    "max": lambda scores: scores.max(dim=1).indices.unsqueeze(1),
+    "transposed": lambda scores: scores.t().contiguous().max(dim=0, keepdim=True).indices.t(),
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
+def test_a_router_is_taken_to_choose_each_as_often(choose):
+    model, given = Experts(choose), evenly(64)
+    found = estimate(model, given, loss=torch.sum, batches=False, time_limit=0.1)
+    with PeakMemory(torch.device("cpu")) as memory:
+        output = model(given)
+        output.sum().backward()
+    assert found.eager.step_peak_bytes == memory.peak_bytes
+    assert any("each is taken to be chosen as often" in told for told in found.unknown)
+
+
+def test_a_choice_that_decides_on_nothing_is_not_told_of():
+    look = lambda net, given, mask: net.layer(given).sort(dim=0).indices.float()  # noqa: E731
+    found = estimate(Net(look), rows(torch.ones(4, dtype=torch.bool)), batches=False, time_limit=0.1)
+    assert not found.unplanned
+    assert not any("chosen" in told for told in found.unknown)
+
+
+def test_a_number_that_is_not_known_may_be_logged():
+    log = []
+    look = lambda net, given, mask: log.append(f"{net.layer(given).mean()} {mask.sum():>3}") or 2.0  # noqa: E731
+    assert estimate(Net(look), rows(torch.ones(4, dtype=torch.bool)), batches=False, time_limit=0.1).peak_bytes > 0
+    assert log[0].endswith("   4")
+
+
 def test_a_mask_is_known_in_the_backward_of_what_was_written_by_it():
     class Writing(Net):
         def forward(self, given, mask):
