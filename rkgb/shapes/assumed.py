@@ -30,6 +30,9 @@ _CHOICES = {
     _aten.min.dim: ("dim", 1, None),
 }
 
+ASKING = frozenset({*_NOT_FINITE, *_COMPARED_WITH_NUMBER, *_COMPARED, *_CHOICES})
+"""The operations of which something is taken for granted; no other need be looked at."""
+
 
 def where_all_is_finite(function: Any, args: Any) -> bool | None:
     """What the operation says of each number where none is infinite or undefined; None for what asks something else."""

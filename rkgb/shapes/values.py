@@ -15,7 +15,7 @@ import torch
 
 from rkgb.errors import TraceError
 from rkgb.process.uncompiled import DispatchMode
-from rkgb.shapes.assumed import spread_choice, where_all_is_finite
+from rkgb.shapes.assumed import ASKING, spread_choice, where_all_is_finite
 from rkgb.shapes.kernels import DATA_DEPENDENT, Kernels, tensors_of
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
@@ -88,7 +88,7 @@ class KnownValues(DispatchMode):
         if values is None:
             self._forget_written(func, args, kwargs)
             made = self._by_shapes(func, args, kwargs)
-            if _is_small(made, _MOST_ASSUMED_BYTES):
+            if func in ASKING and _is_small(made, _MOST_ASSUMED_BYTES):
                 self._assume(func, args, kwargs, made)
             return made
         if any(tensor.is_meta for tensor in given) and not DATA_DEPENDENT.isdisjoint(func.tags):
