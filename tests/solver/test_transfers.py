@@ -324,7 +324,9 @@ def test_a_solver_with_moves_is_never_slower_than_without_and_hands_on_no_proof_
 def test_the_bound_of_all_plans_is_computed_beside_the_search(share):
     problem, memory = layers(3, 5), random_memory(random.Random(3), 60)
     budget_bytes = int(share * peak_and_time(problem, problem.no_recompute)[0])
-    found = WithMoves(Oracle(), lambda _: Oracle(), memory, time_limit_s=0.2, bound_s=5.0).solve(problem, budget_bytes)
+    solver = WithMoves(Oracle(), lambda _: Oracle(), memory, time_limit_s=2.5, bound_s=5.0)
+    found = solver.solve(problem, budget_bytes)
+    assert replace(solver, time_limit_s=0.2).solve(problem, budget_bytes).lower_bound_ms is None  # it would wait for it
     bound_ms = lower_bound_with_moves_ms(problem, budget_bytes, memory, 5.0, integer=False)
     assert found.status.fits
     assert found.lower_bound_ms == pytest.approx(bound_ms)

@@ -18,10 +18,12 @@ from rk_solvers.side_process import SideProcess
 from rk_solvers.solver import Solution, Solver, Status
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.moves import Base, Move
-from rk_solvers.transfers.search import MoveSearch
+from rk_solvers.transfers.search import Moved, MoveSearch
 
 NAME = "moves"  # what found the transfers, after the name of what found the recomputations
 _START_S = 4.0  # for a process to begin, beside a search
+_MORE_S = 2.0  # that a search, once it is over, waits for the bound
+_BESIDE = 0.5  # of the bound's seconds: a search that is shorter has none beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class WithMoves(Solver):
     time_limit_s: float = 15.0  # of the search for moves
     seed: int = 0
     thorough: Solver | None = None
-    bound_s: float = 0.0  # for the bound, beside the search
+    bound_s: float = 0.0  # for the bound, beside a search that is not much shorter
 
     @property
     def name(self) -> str:
@@ -63,12 +65,10 @@ class WithMoves(Solver):
                 seed=self.seed,
                 over_the_turn=True,
             )
-            with SideProcess() as aside:
-                if self.bound_s:
-                    arguments = problem, budget_bytes, self.memory, self.bound_s, self.chain, False
-                    aside.start(self.bound_s + _START_S, lower_bound_with_moves_ms, *arguments)
+            if self.bound_s and self.time_limit_s >= _BESIDE * self.bound_s:
+                found, bound_ms = self._with_bound(search, problem, budget_bytes)
+            else:
                 found = search.solve(budget_bytes)
-                bound_ms = aside.wait(None) if self.bound_s else None
         if found is None:
             if alone.status.fits:
                 return replace(alone, lower_bound_ms=bound_ms)
@@ -90,6 +90,17 @@ class WithMoves(Solver):
             memory=self.memory if found.moves else None,
             alone=alone if found.moves else None,
         )
+
+    def _with_bound(self, search: MoveSearch, problem: Problem, budget_bytes: int) -> tuple[Moved | None, float | None]:
+        """What is found, and the bound if it is there not long after."""
+        with SideProcess() as aside:
+            arguments = problem, budget_bytes, self.memory, self.bound_s, self.chain, False
+            aside.start(self.bound_s + _START_S, lower_bound_with_moves_ms, *arguments)
+            found = search.solve(budget_bytes)
+            until = time.monotonic() + _MORE_S
+            while not aside.answered() and time.monotonic() < until:
+                time.sleep(0.02)
+            return found, aside.wait(None) if aside.answered() else None
 
     def _without_proof(self, problem: Problem, solution: Solution) -> Solution:
         """What is proven of plans that move nothing says little of others."""
