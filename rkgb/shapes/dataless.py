@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, multi_head_attention_forward, scaled_dot_product_attention
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from rkgb.ir.sample import Sample
-from rkgb.shapes.fused import Attention, fused_dropout
+from rkgb.shapes.fused import Attention, attention_chosen, fused_dropout
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.values import KnownValues
 from rkgb.state.attributes import attributes_of
@@ -152,6 +152,9 @@ class _OnlyShapes(TorchFunctionMode):
         given = leaves((args, kwargs))
         if any(t.is_meta for t in given) and any(not t.is_meta and t.dim() for t in given):
             args, kwargs = map_leaves(lambda t: self._dataless.twin(t) if t.dim() else t, (args, kwargs))
+        if func is multi_head_attention_forward:
+            with attention_chosen(self._is_accelerator):  # within it, no function is seen here
+                return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             made = Attention(*args, **kwargs).fused(self._is_accelerator)
             if made is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +58,29 @@ class Attention(NamedTuple):
             made = attention_of_the_cpu(query, key, value, self.dropout_p, self.is_causal, **options)
         first: torch.Tensor = made[0]
         return first
+
+
+_CHOOSING = threading.Lock()
+
+
+@contextlib.contextmanager
+def attention_chosen(is_accelerator: bool) -> Iterator[None]:
+    """Context in which functions of `torch.nn.functional` find the fused kernel of this machine, without data.
+
+    What they call among each other is not told to modes.
+    """
+    with _CHOOSING:
+        plain = torch.nn.functional.scaled_dot_product_attention
+
+        def chosen(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made = Attention(*args, **kwargs).fused(is_accelerator)
+            return plain(*args, **kwargs) if made is None else made
+
+        torch.nn.functional.scaled_dot_product_attention = chosen
+        try:
+            yield
+        finally:
+            torch.nn.functional.scaled_dot_product_attention = plain
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

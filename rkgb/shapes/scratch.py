@@ -13,10 +13,20 @@ from typing import Any
 import torch
 
 from rkgb.shapes.layouts import format_of_images, is_plain_product
-from rkgb.torch_private.operations import convolution, safe_softmax
+from rkgb.torch_private.operations import (
+    attention_of_the_cpu,
+    attention_of_the_cpu_backward,
+    convolution,
+    safe_softmax,
+)
 
 _aten = torch.ops.aten
 _FEW_CHANNELS = 4
+_QUERIES_AT_A_TIME = (768, 256), (192, 64), (0, 32)  # from so many rows on
+_KEYS_AT_A_TIME = 512
+_SUMMED_BYTES = 4
+_VOLUMES = 5  # dimensions
+_SPREAD_BESIDE = 64  # places beside a layer's
 Scratch = Callable[[Sequence[Any], Sequence[torch.Tensor]], int]
 
 
@@ -43,7 +53,7 @@ def _convolution(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    gradient, given, weight, _, stride, _, _, is_transposed, _, groups = args[:10]
+    gradient, given, weight, _, stride, _, _, is_transposed, _, groups, wanted = args[:11]
     images = format_of_images(given, weight, stride, groups, is_accelerator=False)
     copied_bytes = _brought_into(images, given) + _brought_into(images, gradient)
     if is_plain_product(weight, stride, groups):
@@ -52,9 +62,25 @@ def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> 
         more_bytes = _arranged_bytes(images, weight) + weight.nbytes
     elif is_transposed:
         more_bytes = max(2 * gradient.nbytes + given.nbytes, weight.nbytes + gradient.nbytes)
+    elif given.dim() == _VOLUMES:
+        more_bytes = _volumes_backward_bytes(gradient, given, weight, wanted[0])
     else:
         more_bytes = max(weight.nbytes, _blocked_bytes(given) + gradient.nbytes)
+    is_dense = images == torch.contiguous_format and not is_transposed and groups == 1
+    if wanted[0] and is_dense and any(step > 1 for step in stride):
+        more_bytes = max(more_bytes, 2 * given.nbytes - weight.nbytes)  # blocks of which not all are written
     return copied_bytes + more_bytes
+
+
+def _volumes_backward_bytes(
+    gradient: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, makes_given: bool
+) -> int:
+    """By products with what a kernel covers, spread out for one layer of the volume after the other."""
+    layer = gradient.shape[-2] * gradient.shape[-1] + _SPREAD_BESIDE
+    spread_bytes = weight[0].numel() * layer * weight.itemsize
+    if not makes_given:
+        return spread_bytes
+    return max(spread_bytes, gradient.nbytes + given.nbytes - _blocked_bytes(given))
 
 
 def _brought_into(images: torch.memory_format, tensor: torch.Tensor) -> int:
@@ -107,6 +133,39 @@ def _rows_of_nothing(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     return count + count // max(1, given.shape[dim]) + given.element_size() if given.dim() else 0
 
 
+def _attention(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Of each thread: products of a part of the queries with a part of the keys, their sums, and what these come to."""
+    query, key = args[:2]
+    queries, keys = _parts_of_attention(query, key)
+    return torch.get_num_threads() * queries * (keys + 2 + query.shape[-1]) * _SUMMED_BYTES
+
+
+def _attention_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Gradients are read as tokens, each with its heads."""
+    gradient, query, key = args[:3]
+    queries, keys = _parts_of_attention(query, key)
+    copied_bytes = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
+    return copied_bytes + torch.get_num_threads() * 2 * queries * keys * _SUMMED_BYTES
+
+
+def _parts_of_attention(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    """How many queries and keys its kernels take at a time."""
+    rows = query.shape[-2]
+    most = next(part for least, part in _QUERIES_AT_A_TIME if rows >= least)
+    return min(rows, most), min(_KEYS_AT_A_TIME, key.shape[-2])
+
+
+def _transformed(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Fourier transforms bring the dimension that they go along to the end."""
+    given, dims = args[:2]
+    return 0 if given.dim() - 1 in [dim % given.dim() for dim in dims] else int(given.nbytes)
+
+
+def _transformed_back(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """All others first, and then the one that has numbers of one part."""
+    return 2 * args[0].nbytes if len(args[1]) > 1 else _transformed(args, made)
+
+
 def _rows_of_a_mask(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     """Where it holds, as whole numbers: as many as there are rows of what is taken."""
     return _places_bytes(args[1], made[0]) if made else 0
@@ -125,6 +184,11 @@ def _places_bytes(indices: Sequence[Any], rows: torch.Tensor) -> int:
 
 
 _RULES: dict[Any, Scratch] = {
+    attention_of_the_cpu.default: _attention,
+    attention_of_the_cpu_backward.default: _attention_backward,
+    _aten._fft_r2c.default: _transformed,
+    _aten._fft_c2c.default: _transformed,
+    _aten._fft_c2r.default: _transformed_back,
     _aten.index.Tensor: _rows_of_a_mask,
     _aten.index_put.default: _rows_put_by_a_mask,
     _aten.index_put_.default: _rows_put_by_a_mask,

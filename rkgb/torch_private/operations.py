@@ -60,6 +60,9 @@ ctc_loss_backward = _aten._ctc_loss_backward
 attention_of_the_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 """The fused attention of the CPU: the output, and the logarithm of a sum for each row."""
 
+attention_of_the_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Its derivative."""
+
 attention_of_accelerators = _aten._scaled_dot_product_efficient_attention
 """A fused attention of CUDA that takes masks and dropout: the same, and the state of its draws."""
 

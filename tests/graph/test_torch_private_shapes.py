@@ -94,6 +94,9 @@ def test_losses_of_paths_give_a_row_of_logarithms_for_each_sample():
 def test_fused_attention_keeps_its_output_and_a_logarithm_for_each_row():
     query = torch.randn(2, 3, 8, 4, device="meta")
     output, logarithm = operations.attention_of_the_cpu(query, query, query, 0.0, True, attn_mask=None, scale=None)
+    given = (output, query, query, query, output, logarithm, 0.0, True)
+    gradients = operations.attention_of_the_cpu_backward(*given, attn_mask=None, scale=None)
+    assert [gradient.shape for gradient in gradients] == 3 * [query.shape]
     assert (output.shape, logarithm.numel()) == (query.shape, 2 * 3 * 8)
     made = operations.attention_of_accelerators(query, query, query, None, True, 0.1, True, scale=None)
     assert made[0].shape == query.shape
