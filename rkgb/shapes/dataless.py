@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from rkgb.ir.sample import Sample
 from rkgb.shapes.fused import Attention, attention_chosen, fused_dropout
 from rkgb.shapes.machine import Machine
+from rkgb.shapes.recurrent import lstm_of_the_cpu
 from rkgb.shapes.values import KnownValues
 from rkgb.state.attributes import attributes_of
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import without_dispatch_modes
+from rkgb.torch_private.operations import tensor_functions
 from rkgb.torch_private.tracers import unseen_by_jit
 from rkgb.tree import leaves, map_leaves
 
@@ -123,8 +125,23 @@ class Dataless:
                 vars(module)["forward"] = own
 
 
+_OF_LENGTHS = {
+    tensor_functions._pack_padded_sequence,
+    tensor_functions._pad_packed_sequence,
+    torch.lstm,
+    torch.gru,
+    torch.rnn_tanh,
+    torch.rnn_relu,
+}
+_WHOLE_ROWS = 9  # arguments of `torch.lstm`, where rows are not packed: those of a batch are as long
 _MAKING = {torch.tensor, torch.as_tensor}
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+
+
+def _has_lengths(args: tuple[Any, ...]) -> bool:
+    """Whether rows of their own lengths are packed, or are to be."""
+    lengths = args[1] if len(args) > 1 else None
+    return isinstance(lengths, torch.Tensor) and lengths.dtype is torch.int64
 
 
 class _OnlyShapes(TorchFunctionMode):
@@ -149,6 +166,9 @@ class _OnlyShapes(TorchFunctionMode):
         if func in _READING and args[0].is_meta:
             with unseen_by_jit():
                 return func(self._dataless.values.value(args[0]), *args[1:], **kwargs)
+        if func in _OF_LENGTHS and _has_lengths(args):
+            args = tuple(map(self._with_lengths, args))
+            return func(*args, **kwargs)
         given = leaves((args, kwargs))
         if any(t.is_meta for t in given) and any(not t.is_meta and t.dim() for t in given):
             args, kwargs = map_leaves(lambda t: self._dataless.twin(t) if t.dim() else t, (args, kwargs))
@@ -159,9 +179,20 @@ class _OnlyShapes(TorchFunctionMode):
             made = Attention(*args, **kwargs).fused(self._is_accelerator)
             if made is not None:
                 return made
+        if func is torch.lstm and not self._is_accelerator and len(args) == _WHOLE_ROWS and isinstance(args[1], tuple):
+            whole = lstm_of_the_cpu(*args)
+            if whole is not None:
+                return whole
         if func is dropout and self._is_accelerator:
             return fused_dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _with_lengths(self, item: Any) -> Any:
+        """Lengths of rows, and how many are as long, with their data: they are read where rows are packed."""
+        if isinstance(item, torch.Tensor) and item.is_meta and item.dtype is torch.int64 and item.dim() == 1:
+            with unseen_by_jit():
+                return self._dataless.values.value(item)
+        return item
 
     def _index(self, index: Any) -> Any:
         """The same with lists of places as tensors, whose values are known."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rkgb.shapes.layouts import CHANNELS_LAST, format_of_images
 from rkgb.shapes.machine import Machine
+from rkgb.shapes.recurrent import lstm_layer_made
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.operations import (
     all_true,
@@ -19,6 +20,7 @@ from rkgb.torch_private.operations import (
     ctc_loss,
     ctc_loss_backward,
     grouped_product,
+    lstm_layer,
 )
 
 _aten = torch.ops.aten
@@ -114,6 +116,7 @@ def _kernels_of(machine: Machine) -> dict[Any, Call]:
     kernels[_aten.convolution_backward.default] = partial(_convolution_backward, machine.is_accelerator)
     if not machine.is_accelerator:
         kernels[_aten.native_batch_norm.default] = _batch_norm
+        kernels[lstm_layer] = lstm_layer_made
     return kernels
 
 

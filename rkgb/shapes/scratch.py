@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from rkgb.shapes.layouts import format_of_images, is_plain_product
+from rkgb.shapes.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
 from rkgb.torch_private.operations import (
     attention_of_the_cpu,
     attention_of_the_cpu_backward,
     convolution,
+    lstm_layer,
+    lstm_layer_backward,
     safe_softmax,
 )
 
@@ -184,6 +187,8 @@ def _places_bytes(indices: Sequence[Any], rows: torch.Tensor) -> int:
 
 
 _RULES: dict[Any, Scratch] = {
+    lstm_layer: lstm_layer_scratch,
+    lstm_layer_backward: lstm_layer_backward_scratch,
     attention_of_the_cpu.default: _attention,
     attention_of_the_cpu_backward.default: _attention_backward,
     _aten._fft_r2c.default: _transformed,

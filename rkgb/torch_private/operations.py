@@ -57,6 +57,12 @@ ctc_loss = _aten._ctc_loss
 ctc_loss_backward = _aten._ctc_loss_backward
 """With the same overloads."""
 
+lstm_layer = _aten.mkldnn_rnn_layer.default
+"""A layer of an LSTM by oneDNN in one direction: outputs, the last states, and a workspace for the backward."""
+
+lstm_layer_backward = _aten.mkldnn_rnn_layer_backward.default
+"""Its derivative."""
+
 attention_of_the_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 """The fused attention of the CPU: the output, and the logarithm of a sum for each row."""
 

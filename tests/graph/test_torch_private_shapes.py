@@ -103,6 +103,17 @@ def test_fused_attention_keeps_its_output_and_a_logarithm_for_each_row():
     assert made[1].numel() >= 2 * 3 * 8
 
 
+def test_layers_of_lstms_have_a_function_and_a_derivative():
+    rows, weight, bias, state = torch.randn(5, 2, 4), torch.randn(16, 4), torch.randn(16), torch.zeros(2, 4)
+    given = (rows, weight, weight, bias, bias, state, state)
+    output, hidden, cells, workspace = operations.lstm_layer(*given, False, [], 2, 4, 1, True, False, False, True)
+    assert (output.shape, hidden.shape, workspace.dtype) == ((5, 2, 4), (2, 4), torch.uint8)
+    made = operations.lstm_layer_backward(
+        *given, output, hidden, cells, output, None, None, False, 2, 4, 1, True, True, False, [], False, workspace
+    )
+    assert [one.shape for one in made[:3]] == [rows.shape, weight.shape, weight.shape]
+
+
 def test_products_of_groups_have_a_function():
     rows, weights = torch.randn(6, 8), torch.randn(2, 8, 4)
     made = operations.grouped_product(rows, weights, offs=torch.tensor([2, 6], dtype=torch.int32))

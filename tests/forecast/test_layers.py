@@ -1,0 +1,132 @@
+"""Layers that people write, told by shapes alone and measured: attention with masks, Fourier transforms, LSTMs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rockmate import PeakMemory, estimate
+
+ROWS, TOKENS, WIDTH = 8, 96, 64
+
+
+class Given(nn.Module):
+    """A function of what is given and of one layer."""
+
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer = layer
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(self.layer, *given)
+
+
+def tokens():
+    return torch.randn(ROWS, TOKENS, WIDTH)
+
+
+def padding():
+    return torch.arange(TOKENS).expand(ROWS, TOKENS) > TOKENS - 16
+
+
+def attended(layer, x, mask=None):
+    return layer(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+
+
+def grouped(layer, x):
+    heads = layer(x).view(ROWS, TOKENS, 4, 16).transpose(1, 2)
+    return scaled_dot_product_attention(heads, heads[:, :2], heads[:, 2:], is_causal=True, enable_gqa=True)
+
+
+def mixed_by_frequency(dim):
+    def run(layer, x):
+        return torch.fft.irfft(torch.fft.rfft(layer(x), dim=dim), n=x.shape[dim], dim=dim)
+
+    return run
+
+
+def packed(layer, x):
+    lengths = torch.tensor([TOKENS - 8 * row for row in range(ROWS)])
+    rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(layer(rows)[0], batch_first=True)[0]
+
+
+def multihead(**said):
+    return nn.MultiheadAttention(WIDTH, 4, batch_first=True, **said)
+
+
+def lstm(*said, **settings):
+    return nn.LSTM(WIDTH, WIDTH, *said, batch_first=True, **settings)
+
+
+# A thread's part of the kernels' memory is told for all threads, few bytes of each are not.
+EXACT = 2e-4
+LAYERS = {
+    "a mask of padding": (lambda: Given(multihead(), attended), lambda: (tokens(), padding()), EXACT),
+    "no mask": (lambda: Given(multihead(), attended), lambda: (tokens(),), EXACT),
+    "weights and dropout": (
+        lambda: Given(multihead(dropout=0.1), lambda a, x: a(x, x, x)[0]),
+        lambda: (tokens(),),
+        EXACT,
+    ),
+    "an encoder": (
+        lambda: Given(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True), 2),
+            lambda layer, x, mask: layer(x, src_key_padding_mask=mask),
+        ),
+        lambda: (tokens(), padding()),
+        EXACT,
+    ),
+    "heads in groups": (lambda: Given(nn.Linear(WIDTH, WIDTH), grouped), lambda: (tokens(),), EXACT),
+    "frequencies of tokens": (
+        lambda: Given(nn.Linear(WIDTH, WIDTH), mixed_by_frequency(1)),
+        lambda: (tokens(),),
+        EXACT,
+    ),
+    "frequencies of channels": (
+        lambda: Given(nn.Linear(WIDTH, WIDTH), mixed_by_frequency(2)),
+        lambda: (tokens(),),
+        EXACT,
+    ),
+    # oneDNN chooses by the processor what it computes with.
+    "an LSTM": (lambda: Given(lstm(2, dropout=0.1), lambda layer, x: layer(x)[0]), lambda: (tokens(),), 0.1),
+    "both ways": (lambda: Given(lstm(bidirectional=True), lambda layer, x: layer(x)[0]), lambda: (tokens(),), 0.1),
+    "no biases": (lambda: Given(lstm(bias=False), lambda layer, x: layer(x)[0]), lambda: (tokens(),), 0.1),
+    "strides": (
+        lambda: nn.Sequential(nn.Conv1d(WIDTH, 64, 5, padding=2), nn.GELU(), nn.Conv1d(64, 64, 5, 2, 2), nn.GELU()),
+        lambda: (tokens().transpose(1, 2).contiguous(),),
+        0.1,
+    ),
+}
+
+
+def squares(output):
+    return output.pow(2).mean()
+
+
+def measured(model, given):
+    """Bytes of a step, of which the second is measured."""
+    for _ in range(2):
+        model.zero_grad()
+        with PeakMemory(torch.device("cpu")) as memory:
+            output = model(*given)
+            loss = squares(output)
+            loss.backward()
+        del output, loss
+    return memory.peak_bytes
+
+
+@pytest.mark.parametrize(("make", "given", "tolerance"), LAYERS.values(), ids=LAYERS.keys())
+def test_a_step_takes_what_shapes_tell(make, given, tolerance):
+    model, sample = make(), given()
+    found = estimate(model, sample, loss=squares, batches=False, time_limit=0.1)
+    assert not found.unplanned
+    assert found.eager.step_peak_bytes == pytest.approx(measured(model, sample), rel=tolerance)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rows_of_lengths_that_are_known_are_packed(layer):
+    model = Given(layer(WIDTH, WIDTH, batch_first=True), packed)
+    found = estimate(model, tokens(), loss=squares, batches=False, time_limit=0.1)
+    assert found.eager.step_peak_bytes == pytest.approx(measured(model, (tokens(),)), rel=0.3)
