@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from rkgb.ir.sample import Sample
 from rkgb.shapes.fused import Attention, attention_chosen, fused_dropout
 from rkgb.shapes.machine import Machine
-from rkgb.shapes.recurrent import lstm_of_the_cpu
+from rkgb.shapes.recurrent import Lstm
 from rkgb.shapes.values import KnownValues
 from rkgb.state.attributes import attributes_of
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import without_dispatch_modes
-from rkgb.torch_private.operations import tensor_functions
+from rkgb.torch_private.operations import pack_padded_rows, pad_packed_rows
 from rkgb.torch_private.tracers import unseen_by_jit
 from rkgb.tree import leaves, map_leaves
 
@@ -126,14 +126,13 @@ class Dataless:
 
 
 _OF_LENGTHS = {
-    tensor_functions._pack_padded_sequence,
-    tensor_functions._pad_packed_sequence,
+    pack_padded_rows,
+    pad_packed_rows,
     torch.lstm,
     torch.gru,
     torch.rnn_tanh,
     torch.rnn_relu,
 }
-_WHOLE_ROWS = 9  # arguments of `torch.lstm`, where rows are not packed: those of a batch are as long
 _MAKING = {torch.tensor, torch.as_tensor}
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
@@ -179,8 +178,8 @@ class _OnlyShapes(TorchFunctionMode):
             made = Attention(*args, **kwargs).fused(self._is_accelerator)
             if made is not None:
                 return made
-        if func is torch.lstm and not self._is_accelerator and len(args) == _WHOLE_ROWS and isinstance(args[1], tuple):
-            whole = lstm_of_the_cpu(*args)
+        if func is torch.lstm and not self._is_accelerator and not kwargs and len(args) == len(Lstm._fields):
+            whole = Lstm(*args).of_the_cpu()
             if whole is not None:
                 return whole
         if func is dropout and self._is_accelerator:

@@ -7,7 +7,7 @@ of an LSTM step by step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import dropout
@@ -19,47 +19,60 @@ _LSTM = 2  # among the modes of recurrent layers
 _GATES = 4
 
 
-def lstm_of_the_cpu(
-    given: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout_p: float,
-    is_training: bool,
-    is_bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """What `torch.lstm` makes, layer by layer; None where the CPU takes no kernel of oneDNN."""
-    directions = 2 if is_bidirectional else 1
-    each = 4 if has_biases else 2
-    if not given.is_meta or given.dim() != 3 or given.dtype is not torch.float32:
-        return None
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-        return None
-    if len(weights) != each * layers * directions:  # with projections
-        return None
-    hidden, cells = (part.contiguous() for part in state)
-    rows = (given.transpose(0, 1) if batch_first else given).contiguous()
-    last_hidden, last_cells = [], []
-    for layer in range(layers):
-        outputs = []
-        for direction in range(directions):
-            place = layer * directions + direction
-            own = list(weights[each * place : each * (place + 1)])
-            if not has_biases:
-                own += [torch.zeros(own[0].shape[0], device=given.device)] * 2
-            sizes = own[1].shape[1], layers, has_biases, is_bidirectional, batch_first, is_training
-            states = hidden[place], cells[place]
-            made = lstm_layer(rows, *own, *states, direction > 0, [], _LSTM, *sizes)
-            outputs.append(made[0])
-            last_hidden.append(made[1])
-            last_cells.append(made[2])
-        rows = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout_p and is_training and layer < layers - 1:
-            rows = dropout(rows, dropout_p)
-    output = rows.transpose(0, 1) if batch_first else rows
-    return output, torch.stack(last_hidden), torch.stack(last_cells)
+class Lstm(NamedTuple):
+    """The arguments of `torch.lstm` where rows are not packed: those of a batch are as long."""
+
+    given: torch.Tensor
+    state: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor]
+    has_biases: bool
+    layers: int
+    dropout_p: float
+    is_training: bool
+    is_bidirectional: bool
+    batch_first: bool
+
+    def of_the_cpu(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What it makes, layer by layer; None where the CPU takes no kernel of oneDNN."""
+        given, directions = self.given, 2 if self.is_bidirectional else 1
+        each = 4 if self.has_biases else 2
+        if not given.is_meta or given.dim() != 3 or given.dtype is not torch.float32:
+            return None
+        if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+            return None
+        if len(self.weights) != each * self.layers * directions:  # with projections
+            return None
+        hidden, cells = (part.contiguous() for part in self.state)
+        rows = (given.transpose(0, 1) if self.batch_first else given).contiguous()
+        last: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in range(self.layers):
+            outputs = []
+            for direction in range(directions):
+                place = layer * directions + direction
+                own = self.weights[each * place : each * (place + 1)]
+                output, *states = self._layer(rows, own, (hidden[place], cells[place]), direction > 0)
+                outputs.append(output)
+                last.append((states[0], states[1]))
+            rows = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if self.dropout_p and self.is_training and layer < self.layers - 1:
+                rows = dropout(rows, self.dropout_p)
+        output = rows.transpose(0, 1) if self.batch_first else rows
+        return output, torch.stack([one for one, _ in last]), torch.stack([other for _, other in last])
+
+    def _layer(
+        self,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: tuple[torch.Tensor, torch.Tensor],
+        is_reversed: bool,
+    ) -> Sequence[torch.Tensor]:
+        if not self.has_biases:
+            none = torch.zeros(weights[0].shape[0], device=rows.device)
+            weights = (*weights, none, none)
+        size = weights[1].shape[1]
+        settings = self.layers, self.has_biases, self.is_bidirectional, self.batch_first, self.is_training
+        made: Sequence[torch.Tensor] = lstm_layer(rows, *weights, *state, is_reversed, [], _LSTM, size, *settings)
+        return made[:3]
 
 
 def lstm_layer_made(given: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:

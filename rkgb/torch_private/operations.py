@@ -57,6 +57,21 @@ ctc_loss = _aten._ctc_loss
 ctc_loss_backward = _aten._ctc_loss_backward
 """With the same overloads."""
 
+fourier_of_numbers = _aten._fft_r2c.default
+"""A Fourier transform of real numbers along dimensions."""
+
+fourier_of_complex = _aten._fft_c2c.default
+"""One of complex numbers."""
+
+fourier_to_numbers = _aten._fft_c2r.default
+"""One of complex numbers that comes to real ones."""
+
+pack_padded_rows = tensor_functions._pack_padded_sequence
+"""What `torch.nn.utils.rnn.pack_padded_sequence` calls: rows, their lengths, and whether rows are first."""
+
+pad_packed_rows = tensor_functions._pad_packed_sequence
+"""What `torch.nn.utils.rnn.pad_packed_sequence` calls: data, and how many rows are as long."""
+
 lstm_layer = _aten.mkldnn_rnn_layer.default
 """A layer of an LSTM by oneDNN in one direction: outputs, the last states, and a workspace for the backward."""
 

@@ -114,6 +114,21 @@ def test_layers_of_lstms_have_a_function_and_a_derivative():
     assert [one.shape for one in made[:3]] == [rows.shape, weight.shape, weight.shape]
 
 
+def test_fourier_transforms_are_told_by_what_goes_in_and_comes_out():
+    numbers = torch.randn(2, 8)
+    found = operations.fourier_of_numbers(numbers, [1], 0, True)
+    assert torch.equal(found, torch.fft.rfft(numbers))
+    assert torch.equal(operations.fourier_of_complex(found, [0], 0, True), torch.fft.fft(found, dim=0))
+    assert torch.equal(operations.fourier_to_numbers(found, [1], 0, 8), torch.fft.irfft(found, norm="forward"))
+
+
+def test_rows_are_packed_by_their_lengths():
+    rows = torch.randn(2, 3, 4)
+    data, counts = operations.pack_padded_rows(rows, torch.tensor([3, 1]), True)
+    assert (data.shape, counts.tolist()) == ((4, 4), [2, 1, 1])
+    assert operations.pad_packed_rows(data, counts, True, 0.0, 3)[0].shape == rows.shape
+
+
 def test_products_of_groups_have_a_function():
     rows, weights = torch.randn(6, 8), torch.randn(2, 8, 4)
     made = operations.grouped_product(rows, weights, offs=torch.tensor([2, 6], dtype=torch.int32))
