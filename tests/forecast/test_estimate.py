@@ -225,6 +225,7 @@ def test_nothing_moves_over_a_link_that_is_slower_than_recomputation():
     assert found.planned.moved_bytes == 0
 
 
+@pytest.mark.ci
 def test_what_is_in_the_second_memory_is_limited():
     model, sample = net(512), torch.randn(2048, 512)
     asked = dict(loss=loss, device="H100", budget=0.5, link=1e12, **QUICK)

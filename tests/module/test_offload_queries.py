@@ -26,6 +26,7 @@ def test_the_smallest_budget_is_smaller_where_data_may_move_at_once(quick_disk, 
     assert_same_training(train(module, batches, squares), train(eager, batches, squares))
 
 
+@pytest.mark.ci
 def test_what_may_be_moved_is_limited_there_too(quick_disk, tmp_path):
     asked = {"loss": squares, "limits": BRIEFLY}
     found = smallest_budget(built(Layers, 8), rows(), 1.02, offload=elsewhere(tmp_path, "200KiB"), **asked)
