@@ -60,7 +60,7 @@ class Attention(NamedTuple):
         return first
 
 
-_CHOOSING = threading.Lock()
+_CHOOSING = threading.RLock()
 
 
 @contextlib.contextmanager
