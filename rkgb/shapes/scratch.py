@@ -18,6 +18,7 @@ from rkgb.torch_private.operations import (
     attention_of_the_cpu,
     attention_of_the_cpu_backward,
     convolution,
+    distances,
     fourier_of_complex,
     fourier_of_numbers,
     fourier_to_numbers,
@@ -59,7 +60,7 @@ def _convolution(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    gradient, given, weight, _, stride, _, _, is_transposed, _, groups, wanted = args[:11]
+    gradient, given, weight, _, stride, _, dilation, is_transposed, _, groups, wanted = args[:11]
     images = format_of_images(given, weight, stride, groups, is_accelerator=False)
     copied_bytes = _brought_into(images, given) + _brought_into(images, gradient)
     if is_plain_product(weight, stride, groups):
@@ -68,8 +69,8 @@ def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> 
         more_bytes = _arranged_bytes(images, weight) + weight.nbytes
     elif is_transposed:
         more_bytes = max(2 * gradient.nbytes + given.nbytes, weight.nbytes + gradient.nbytes)
-    elif given.dim() == _VOLUMES:
-        more_bytes = _volumes_backward_bytes(gradient, given, weight, wanted[0])
+    elif given.dim() == _VOLUMES or any(step > 1 for step in dilation):
+        more_bytes = _spread_backward_bytes(gradient, given, weight, wanted[0])
     else:
         more_bytes = max(weight.nbytes, _blocked_bytes(given) + gradient.nbytes)
     is_dense = images == torch.contiguous_format and not is_transposed and groups == 1
@@ -78,15 +79,13 @@ def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> 
     return copied_bytes + more_bytes
 
 
-def _volumes_backward_bytes(
-    gradient: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, makes_given: bool
-) -> int:
-    """By products with what a kernel covers, spread out for one layer of the volume after the other."""
+def _spread_backward_bytes(gradient: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, makes_given: bool) -> int:
+    """By products with what a kernel covers, spread out for one image, or layer of a volume, after the other."""
     layer = gradient.shape[-2] * gradient.shape[-1] + _SPREAD_BESIDE
     spread_bytes = weight[0].numel() * layer * weight.itemsize
     if not makes_given:
         return spread_bytes
-    return max(spread_bytes, gradient.nbytes + given.nbytes - _blocked_bytes(given))
+    return max(spread_bytes, gradient.nbytes + given.nbytes - _blocked_bytes(given), given.nbytes)
 
 
 def _brought_into(images: torch.memory_format, tensor: torch.Tensor) -> int:
@@ -161,6 +160,11 @@ def _parts_of_attention(query: torch.Tensor, key: torch.Tensor) -> tuple[int, in
     return min(rows, most), min(_KEYS_AT_A_TIME, key.shape[-2])
 
 
+def _distances(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Of both sides, points with their squares and ones beside them."""
+    return sum(points.nbytes + 2 * points.nbytes // max(1, points.shape[-1]) for points in args[:2])
+
+
 def _transformed(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     """Fourier transforms bring the dimension that they go along to the end."""
     given, dims = args[:2]
@@ -194,6 +198,7 @@ _RULES: dict[Any, Scratch] = {
     lstm_layer_backward: lstm_layer_backward_scratch,
     attention_of_the_cpu.default: _attention,
     attention_of_the_cpu_backward.default: _attention_backward,
+    distances: _distances,
     fourier_of_numbers: _transformed,
     fourier_of_complex: _transformed,
     fourier_to_numbers: _transformed_back,

@@ -57,6 +57,9 @@ ctc_loss = _aten._ctc_loss
 ctc_loss_backward = _aten._ctc_loss_backward
 """With the same overloads."""
 
+distances = _aten._euclidean_dist.default
+"""What `torch.cdist` takes for many points: between two sets of them."""
+
 fourier_of_numbers = _aten._fft_r2c.default
 """A Fourier transform of real numbers along dimensions."""
 

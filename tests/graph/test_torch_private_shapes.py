@@ -122,6 +122,11 @@ def test_fourier_transforms_are_told_by_what_goes_in_and_comes_out():
     assert torch.equal(operations.fourier_to_numbers(found, [1], 0, 8), torch.fft.irfft(found, norm="forward"))
 
 
+def test_distances_are_those_of_points():
+    one, other = torch.randn(30, 4), torch.randn(40, 4)
+    assert torch.equal(operations.distances(one, other), torch.cdist(one, other))
+
+
 def test_rows_are_packed_by_their_lengths():
     rows = torch.randn(2, 3, 4)
     data, counts = operations.pack_padded_rows(rows, torch.tensor([3, 1]), True)
