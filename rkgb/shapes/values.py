@@ -96,7 +96,11 @@ class KnownValues(DispatchMode):
             return map_leaves(self._without_data, self._computed(func, args, kwargs, values))
         made = self._by_shapes(func, args, kwargs)
         if _is_small(made, _MOST_DRAWN_BYTES if torch.Tag.nondeterministic_seeded in func.tags else MOST_BYTES):
-            computed = self._computed(func, args, kwargs, values)
+            try:
+                computed = self._computed(func, args, kwargs, values)
+            except (NotImplementedError, RuntimeError):  # the CPU may not have what an accelerator has: it is not known
+                self._forget_written(func, args, kwargs)
+                return made
             for dataless, tensor in zip(leaves(made), leaves(computed), strict=True):
                 self._match(dataless, tensor, is_spread=self._is_spread(given))
         else:

@@ -111,6 +111,17 @@ def test_a_router_is_taken_to_choose_each_as_often(choose):
     assert any("each is taken to be chosen as often" in told for told in found.unknown)
 
 
+def test_what_only_accelerators_compute_is_not_known():
+    """As experts of transformers count their rows there."""
+
+    def look(net, given, mask):
+        chosen = net.layer(given).topk(1).indices.int().flatten()
+        return 1.0 + 0.0 * torch.histc(chosen, bins=8, min=0, max=7).float().sum()
+
+    found = estimate(Net(look), rows(torch.ones(4, dtype=torch.bool)), device="24GiB", batches=False, time_limit=0.1)
+    assert found.peak_bytes > 0
+
+
 def test_a_choice_that_decides_on_nothing_is_not_told_of():
     look = lambda net, given, mask: net.layer(given).sort(dim=0).indices.float()  # noqa: E731
     found = estimate(Net(look), rows(torch.ones(4, dtype=torch.bool)), batches=False, time_limit=0.1)
