@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -62,24 +61,19 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
 
 def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
     """What looks for moves once more, for half of the time, beside what was found of recomputation alone."""
-    request = replace(request, limits=request.limits.within(request.limits.search_s / 2))
-    return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured, bound_s=0.0)
+    limits = replace(request.limits.within(request.limits.search_s / 2), bound_s=0.0)  # the first search had the bound
+    request = replace(request, limits=limits)
+    return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
 
 
-def _beside(
-    alone: Solver,
-    request: PlanRequest,
-    measured: Measured,
-    thorough: Solver | None = None,
-    bound_s: float = sys.maxsize,
-) -> Solver:
+def _beside(alone: Solver, request: PlanRequest, measured: Measured, thorough: Solver | None = None) -> Solver:
     memory, limits = memory_for(request, measured), request.limits
     if memory is None:
         return alone
     solver = request.solver if isinstance(request.solver, str) else alone
     quick = partial(_quick, solver, limits, measured.chain)
     search_s = max(_SHARE_OF_MOVES * limits.search_s, min(_LEAST_S, limits.search_s))
-    bound_s = min(bound_s, limits.bound_s, limits.longest_s)
+    bound_s = min(limits.bound_s, limits.longest_s)
     return WithMoves(alone, quick, memory, measured.chain, search_s, limits.seed, thorough, bound_s)
 
 
