@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.shapes.layouts import CHANNELS_LAST, format_of_images
+from rkgb.shapes.convolutions import CHANNELS_LAST, format_of_images
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.recurrent import lstm_layer_made
 from rkgb.torch_private.identity import storage_key
@@ -65,7 +65,8 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_len
 
 
 def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Any:
-    return torch.empty_like(log_probs)
+    """Row after row, however the probabilities lie."""
+    return log_probs.new_empty(log_probs.shape)
 
 
 def _grouped_product(

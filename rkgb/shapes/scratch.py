@@ -1,8 +1,8 @@
 """What the CPU's kernels allocate for themselves and free again, of those that take as much as their data.
 
-Fitted to what was measured of them, operation by operation (`benchmarks/estimates.py` tells how well): oneDNN copies
-what it convolves into blocked layouts, but for channels_last, and normalisations copy what they are given or write
-twice. What lies otherwise than a kernel wants it is copied first. Other processors may choose other blocks.
+Fitted to what was measured of them, operation by operation (`benchmarks/estimates.py` tells how well): normalisations
+copy what they are given or write twice, and what lies otherwise than a kernel wants it is copied first. Convolutions
+and LSTMs have modules of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rkgb.shapes.layouts import format_of_images, is_plain_product
+from rkgb.shapes.convolutions import convolution_backward_scratch, convolution_scratch
 from rkgb.shapes.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
 from rkgb.torch_private.operations import (
     attention_of_the_cpu,
@@ -25,15 +25,14 @@ from rkgb.torch_private.operations import (
     lstm_layer,
     lstm_layer_backward,
     safe_softmax,
+    softmaxes,
+    softmaxes_backward,
 )
 
 _aten = torch.ops.aten
-_FEW_CHANNELS = 4
 _QUERIES_AT_A_TIME = (768, 256), (192, 64), (0, 32)  # from so many rows on
 _KEYS_AT_A_TIME = 512
 _SUMMED_BYTES = 4
-_VOLUMES = 5  # dimensions
-_SPREAD_BESIDE = 64  # places beside a layer's
 Scratch = Callable[[Sequence[Any], Sequence[torch.Tensor]], int]
 
 
@@ -43,68 +42,8 @@ def scratch_bytes(function: Any, args: Sequence[Any], made: Sequence[torch.Tenso
     return rule(args, made) if rule is not None else 0
 
 
-def _convolution(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    given, weight, _, stride, _, _, is_transposed, _, groups = args[:9]
-    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
-    copied_bytes = _brought_into(images, given)
-    out_bytes = made[0].nbytes
-    if is_plain_product(weight, stride, groups):
-        more_bytes = 0
-    elif images != torch.contiguous_format:
-        more_bytes = _arranged_bytes(images, weight)
-    elif is_transposed:
-        more_bytes = max(2 * out_bytes, weight.nbytes + out_bytes)
-    else:
-        more_bytes = max(_blocked_bytes(given) + weight.nbytes, out_bytes)
-    return copied_bytes + more_bytes
-
-
-def _convolution_backward(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    gradient, given, weight, _, stride, _, dilation, is_transposed, _, groups, wanted = args[:11]
-    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
-    copied_bytes = _brought_into(images, given) + _brought_into(images, gradient)
-    if is_plain_product(weight, stride, groups):
-        more_bytes = 0
-    elif images != torch.contiguous_format:
-        more_bytes = _arranged_bytes(images, weight) + weight.nbytes
-    elif is_transposed:
-        more_bytes = max(2 * gradient.nbytes + given.nbytes, weight.nbytes + gradient.nbytes)
-    elif given.dim() == _VOLUMES or any(step > 1 for step in dilation):
-        more_bytes = _spread_backward_bytes(gradient, given, weight, wanted[0])
-    else:
-        more_bytes = max(weight.nbytes, _blocked_bytes(given) + gradient.nbytes)
-    is_dense = images == torch.contiguous_format and not is_transposed and groups == 1
-    if wanted[0] and is_dense and any(step > 1 for step in stride):
-        more_bytes = max(more_bytes, 2 * given.nbytes - weight.nbytes)  # blocks of which not all are written
-    return copied_bytes + more_bytes
-
-
-def _spread_backward_bytes(gradient: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, makes_given: bool) -> int:
-    """By products with what a kernel covers, spread out for one image, or layer of a volume, after the other."""
-    layer = gradient.shape[-2] * gradient.shape[-1] + _SPREAD_BESIDE
-    spread_bytes = weight[0].numel() * layer * weight.itemsize
-    if not makes_given:
-        return spread_bytes
-    return max(spread_bytes, gradient.nbytes + given.nbytes - _blocked_bytes(given), given.nbytes)
-
-
-def _brought_into(images: torch.memory_format, tensor: torch.Tensor) -> int:
-    """Of what does not lie like the images."""
-    return 0 if tensor.is_contiguous(memory_format=images) else tensor.nbytes
-
-
-def _arranged_bytes(images: torch.memory_format, weight: torch.Tensor) -> int:
-    """Weights are brought into the format of the images, and from there into blocks."""
-    return _brought_into(images, weight) + weight.nbytes
-
-
-def _blocked_bytes(images: torch.Tensor) -> int:
-    """Those of few channels are read as they are."""
-    return images.nbytes if images.shape[1] > _FEW_CHANNELS else 0
-
-
 def _scattered_bytes(tensor: torch.Tensor) -> int:
-    return _brought_into(torch.contiguous_format, tensor)
+    return 0 if tensor.is_contiguous() else tensor.nbytes
 
 
 def _copy_of_scattered(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
@@ -205,13 +144,15 @@ _RULES: dict[Any, Scratch] = {
     _aten.index.Tensor: _rows_of_a_mask,
     _aten.index_put.default: _rows_put_by_a_mask,
     _aten.index_put_.default: _rows_put_by_a_mask,
-    _aten.convolution.default: _convolution,
-    convolution: _convolution,
-    _aten.convolution_backward.default: _convolution_backward,
+    _aten.convolution.default: convolution_scratch,
+    convolution: convolution_scratch,
+    _aten.convolution_backward.default: convolution_backward_scratch,
     _aten.mm.default: _copy_of_factors,
     _aten.addmm.default: _copy_of_factors,
     _aten.native_batch_norm_backward.default: _gradient_once_more,
     _aten.native_layer_norm.default: _copy_of_scattered,
     _aten.native_layer_norm_backward.default: _copies_of_scattered,
+    **dict.fromkeys(softmaxes, _copy_of_scattered),
+    **dict.fromkeys(softmaxes_backward, _copies_of_scattered),
     safe_softmax: _rows_of_nothing,
 }

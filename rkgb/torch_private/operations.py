@@ -45,6 +45,10 @@ convolution = _aten._convolution.default
 safe_softmax = _aten._safe_softmax.default
 """A softmax that gives zeros for rows of minus infinity: that of attention without a fused kernel."""
 
+softmaxes = _aten._softmax.default, _aten._log_softmax.default
+softmaxes_backward = _aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default
+"""With the gradient first, and then what was made."""
+
 all_true = _aten._is_all_true.default
 """Whether all of a tensor of truths is: asked where a forward makes sure of something."""
 

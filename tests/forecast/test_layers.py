@@ -52,6 +52,12 @@ def packed(layer, x):
     return nn.utils.rnn.pad_packed_sequence(layer(rows)[0], batch_first=True)[0]
 
 
+def labelled(layer, x, labels):
+    odds = layer(x).log_softmax(-1).transpose(0, 1)
+    rows = len(labels)
+    return nn.functional.ctc_loss(odds, labels, torch.full((rows,), TOKENS), torch.full((rows,), labels.shape[1]))
+
+
 def multihead(**said):
     return nn.MultiheadAttention(WIDTH, 4, batch_first=True, **said)
 
@@ -98,6 +104,16 @@ LAYERS = {
     "an LSTM": (lambda: Given(lstm(2, dropout=0.1), lambda layer, x: layer(x)[0]), lambda: (tokens(),), ABOUT),
     "both ways": (lambda: Given(lstm(bidirectional=True), lambda layer, x: layer(x)[0]), lambda: (tokens(),), ABOUT),
     "no biases": (lambda: Given(lstm(bias=False), lambda layer, x: layer(x)[0]), lambda: (tokens(),), ABOUT),
+    "paths of labels": (
+        lambda: Given(nn.Linear(WIDTH, 32), labelled),
+        lambda: (tokens(), torch.randint(1, 32, (ROWS, 8))),
+        EXACT,
+    ),
+    "odds of what lies otherwise": (
+        lambda: Given(nn.Linear(WIDTH, WIDTH), lambda layer, x: layer(x).transpose(1, 2).softmax(-1)),
+        lambda: (tokens(),),
+        EXACT,
+    ),
     "strides": (
         lambda: nn.Sequential(nn.Conv1d(WIDTH, 64, 5, padding=2), nn.GELU(), nn.Conv1d(64, 64, 5, 2, 2), nn.GELU()),
         lambda: (tokens().transpose(1, 2).contiguous(),),

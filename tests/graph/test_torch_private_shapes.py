@@ -153,3 +153,14 @@ def test_a_memory_format_is_suggested_by_strides():
 def test_the_softmax_of_attention_gives_zeros_for_rows_of_nothing():
     scores = torch.tensor([[1.0, -torch.inf], [-torch.inf, -torch.inf]])
     assert operations.safe_softmax(scores, -1).tolist() == [[1, 0], [0, 0]]
+
+
+def test_softmaxes_and_their_backward():
+    scores = torch.randn(3, 5, requires_grad=True)
+    for function, backward, plain in zip(
+        operations.softmaxes, operations.softmaxes_backward, (torch.softmax, torch.log_softmax), strict=True
+    ):
+        made, gradient = function(scores, -1, False), torch.randn(3, 5)
+        assert torch.equal(made, plain(scores, -1))
+        (expected,) = torch.autograd.grad(plain(scores, -1), scores, gradient)
+        assert torch.equal(backward(gradient, made, -1, torch.float32), expected)
