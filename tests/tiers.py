@@ -30,7 +30,7 @@ SETS = {
     "tests/accelerator/test_faults.py": Sets(1, 1),
     "tests/accelerator/test_front_doors.py": Sets(1, 1),
     "tests/accelerator/test_layout.py": Sets(1, 1),
-    "tests/accelerator/test_modules.py": Sets(1, 4),
+    "tests/accelerator/test_modules.py": Sets(1, 16),
     "tests/accelerator/test_offload.py": Sets(1, 1),
     "tests/accelerator/test_out_of_memory.py": Sets(1, 1),
     "tests/accelerator/test_planned.py": Sets(1, 2),

@@ -18,6 +18,7 @@ from rkgb.shapes.machine import Machine
 from rkgb.shapes.recurrent import Lstm
 from rkgb.shapes.values import KnownValues
 from rkgb.state.attributes import attributes_of
+from rkgb.torch_private.asked import nobody_asked
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import without_dispatch_modes
 from rkgb.torch_private.operations import pack_padded_rows, pad_packed_rows
@@ -61,8 +62,9 @@ class Dataless:
                 made = tensor.detach().to(_META)
             else:
                 storage = self._storage(tensor)
-                made = torch.empty(0, dtype=tensor.dtype, device=_META)
-                made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+                with nobody_asked():  # who watches what is asked of sizes is handed numbers that are none
+                    made = torch.empty(0, dtype=tensor.dtype, device=_META)
+                    made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, tensor.requires_grad)
             made.__dict__.update(tensor.__dict__)
@@ -85,7 +87,7 @@ class Dataless:
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _META, self._mode, self.values.on():
+            with self._mode, _META, self.values.on():  # the device within: it would see what the other mode reads
                 return function(*args, **kwargs)
 
         return run

@@ -187,7 +187,7 @@ def _outline(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         if not item.is_meta or type(item) not in _PLAIN_TENSORS:
             raise TypeError
-        return item.dtype, tuple(item.shape), item.stride(), item.storage_offset()
+        return item.dtype, item.shape, item.stride(), item.storage_offset()
     if isinstance(item, tuple | list):
         return tuple(map(_outline, item))
     if item is None or isinstance(item, _PLAIN):
