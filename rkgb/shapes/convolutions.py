@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rkgb.torch_private.operations import suggested_format
+from rkgb.torch_private.operations import HALF_OF_ONEDNN, suggested_format
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _BLOCK = 8  # channels
@@ -41,8 +41,10 @@ def format_of_images(
 
     That is the choice of oneDNN and of cuDNN. What the CPU's own kernels compute, they have so in two dimensions alone.
     """
-    is_own = not is_accelerator and _is_plain_product(given, weight, stride, groups)
-    if (given.dtype == torch.float64 or is_own) and (is_accelerator or given.dim() != 4):
+    is_own = given.dtype == torch.float64
+    if not is_accelerator:
+        is_own = not _has_blocks(given.dtype) or (groups == 1 and _is_product(given, weight, stride))
+    if is_own and (is_accelerator or given.dim() != 4):
         return torch.contiguous_format
     wanted = CHANNELS_LAST.get(given.dim(), torch.contiguous_format)
     return wanted if wanted in (suggested_format(given), suggested_format(weight)) else torch.contiguous_format
@@ -52,28 +54,21 @@ def convolution_scratch(args: Sequence[Any], made: Sequence[torch.Tensor]) -> in
     """Bytes beside what a convolution of the CPU makes."""
     given, weight, _, stride, padding, dilation, is_transposed, _, groups = args[:9]
     images = format_of_images(given, weight, stride, groups, is_accelerator=False)
-    copied_bytes = _brought_into(images, given)
-    if _is_plain_product(given, weight, stride, groups):
-        return copied_bytes
     read, out = (made[0], given) if is_transposed else (given, made[0])
-    convolved = _kind_of(images, given, weight, stride)(
-        read, out, weight, stride, padding, dilation, groups, is_transposed
-    )
-    return copied_bytes + (convolved.of_images_bytes() if is_transposed else convolved.forward_bytes())
+    kind = _kind_of(images, given, weight, stride, dilation, groups, is_transposed)
+    convolved = kind(read, out, weight, stride, padding, dilation, groups, is_transposed)
+    needed_bytes = convolved.of_images_bytes() if is_transposed else convolved.forward_bytes()
+    return _brought_into(images, given) + needed_bytes
 
 
 def convolution_backward_scratch(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     """Bytes beside the gradients that the backward of a convolution of the CPU makes."""
     gradient, given, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = args[:11]
     images = format_of_images(given, weight, stride, groups, is_accelerator=False)
-    copied_bytes = _brought_into(images, given) + _brought_into(images, gradient)
-    if _is_plain_product(given, weight, stride, groups):
-        return copied_bytes
     read, out = (gradient, given) if is_transposed else (given, gradient)
-    convolved = _kind_of(images, given, weight, stride)(
-        read, out, weight, stride, padding, dilation, groups, is_transposed
-    )
-    return copied_bytes + convolved.backward_bytes(*wanted)
+    kind = _kind_of(images, given, weight, stride, dilation, groups, is_transposed)
+    convolved = kind(read, out, weight, stride, padding, dilation, groups, is_transposed)
+    return _brought_into(images, given) + _brought_into(images, gradient) + convolved.backward_bytes(*wanted)
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,6 @@ class _Blocked(_Convolution):
     """With images that lie as they are made, channel after channel."""
 
     def forward_bytes(self) -> int:
-        if self._is_unfolded_by_torch:
-            return self.images.shape[0] * self.unfolded_bytes
         if self._is_unaligned or self.padding[-1] > _PADDING:
             at_once_bytes = torch.get_num_threads() * min(self.unfolded_bytes, _UNFOLDED_BYTES)
             return max(self.out.nbytes, at_once_bytes + _ROUNDED_BYTES)
@@ -162,8 +155,6 @@ class _Blocked(_Convolution):
         return max(copies_bytes + out_bytes - self.out.nbytes, out_bytes) + self._gathered_bytes
 
     def of_images_bytes(self) -> int:
-        if self._is_unfolded_by_torch:
-            return 0
         if self.is_strided:
             return max(2 * self.images.nbytes, self.out.nbytes + self.weight.nbytes + self.strided_bytes)
         width = (self.kernel[-1] - 1) * self.dilation[-1]
@@ -174,8 +165,6 @@ class _Blocked(_Convolution):
         return max(copies_bytes + images_bytes - self.images.nbytes, images_bytes)
 
     def of_weights_bytes(self) -> int:
-        if self._is_unfolded_by_torch:
-            return self.images.shape[0] * self.unfolded_bytes
         if self._is_unaligned or self.multiplies_for_weights:
             return self.multiplied_bytes
         copies_bytes = self._weight_bytes + _blocked_bytes(self.images)
@@ -189,13 +178,6 @@ class _Blocked(_Convolution):
         is_wide = self.is_depthwise and self.kernel[-1] > _DEPTHWISE_WIDTH
         is_spread = self.images.dim() == _VOLUMES or any(step > 1 for step in self.dilation)
         return is_wide or is_spread or super().multiplies_for_weights
-
-    @property
-    def _is_unfolded_by_torch(self) -> bool:
-        if self.groups > 1 or self.is_transposed or self.images.dim() == _VOLUMES or any(d > 1 for d in self.dilation):
-            return False
-        has_large_kernel = self.images.dim() == 4 and min(self.kernel) > _LARGE_KERNEL
-        return self.images.dtype == torch.float64 or (_is_small(self.images) and not has_large_kernel)
 
     @property
     def _is_unaligned(self) -> bool:
@@ -251,29 +233,55 @@ class _ChannelsLast(_Convolution):
         return _brought_into(CHANNELS_LAST[self.images.dim()], self.weight) + self.weight.nbytes
 
 
-class _Apart(_Convolution):
-    """What PyTorch has as a product of matrices for each group, and puts together afterwards."""
+class _Unfolded(_Convolution):
+    """By PyTorch itself: a product with what is unfolded of all images, but for kernels of one place.
+
+    It has one group after the other, and puts their parts together afterwards.
+    """
 
     def forward_bytes(self) -> int:
-        return self.out.nbytes
+        if self.groups == 1:
+            return self._columns_bytes
+        return max(self.out.nbytes, self._columns_bytes + self.images.nbytes // self.groups)
+
+    def of_images_bytes(self) -> int:
+        return 0
 
     def backward_bytes(self, of_given: bool, of_weight: bool, of_bias: bool) -> int:
+        columns_bytes = self._columns_bytes if of_weight else 0
+        if self.groups == 1:
+            return columns_bytes
         parts_bytes = self.images.nbytes if of_given else 0
         parts_bytes += self.weight.nbytes if of_weight else 0
         parts_bytes += self.out.shape[1] * self.out.itemsize if of_bias else 0
-        return max(parts_bytes, (self.images.nbytes + self.out.nbytes) // self.groups)
+        return max(parts_bytes, columns_bytes + (self.images.nbytes + self.out.nbytes) // self.groups)
+
+    @property
+    def _columns_bytes(self) -> int:
+        is_one_place = self.kernel.numel() == 1 and all(step == 1 for step in self.stride)
+        return 0 if is_one_place else self.images.shape[0] * self.unfolded_bytes
 
 
 def _kind_of(
-    images: torch.memory_format, given: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]
+    images: torch.memory_format,
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    is_transposed: bool,
 ) -> type[_Convolution]:
-    if images != torch.contiguous_format:
-        return _ChannelsLast
-    return _Apart if _is_product(given, weight, stride) else _Blocked
+    is_plain = not is_transposed and given.dim() < _VOLUMES and all(step == 1 for step in dilation)
+    has_large_kernel = given.dim() == 4 and min(weight.shape[2:]) > _LARGE_KERNEL
+    is_small = groups == 1 and _is_small(given) and not has_large_kernel
+    if _is_product(given, weight, stride) or (is_plain and (is_small or not _has_blocks(given.dtype))):
+        return _Unfolded
+    return _Blocked if images == torch.contiguous_format else _ChannelsLast
 
 
-def _is_plain_product(given: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], groups: int) -> bool:
-    return groups == 1 and _is_product(given, weight, stride)
+def _has_blocks(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes with such numbers here."""
+    return dtype == torch.float32 or dtype in HALF_OF_ONEDNN
 
 
 def _is_product(given: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:

@@ -45,6 +45,13 @@ convolution = _aten._convolution.default
 safe_softmax = _aten._safe_softmax.default
 """A softmax that gives zeros for rows of minus infinity: that of attention without a fused kernel."""
 
+_ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+HALF_OF_ONEDNN = frozenset(
+    dtype for dtype, name in _ASKED.items() if hasattr(torch.ops.mkldnn, name) and getattr(torch.ops.mkldnn, name)()
+)
+"""Numbers of half precision for which oneDNN has kernels on this processor; builds without it have no such question."""
+
 softmaxes = _aten._softmax.default, _aten._log_softmax.default
 softmaxes_backward = _aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default
 """With the gradient first, and then what was made."""

@@ -155,6 +155,12 @@ def test_the_softmax_of_attention_gives_zeros_for_rows_of_nothing():
     assert operations.safe_softmax(scores, -1).tolist() == [[1, 0], [0, 0]]
 
 
+def test_kernels_of_half_precision_are_those_of_a_processor_that_has_them():
+    assert operations.HALF_OF_ONEDNN <= {torch.bfloat16, torch.float16}
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
+        assert torch.float16 not in operations.HALF_OF_ONEDNN
+
+
 def test_softmaxes_and_their_backward():
     scores = torch.randn(3, 5, requires_grad=True)
     for function, backward, plain in zip(
