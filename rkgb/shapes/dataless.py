@@ -13,9 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from rkgb.ir.sample import Sample
+from rkgb.process.autocast import Autocast
+from rkgb.shapes.casts import Casts
+from rkgb.shapes.cpu.recurrent import Lstm
 from rkgb.shapes.fused import Attention, attention_chosen, fused_dropout
 from rkgb.shapes.machine import Machine
-from rkgb.shapes.recurrent import Lstm
 from rkgb.shapes.values import KnownValues
 from rkgb.state.attributes import attributes_of
 from rkgb.torch_private.asked import nobody_asked
@@ -31,10 +33,12 @@ _META = torch.device("meta")
 class Dataless:
     """Tensors without data in the place of others: the same one for the same, and of one storage for one storage."""
 
-    def __init__(self, machine: Machine, dtype: torch.dtype | None = None) -> None:
-        """Numbers of floating point are of `dtype`, where one is given."""
+    def __init__(self, machine: Machine, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None) -> None:
+        """Numbers of floating point are of `dtype`, where one is given; functions run under `autocast` to another."""
         self._dtype = dtype
-        self._mode = _OnlyShapes(self, machine)
+        self._casts = Casts(is_accelerator=machine.is_accelerator)
+        self._autocast = autocast
+        self._mode = _OnlyShapes(self, machine, self._casts)
         self.values = KnownValues(machine)
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id, with the tensor, which so lives on
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -87,10 +91,24 @@ class Dataless:
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._mode, _META, self.values.on():  # the device within: it would see what the other mode reads
+            with (
+                self._under_autocast(),
+                self._mode,
+                _META,
+                self.values.on(),
+            ):  # the device within: it would see what the other mode reads
                 return function(*args, **kwargs)
 
         return run
+
+    @contextlib.contextmanager
+    def _under_autocast(self) -> Iterator[None]:
+        inside = Autocast(((self._casts.kind, self._autocast),)) if self._autocast else Autocast.now()
+        try:
+            with inside.entered():
+                yield
+        finally:
+            self._casts.forgotten()
 
     @contextlib.contextmanager
     def module(self, module: torch.nn.Module) -> Iterator[None]:
@@ -148,9 +166,10 @@ def _has_lengths(args: tuple[Any, ...]) -> bool:
 class _OnlyShapes(TorchFunctionMode):
     """What meets a tensor without data has none either; and operations are those that the machine would choose."""
 
-    def __init__(self, dataless: Dataless, machine: Machine) -> None:
+    def __init__(self, dataless: Dataless, machine: Machine, casts: Casts) -> None:
         super().__init__()
         self._dataless = dataless
+        self._casts = casts
         self._is_accelerator = machine.is_accelerator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,6 +192,7 @@ class _OnlyShapes(TorchFunctionMode):
         given = leaves((args, kwargs))
         if any(t.is_meta for t in given) and any(not t.is_meta and t.dim() for t in given):
             args, kwargs = map_leaves(lambda t: self._dataless.twin(t) if t.dim() else t, (args, kwargs))
+        args, kwargs = self._casts.arguments(func, args, kwargs)
         if func is multi_head_attention_forward:
             with attention_chosen(self._is_accelerator):  # within it, no function is seen here
                 return func(*args, **kwargs)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rkgb.shapes.convolutions import CHANNELS_LAST, format_of_images
+from rkgb.shapes.cpu.recurrent import lstm_layer_made
 from rkgb.shapes.machine import Machine
-from rkgb.shapes.recurrent import lstm_layer_made
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.operations import (
     all_true,

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import flop_registry
 
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.process.uncompiled import DispatchMode
+from rkgb.shapes.cpu.scratch import scratch_bytes
 from rkgb.shapes.kernels import grouped_product_flops, tensors_of
 from rkgb.shapes.machine import Machine
-from rkgb.shapes.scratch import scratch_bytes
 from rkgb.torch_private.autograd import running_node
 from rkgb.torch_private.identity import holders, storage_key
 from rkgb.torch_private.operations import grouped_product

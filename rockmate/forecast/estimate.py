@@ -51,6 +51,7 @@ def estimate(
     device: str = "cpu",
     memory: int | str | None = None,
     dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
     link: float | None = None,
@@ -71,6 +72,8 @@ def estimate(
         device: "cpu", an accelerator's name such as "H100", or the memory of one, such as "24GiB".
         memory: bytes or a size: what there is, in the place of what the device has.
         dtype: train in this type of floating point, in the place of the model's own.
+        autocast: forward and loss run under `torch.autocast` to this type, with weights as they are. Regions that
+            forward opens itself count without it.
         flops, bandwidth: operations and bytes a second, in the place of those known of the device.
         link: bytes a second to the memory of the host, or of the CPU to a file, in the place of what is known.
         batches: whether to tell how large a batch fits, where the memory is known.
@@ -97,7 +100,7 @@ def estimate(
     assert isinstance(model, torch.nn.Module)
     moving = as_offload(offload)
     second = None if moving is None else second_memory_of(machine, moving)
-    study = _Study(machine, Dataless(machine, dtype), optimizer, time_limit, read_budget(budget), second)
+    study = _Study(machine, Dataless(machine, dtype, autocast), optimizer, time_limit, read_budget(budget), second)
     arguments = make_sample(model, sample)
     with standing_for(machine, study.dataless.values) as shapes, study.dataless.module(model):
         step = study.step(model, study.dataless.sample(arguments), loss, shapes, rows)

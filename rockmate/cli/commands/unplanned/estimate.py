@@ -16,12 +16,15 @@ from rockmate.forecast.answer import Estimate, PlannedStep
 from rockmate.forecast.estimate import SEARCH_S, estimate
 from rockmate.queries.verification import OPTIMIZERS
 
+HALF = ("bfloat16", "float16")
+
 
 @click.command(
     "estimate",
     epilog=examples(
         "rockmate estimate model.py:make --device 24GiB --optimizer adamw",
         "rockmate estimate model.py:make --device H100 --dtype bfloat16 --meta --json",
+        "rockmate estimate model.py:make --device 24GiB --optimizer adamw --autocast bfloat16",
         "rockmate estimate model.py:Net --sample 'float32[64,32]' --memory 2MiB",
         "rockmate estimate model.py:make --device H100 --budget 0.4 --offload host",
     ),
@@ -42,6 +45,7 @@ from rockmate.queries.verification import OPTIMIZERS
     help="Of the step, as for plan: tell what a plan for it costs, and not one for the device's memory.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), metavar="TYPE", help="Train in this type: bfloat16, …")
+@click.option("--autocast", type=click.Choice(list(HALF)), metavar="TYPE", help="Run the step under autocast to it.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Whose state counts.")
 @click.option("--flops", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Operations a second.")
 @click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Bytes a second.")
@@ -64,8 +68,9 @@ def command(chosen: Chosen, meta: bool, as_json: bool, quiet: bool, **asked: Any
     Prints the eager peak and who holds it, whether it fits, the smallest plan, and the largest batch. The exit status
     is 1 where neither eager training nor a plan fits.
     """
-    if asked["dtype"] is not None:
-        asked["dtype"] = DTYPES[asked["dtype"]]
+    for name in ("dtype", "autocast"):
+        if asked[name] is not None:
+            asked[name] = DTYPES[asked[name]]
     with torch.device("meta") if meta else contextlib.nullcontext():
         target = chosen.target()
     found = estimate(target.model, target.sample, loss=target.loss, **asked)

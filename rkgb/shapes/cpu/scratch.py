@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.shapes.convolutions import convolution_backward_scratch, convolution_scratch
-from rkgb.shapes.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
+from rkgb.shapes.cpu.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
 from rkgb.torch_private.operations import (
     attention_of_the_cpu,
     attention_of_the_cpu_backward,

@@ -1,0 +1,1 @@
+"""What kernels of the CPU allocate for themselves and free again."""
