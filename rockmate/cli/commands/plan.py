@@ -39,7 +39,7 @@ from rockmate.queries.verification import OPTIMIZERS
         "rockmate plan model.py:make --budget 2MiB --scope total --optimizer adamw",
         "rockmate plan resnet18-tiny --budget 0.8 --layout auto",
         "rockmate plan llama-demo --budget 0.7 --compile",
-        "rockmate plan gpt2-demo --budget 0.3 --offload disk:/scratch --offload-limit 4GiB",
+        "rockmate plan gpt2-demo --budget 0.3 --offload disk:. --offload-limit 4GiB",
     ),
 )
 @target_options
