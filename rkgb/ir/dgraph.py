@@ -30,13 +30,15 @@ class DNode:
     is_guard: bool = False  # it checks a value that Python read: no outputs, and never left out or repeated
     # Inputs that did not yet require a gradient, as they do at the end: one came by what was written into them since.
     plain_inputs: list[str] = field(default_factory=list)
-    # Names of the values that it reads and defines, each once: every stage after this one asks for them, several times.
-    inputs: list[str] = field(init=False, repr=False)
-    output_names: list[str] = field(init=False, repr=False)
+    inputs: list[str] = field(init=False, repr=False)  # names of the values that it reads, each once
 
     def __post_init__(self) -> None:
-        self.inputs = self.call.inputs
-        self.output_names = ref_names(self.outputs)
+        self.inputs = self.call.inputs  # every stage after this one asks for them, several times
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the values that it defines."""
+        return ref_names(self.outputs)
 
     def tracks(self, name: str, values: Mapping[str, ValueInfo]) -> bool:
         """Whether its input of that name required a gradient when it ran."""
