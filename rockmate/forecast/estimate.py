@@ -20,6 +20,7 @@ from rk_solvers.liveness import peak_and_time
 from rk_solvers.local.min_peak_search import min_peak_plan
 from rkgb import Sample, make_sample
 from rkgb.errors import RockmateError
+from rkgb.process.garbage import own_garbage_collected
 from rkgb.shapes.dataless import Dataless
 from rkgb.shapes.device import Shapes, standing_for
 from rkgb.shapes.machine import CONTEXT_BYTES, NAMES, Machine, accelerator_of, named_machine, with_speed
@@ -102,7 +103,11 @@ def estimate(
     second = None if moving is None else second_memory_of(machine, moving)
     study = _Study(machine, Dataless(machine, dtype, autocast), optimizer, time_limit, read_budget(budget), second)
     arguments = make_sample(model, sample)
-    with standing_for(machine, study.dataless.values) as shapes, study.dataless.module(model):
+    with (
+        own_garbage_collected(),
+        standing_for(machine, study.dataless.values) as shapes,
+        study.dataless.module(model),
+    ):
         step = study.step(model, study.dataless.sample(arguments), loss, shapes, rows)
         found = study.told(type(model).__name__, step, shapes)
         if batches and found.usable_bytes is not None:
