@@ -91,12 +91,8 @@ class Dataless:
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
-            with (
-                self._under_autocast(),
-                self._mode,
-                _META,
-                self.values.on(),
-            ):  # the device within: it would see what the other mode reads
+            # The device within: it would see what the other mode reads.
+            with self._under_autocast(), self._mode, _META, self.values.on():
                 return function(*args, **kwargs)
 
         return run
