@@ -7,12 +7,13 @@ which forward opens and closes count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from rkgb.process.autocast import autocast_kinds
+from rkgb.process.autocast import Autocast, autocast_kinds
 from rkgb.tree import leaves, map_leaves
 
 _HALF = {torch.float16, torch.bfloat16}
@@ -47,8 +48,9 @@ _WIDEST_ON_THE_CPU = frozenset("cat concat concatenate index_copy stack".split()
 class Casts:
     """What autocast makes of the arguments of a function, for a machine of that kind."""
 
-    def __init__(self, *, is_accelerator: bool) -> None:
-        self.kind = "cuda" if is_accelerator else "cpu"  # whose autocast is turned on
+    def __init__(self, dtype: torch.dtype | None, *, is_accelerator: bool) -> None:
+        """Autocast is turned on for `dtype`; without one, it is as it is around."""
+        self._on = None if dtype is None else Autocast((("cuda" if is_accelerator else "cpu", dtype),))
         self._kinds = tuple(kind for kind in autocast_kinds() if (kind != "cpu") is is_accelerator)
         self._products = _PRODUCTS | (_MORE_PRODUCTS_ON_ACCELERATORS if is_accelerator else frozenset())
         self._whole = _WHOLE_ON_ACCELERATORS if is_accelerator else _WHOLE_ON_THE_CPU
@@ -90,6 +92,11 @@ class Casts:
             self._weights[id(tensor)] = tensor, tensor.to(dtype)
         return self._weights[id(tensor)][1]
 
-    def forgotten(self) -> None:
-        """Where a region that was opened ends."""
-        self._weights.clear()
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Context of what computes under autocast."""
+        try:
+            with (self._on or Autocast.now()).entered():
+                yield
+        finally:
+            self._weights.clear()

@@ -52,23 +52,18 @@ def format_of_images(
 
 def convolution_scratch(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     """Bytes beside what a convolution of the CPU makes."""
-    given, weight, _, stride, padding, dilation, is_transposed, _, groups = args[:9]
-    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
-    read, out = (made[0], given) if is_transposed else (given, made[0])
-    kind = _kind_of(images, given, weight, stride, dilation, groups, is_transposed)
-    convolved = kind(read, out, weight, stride, padding, dilation, groups, is_transposed)
-    needed_bytes = convolved.of_images_bytes() if is_transposed else convolved.forward_bytes()
-    return _brought_into(images, given) + needed_bytes
+    given, weight, _, *told = args[:9]
+    images, convolved = _convolved(given, weight, made[0], *told)
+    needed_bytes = convolved.of_images_bytes() if convolved.is_transposed else convolved.forward_bytes()
+    return brought_into_bytes(images, given) + needed_bytes
 
 
 def convolution_backward_scratch(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
     """Bytes beside the gradients that the backward of a convolution of the CPU makes."""
-    gradient, given, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = args[:11]
-    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
-    read, out = (gradient, given) if is_transposed else (given, gradient)
-    kind = _kind_of(images, given, weight, stride, dilation, groups, is_transposed)
-    convolved = kind(read, out, weight, stride, padding, dilation, groups, is_transposed)
-    return _brought_into(images, given) + _brought_into(images, gradient) + convolved.backward_bytes(*wanted)
+    gradient, given, weight, _, *told, wanted = args[:11]
+    images, convolved = _convolved(given, weight, gradient, *told)
+    copied_bytes = brought_into_bytes(images, given) + brought_into_bytes(images, gradient)
+    return copied_bytes + convolved.backward_bytes(*wanted)
 
 
 @dataclass(frozen=True)
@@ -112,10 +107,14 @@ class _Convolution:
         return self.groups == self.images.shape[1] == self.out.shape[1]
 
     @property
+    def has_strides(self) -> bool:
+        return any(step > 1 for step in self.stride)
+
+    @property
     def is_strided(self) -> bool:
         """There is a kernel for the gradient of what strides pass over, but not for groups of few channels."""
         is_wide = self.groups == 1 or self.images.shape[1] // self.groups > _BLOCK
-        return is_wide and any(step > 1 for step in self.stride)
+        return is_wide and self.has_strides
 
     @property
     def strided_bytes(self) -> int:
@@ -190,8 +189,11 @@ class _Blocked(_Convolution):
     def _gathered_bytes(self) -> int:
         """Kernels of one place have no strides: each image is gathered first, where it is a whole number of them."""
         steps = zip(self.images.shape[2:], self.out.shape[2:], self.stride, strict=True)
-        is_strided = any(step > 1 for step in self.stride)
-        if not is_strided or self.kernel.numel() > 1 or any(size != places * step for size, places, step in steps):
+        if (
+            not self.has_strides
+            or self.kernel.numel() > 1
+            or any(size != places * step for size, places, step in steps)
+        ):
             return 0
         return torch.get_num_threads() * self.unfolded_bytes + _ROUNDED_BYTES
 
@@ -230,7 +232,7 @@ class _ChannelsLast(_Convolution):
     @property
     def _arranged_bytes(self) -> int:
         """Weights are brought into the format of the images, and from there into blocks."""
-        return _brought_into(CHANNELS_LAST[self.images.dim()], self.weight) + self.weight.nbytes
+        return brought_into_bytes(CHANNELS_LAST[self.images.dim()], self.weight) + self.weight.nbytes
 
 
 class _Unfolded(_Convolution):
@@ -258,25 +260,24 @@ class _Unfolded(_Convolution):
 
     @property
     def _columns_bytes(self) -> int:
-        is_one_place = self.kernel.numel() == 1 and all(step == 1 for step in self.stride)
+        is_one_place = self.kernel.numel() == 1 and not self.has_strides
         return 0 if is_one_place else self.images.shape[0] * self.unfolded_bytes
 
 
-def _kind_of(
-    images: torch.memory_format,
-    given: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    is_transposed: bool,
-) -> type[_Convolution]:
+def _convolved(
+    given: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, *told: Any
+) -> tuple[torch.memory_format, _Convolution]:
+    """Who computes a convolution between what is given and the `other`, and how its images lie."""
+    stride, padding, dilation, is_transposed, _, groups = told
+    images = format_of_images(given, weight, stride, groups, is_accelerator=False)
     is_plain = not is_transposed and given.dim() < _VOLUMES and all(step == 1 for step in dilation)
     has_large_kernel = given.dim() == 4 and min(weight.shape[2:]) > _LARGE_KERNEL
     is_small = groups == 1 and _is_small(given) and not has_large_kernel
+    kind: type[_Convolution] = _Blocked if images == torch.contiguous_format else _ChannelsLast
     if _is_product(given, weight, stride) or (is_plain and (is_small or not _has_blocks(given.dtype))):
-        return _Unfolded
-    return _Blocked if images == torch.contiguous_format else _ChannelsLast
+        kind = _Unfolded
+    read, out = (other, given) if is_transposed else (given, other)
+    return images, kind(read, out, weight, stride, padding, dilation, groups, is_transposed)
 
 
 def _has_blocks(dtype: torch.dtype) -> bool:
@@ -303,6 +304,6 @@ def _blocked_bytes(images: torch.Tensor) -> int:
     return images.nbytes // images.shape[1] * _rounded(images.shape[1])
 
 
-def _brought_into(images: torch.memory_format, tensor: torch.Tensor) -> int:
+def brought_into_bytes(images: torch.memory_format, tensor: torch.Tensor) -> int:
     """Of what does not lie like the images."""
     return 0 if tensor.is_contiguous(memory_format=images) else tensor.nbytes

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from rkgb.ir.sample import Sample
-from rkgb.process.autocast import Autocast
 from rkgb.shapes.casts import Casts
 from rkgb.shapes.cpu.recurrent import Lstm
 from rkgb.shapes.fused import Attention, attention_chosen, fused_dropout
@@ -36,8 +35,7 @@ class Dataless:
     def __init__(self, machine: Machine, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None) -> None:
         """Numbers of floating point are of `dtype`, where one is given; functions run under `autocast` to another."""
         self._dtype = dtype
-        self._casts = Casts(is_accelerator=machine.is_accelerator)
-        self._autocast = autocast
+        self._casts = Casts(autocast, is_accelerator=machine.is_accelerator)
         self._mode = _OnlyShapes(self, machine, self._casts)
         self.values = KnownValues(machine)
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id, with the tensor, which so lives on
@@ -92,19 +90,10 @@ class Dataless:
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
             # The device within: it would see what the other mode reads.
-            with self._under_autocast(), self._mode, _META, self.values.on():
+            with self._casts.on(), self._mode, _META, self.values.on():
                 return function(*args, **kwargs)
 
         return run
-
-    @contextlib.contextmanager
-    def _under_autocast(self) -> Iterator[None]:
-        inside = Autocast(((self._casts.kind, self._autocast),)) if self._autocast else Autocast.now()
-        try:
-            with inside.entered():
-                yield
-        finally:
-            self._casts.forgotten()
 
     @contextlib.contextmanager
     def module(self, module: torch.nn.Module) -> Iterator[None]:

@@ -9,6 +9,7 @@ from benchmarks.families import FAMILIES
 from benchmarks.families.core import loss_of
 from rkgb import make_sample
 from rockmate import PeakMemory, Rockmate, estimate, zoo
+from tests.module.steps import squares
 
 HALF = torch.bfloat16
 NAMES = ["gpt2-tiny", "resnet18-tiny", "unet-tiny", "vit-tiny", "transformer-tiny", "GPT2", "Bert", "Llama", "T5"]
@@ -47,7 +48,6 @@ def told(model, sample, loss, **settings):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci) if n not in NAMES[:2] else n for n in NAMES])
 def test_a_step_in_mixed_precision_takes_what_is_told(name):
     model, sample, loss = built(name)
-    model.to("cpu")
     expected = measured(model, sample, loss)
     assert told(model, sample, loss, autocast=HALF) == pytest.approx(expected, rel=EXACT)
     with torch.autocast("cpu", HALF):  # around it, as around a first call
@@ -68,10 +68,6 @@ class Regions(nn.Module):
                 x = self.second(x.float()).sigmoid()
             x = torch.cat([self.third(x), x]) @ self.first.weight
         return F.gelu(x.float())
-
-
-def squares(output):
-    return output.square().mean()
 
 
 def test_regions_that_forward_opens_count():

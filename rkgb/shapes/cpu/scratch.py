@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rkgb.shapes.convolutions import convolution_backward_scratch, convolution_scratch
+from rkgb.shapes.convolutions import brought_into_bytes, convolution_backward_scratch, convolution_scratch
 from rkgb.shapes.cpu.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
 from rkgb.torch_private.operations import (
     attention_of_the_cpu,
@@ -43,7 +43,7 @@ def scratch_bytes(function: Any, args: Sequence[Any], made: Sequence[torch.Tenso
 
 
 def _scattered_bytes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_contiguous() else tensor.nbytes
+    return brought_into_bytes(torch.contiguous_format, tensor)
 
 
 def _copy_of_scattered(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
