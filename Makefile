@@ -61,7 +61,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## Run the tests that take minutes: each promise, all units, oracles and golden files
 	$(PYTEST) $(IN_PARALLEL) -m "not ci and not slow" $(PYTEST_ARGS)
 
-test-ci: $(STAMP) ## Run all tests but long sweeps, as CI does
+test-ci: $(STAMP) ## Run all tests but long sweeps
 	$(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
 
 test-accelerator: $(STAMP) ## Run the tests on an accelerator that is built for them

@@ -1,4 +1,4 @@
-"""Which tests run when: `make test` runs the quick ones, `make test-ci` all but long sweeps, `make test-all` every one.
+"""Which tests run when: `make test` runs the quick ones, `make test-ci` those of some seconds, too, `make test-all` every one.
 
 A test is quick unless it is marked `ci` or `slow`. Of a test with many sets of parameters, the quick tier and the tier
 of CI run as many as `SETS` says for its file, evenly spread from the first to the last: neighbours are alike.
@@ -64,7 +64,7 @@ SETS = {
     "tests/plan_files/": Sets(1, 2),
     "tests/regions/": Sets(3, 8),
     "tests/solver/": Sets(2, 8),
-    "tests/test_docs.py": Sets(2, 4),
+    "tests/test_docs.py": Sets(1, 4),
     "tests/test_hf_families.py": Sets(1, 4),
     "tests/test_notebooks.py": Sets(1, 1),
     "tests/test_peers.py": Sets(2, 4),
@@ -82,6 +82,11 @@ LONG = frozenset(
         "tests/families/test_lengths.py::test_a_last_short_batch_and_lengths_vary_together",
         "tests/families/test_lengths.py::test_one_row_and_no_row_are_as_eager_has_them",
         "tests/families/test_lengths.py::test_whatever_a_first_step_of_new_sizes_ends_with_the_call_is_planned_by_itself",
+        "tests/families/test_moving.py::test_the_second_memory_has_its_limit_at_all_sizes",
+        "tests/forecast/test_estimate.py::test_nothing_moves_over_a_link_that_is_slower_than_recomputation",
+        "tests/forecast/test_estimate.py::test_what_is_in_the_second_memory_is_limited",
+        "tests/forecast/test_estimate.py::test_what_moves_are_told_to_meet_they_meet_on_what_is_measured",
+        "tests/graph/test_chain.py::test_t5_of_six_layers_has_the_encoder_s_output_and_the_position_biases",
         "tests/graph/test_deep.py::test_modules_nested_as_deep_as_python_runs_them_are_traced",
         "tests/graph/test_model_zoo.py::test_a_graph_without_one_gradient_is_not_that_of_the_model",
         "tests/graph/test_partition.py::test_leaves_run_one_after_another_from_what_they_are_handed",
@@ -92,10 +97,19 @@ LONG = frozenset(
         "tests/module/test_budget.py::test_a_fraction_under_autocast_is_of_a_step_whose_backward_is_outside",
         "tests/module/test_changes.py::test_a_module_planned_under_autocast_wants_it_in_every_call",
         "tests/module/test_compiled.py::test_a_compiled_training_step_leaves_the_backward_of_the_plan_alone",
+        "tests/module/test_inverse.py::test_each_way_through_the_module_is_compared_with_it_once",
+        "tests/module/test_inverse.py::test_only_batches_that_may_be_tried_are",
         "tests/module/test_leaks.py::test_planning_collects_its_own_garbage_and_leaves_frozen_what_was",
         "tests/module/test_offload.py::test_a_module_that_is_gone_leaves_no_file_and_no_thread",
+        "tests/module/test_offload.py::test_measuring_real_links_within_a_first_call_draws_nothing",
+        "tests/module/test_offload_queries.py::test_what_may_be_moved_is_limited_there_too",
         "tests/module/test_options.py::test_queries_take_the_same_record",
+        "tests/nn/test_chunked_logits.py::test_it_may_be_asked_for_by_every_question_and_is_given_back",
+        "tests/observing/test_peak_command.py::test_a_plan_is_told_of_a_model_that_the_script_lets_go",
+        "tests/offload/test_file_tier.py::test_a_file_may_not_grow_beyond_what_the_system_allows",
         "tests/offload/test_file_tier.py::test_ctrl_c_while_it_is_waited_for_leaves_all_usable",
+        "tests/regions/test_choose.py::test_it_moves_data_too",
+        "tests/reports/test_reports.py::test_points_of_memory_against_time_are_plans_of_the_problem",
         "tests/reports/test_reports.py::test_the_same_plan_gives_the_same_bytes",
         "tests/solver/test_auto.py::test_never_slower_than_its_parts",
         "tests/solver/test_bound.py::test_near_the_best_plan_on_real_structures",
@@ -110,10 +124,13 @@ LONG = frozenset(
         "tests/solver/test_rockmate.py::test_too_small_a_budget_names_one_that_works",
         "tests/solver/test_rotor.py::test_a_hundred_blocks_are_quick",
         "tests/solver/test_search.py::test_a_relaxation_that_raises_is_told_once_and_the_search_ends_with_a_valid_plan",
+        "tests/solver/test_transfer_bound.py::test_it_is_near_a_plan_that_was_found_and_the_time_limit_holds",
         "tests/test_first_hour.py::test_no_step_is_begun_without_time_left",
         "tests/test_peers.py::test_decisions_of_a_policy_are_followed_in_order",
         "tests/test_peers.py::test_eager_alone_needs_no_sitting",
+        "tests/test_peers.py::test_models_of_monet_s_table_have_its_batches_and_images",
         "tests/test_peers.py::test_who_is_not_ready_in_time_is_out",
+        "tests/trainers/test_transformers_callback.py::test_the_largest_batch_trains_as_if_it_had_been_given",
     }
 )
 

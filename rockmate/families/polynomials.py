@@ -151,14 +151,20 @@ def _mixtures(points: tuple[Point, ...], size: int) -> tuple[tuple[tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Bytes in whole blocks, as an allocator hands them out: at least as many as there are."""
+    """Bytes in whole blocks, as an allocator hands them out: at least as many as there are.
+
+    Where sizes are padded, few and small blocks are of this form by chance, too. What they are of instead may be
+    larger between the points; `beside` bounds it.
+    """
 
     terms: Polynomial
     block_bytes: int
+    beside: Chords | None = None
 
     def at(self, point: Point) -> int:
         """So many bytes at most."""
-        return -(-self.terms.at(point) // self.block_bytes) * self.block_bytes
+        largest = max(self.terms.at(point), self.beside.at(point) if self.beside else 0)
+        return -(-largest // self.block_bytes) * self.block_bytes
 
     def __str__(self) -> str:
         return f"whole blocks of {self.terms}"
@@ -170,7 +176,7 @@ def bounded(values: tuple[int, ...], points: tuple[Point, ...], block_bytes: int
     Bytes of several storages at once, each in blocks of its own, are none of one formula: they are bounded.
     """
     found = fitted(values, points)
-    if found is not None and (block_bytes == 1 or len(found.terms) == 1):
+    if found is not None and (block_bytes == 1 or (len(found.terms) == 1 and not found.has_padded)):
         return found
     if block_bytes > 1:
         symbols = len(points[0])
@@ -179,7 +185,8 @@ def bounded(values: tuple[int, ...], points: tuple[Point, ...], block_bytes: int
                 works = [_value(monomial, _with_padded(point) if has_padded else point) for point in points]
                 most = min(value // work for value, work in zip(values, works, strict=True))
                 if all(most * work > value - block_bytes for value, work in zip(values, works, strict=True)):
-                    return Blocks(_summed([(monomial, Fraction(most))], has_padded), block_bytes)
+                    beside = Chords(points, values) if has_padded else None
+                    return Blocks(_summed([(monomial, Fraction(most))], has_padded), block_bytes, beside)
     return Chords(points, values, (block_bytes - 1) * _BLOCKS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rockmate.families.aligned import NotAligned, aligned
@@ -90,6 +90,8 @@ def test_arithmetic_is_that_of_the_values():
     st.lists(st.integers(1, 60), min_size=3, max_size=5, unique=True),
     st.integers(1, 90),
 )
+@example([(8, 28, 0)], [1, 15, 35], 25)  # which 5 n padded(n) has at these points, too
+@example([(0, 20, 0)], [1, 20, 35], 30)
 def test_chords_are_above_sums_of_whole_blocks(terms, lengths, length):
     """As an allocator hands them out: each part is rounded up by itself."""
 
