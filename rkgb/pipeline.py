@@ -159,7 +159,8 @@ def with_trained_outputs(
 ) -> DGraph:
     """The same graph with `trained` filled in: the loss runs on an output, to see which tensors get a gradient.
 
-    Single numbers that forward leaves in attributes are losses by themselves, whether or not `backward` knows of them.
+    Single numbers that forward leaves in attributes are losses by themselves, whether or not `backward` knows of them:
+    where it does not, they are `assumed`.
     The tensors that a call of the module on the sample has `returned` may be given: else the graph is run for them.
     """
     doing = f"while the loss ran on the output of {type(model).__name__}, to see what it takes"
@@ -179,10 +180,15 @@ def with_trained_outputs(
         Writing(graph.attributes, model).write(lambda ref: outputs[ref.name], is_ref)  # the loss may read them there
         with torch.enable_grad():
             backward(map_leaves(lambda ref: outputs[ref.name], graph.output, is_ref))
+    reached = {name for name, tensor in outputs.items() if tensor.grad is not None}
+    losses = losses_left(graph)
+    return replace(graph, trained=losses | reached, assumed=losses - reached)
+
+
+def losses_left(graph: DGraph) -> frozenset[str]:
+    """Single numbers that forward leaves in attributes, and that take gradients."""
     left = ref_names([write.value for write in graph.attributes])
-    losses = {name for name in left if graph.values[name].requires_grad and is_a_loss(graph.values[name].shape)}
-    trained = frozenset(losses | {name for name, tensor in outputs.items() if tensor.grad is not None})
-    return replace(graph, trained=trained)
+    return frozenset(name for name in left if graph.values[name].requires_grad and is_a_loss(graph.values[name].shape))
 
 
 def _say_nothing(name: str, done: int, total: int) -> None:

@@ -55,6 +55,7 @@ class DGraph:
     values: dict[str, ValueInfo]  # of every leaf and every node's output
     varying: frozenset[str] = frozenset()  # values whose shape depends on data: `values` has the sample's
     trained: frozenset[str] | None = None  # outputs that the loss hands a gradient to; None: all that take one
+    assumed: frozenset[str] = frozenset()  # of these, losses in attributes that training may as well leave out
     generators: tuple[OwnGenerator, ...] = ()  # those of the user's own that it draws from
     handed: frozenset[str] = frozenset()  # values whose storage the one operation that reads them takes over
     attributes: tuple[AttributeWrite, ...] = ()  # what forward leaves in attributes: tensors of the graph, plain values
@@ -77,13 +78,18 @@ class DGraph:
         """Name of the value that first held the storage of `name`; of one that is `handed`, of who takes it over."""
         return self.values[name].owner
 
-    def storages_with_gradient(self) -> set[str]:
-        """Owners of the storages that the backward of the outputs reaches.
+    @property
+    def surely_trained(self) -> list[str]:
+        """Names of the outputs at which a backward starts in any case: all, where all are assumed to."""
+        return [name for name in self.gradient_outputs if name not in self.assumed] or self.gradient_outputs
+
+    def storages_with_gradient(self, outputs: Iterable[str] | None = None) -> set[str]:
+        """Owners of the storages that the backward of the outputs, or of these, reaches.
 
         What requires a gradient but leads to no output has none.
         """
         values = self.values
-        reached = {values[name].owner for name in self.gradient_outputs}
+        reached = {values[name].owner for name in (self.gradient_outputs if outputs is None else outputs)}
         for node in reversed(self.nodes):
             made = {values[name].owner for name in (*node.output_names, *node.written)}
             if node.grad_enabled and not made.isdisjoint(reached):

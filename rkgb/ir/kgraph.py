@@ -102,12 +102,15 @@ def held_storages(graph: KGraph) -> set[str]:
     """Storages alive to the end of the step whatever the plan: outputs, and what outputs without gradient saved.
 
     No backward comes to the operations that lead to such an output alone: the output's own graph keeps what they saved.
+    One may come to those of a loss that is only assumed: room is for both.
     """
     dgraph = graph.sgraph.dgraph
     held = {dgraph.owner(name) for name in dgraph.output_names}
     staged = {comp.op for comp in graph.backward}
     maker = {name: op for op in dgraph for name in op.output_names}
-    waiting = [name for name in dgraph.output_names if name not in dgraph.gradient_outputs]
+    sure = dgraph.surely_trained
+    reached = dgraph.storages_with_gradient(sure)
+    waiting = [name for name in dgraph.output_names if name not in sure]
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -115,7 +118,8 @@ def held_storages(graph: KGraph) -> set[str]:
             continue
         seen.add(name)
         op = maker[name]
-        if op.name not in staged and op.name in graph.op_profiles:
+        is_sure = op.name in staged and not reached.isdisjoint(dgraph.owner(made) for made in op.output_names)
+        if not is_sure and op.name in graph.op_profiles:
             held |= {saved.source for saved in graph.op_profiles[op.name].saved if saved.kind is not SavedKind.LEAF}
         waiting += op.call.inputs
     return held

@@ -125,7 +125,8 @@ def _in_channels_last(
     basic, graph = trace_like(traced.basic, model, traced.sample, opaque)
     if not measuring:
         return graph, None
-    simplified = d_to_s(replace(graph, trained=traced.graph.dgraph.trained))
+    given = traced.graph.dgraph
+    simplified = d_to_s(replace(graph, trained=given.trained, assumed=given.assumed))
     return graph, measured_graphs(basic, simplified, model, traced.sample, request.progress, known).K_graph
 
 

@@ -226,7 +226,7 @@ class _Alignment:
                     raise NotAligned(name)
             if not _is_same_tree(graph.output, base.output):
                 raise NotAligned("output")
-            if (graph.trained, graph.varying, graph.handed) != (base.trained, base.varying, base.handed):
+            if any(getattr(graph, part) != getattr(base, part) for part in ("trained", "assumed", "varying", "handed")):
                 raise NotAligned("outputs")
             if graph.attributes or base.attributes or graph.varying or len(graph.generators) != len(base.generators):
                 raise NotAligned("attributes, shapes that depend on data, or generators")

@@ -80,7 +80,7 @@ def _is_same_graph(first: DGraph, second: DGraph) -> bool:
     """Whether two graphs are the same but for numbers and constants in the arguments of their operations."""
     if len(first.nodes) != len(second.nodes) or first.values != second.values:
         return False
-    if first.output_names != second.output_names or first.trained != second.trained:
+    if first.output_names != second.output_names or (first.trained, first.assumed) != (second.trained, second.assumed):
         return False
     if [_leaf(leaf) for leaf in first.leaves.values()] != [_leaf(leaf) for leaf in second.leaves.values()]:
         return False

@@ -122,6 +122,7 @@ class Asked(Record, frozen=True):
     opaque: tuple[str, ...] = ()  # paths of submodules whose call is one operation
     gradients: tuple[str, ...] = ()  # parameters whose gradients are there before the step, which adds to them
     trained: tuple[str, ...] | None = None  # outputs that the loss hands a gradient to; None for all that take one
+    assumed: tuple[str, ...] = ()  # of these, losses in attributes that training may as well leave out
     offload: OffloadRecord | None = None  # None where nothing may move
 
 

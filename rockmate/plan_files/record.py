@@ -66,6 +66,7 @@ def plan_file_of(model: torch.nn.Module, measured: Measured, plan: Plan, request
             opaque=request.opaque,
             gradients=tuple(sorted(measured.gradients)),
             trained=_trained(measured.graphs.D_graph),
+            assumed=tuple(sorted(measured.graphs.D_graph.assumed)),
             offload=None if request.tiers is None else _offload(request.tiers.option),
         ),
         graph=graph_record(model, str(measured.pattern), measured.graphs.S_graph),

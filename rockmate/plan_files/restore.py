@@ -33,7 +33,15 @@ from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
 from rockmate.planning.costs import LossCost, LossFunction
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
-from rockmate.planning.measured import Measured, Traced, joined, measure_traced, refuse_without_backward, trace_model
+from rockmate.planning.measured import (
+    Measured,
+    Traced,
+    Trained,
+    joined,
+    measure_traced,
+    refuse_without_backward,
+    trace_model,
+)
 from rockmate.planning.planner import LoweredPlan, make_plan, measured_peak, planned_as, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.units import format_apart, format_bytes
@@ -58,10 +66,9 @@ def restore(
     request = replace(request, opaque=plan_file.asked.opaque, pin=(), scope=plan_file.asked.scope, is_checked=True)
     _refuse_missing_parts(model, plan_file)
     with planning(model):
-        trained = plan_file.asked.trained
-        traced = trace_model(
-            model, sample, request, None if trained is None else frozenset(trained), pinned_as(plan_file)
-        )
+        asked = plan_file.asked
+        trained = None if asked.trained is None else Trained(frozenset(asked.trained), frozenset(asked.assumed))
+        traced = trace_model(model, sample, request, trained, pinned_as(plan_file))
         here = graph_record(model, str(traced.pattern), traced.graph)
         if here.digest != plan_file.graph.digest:
             raise PlanFileMismatch(

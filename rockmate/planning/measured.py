@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
 from rkgb.ir.sample import refuse_devices, refuse_without_data
 from rkgb.passes.d_to_s import run_once
-from rkgb.pipeline import exact_trace, measured_graphs, trace_like, with_trained_outputs
+from rkgb.pipeline import exact_trace, losses_left, measured_graphs, trace_like, with_trained_outputs
 from rkgb.process.autocast import Autocast
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.sizes import SizeQuestion
@@ -106,6 +106,13 @@ class Measured:
         return sum(made[name] for name in self.gradients)
 
 
+class Trained(NamedTuple):
+    """Outputs that the loss hands a gradient to, where that is known before it runs; see `DGraph`."""
+
+    outputs: frozenset[str]
+    assumed: frozenset[str]
+
+
 @dataclass(eq=False, slots=True)
 class Traced:
     """A module traced and checked, and nothing of it measured yet but what its loss takes."""
@@ -141,7 +148,7 @@ def trace_model(
     model: torch.nn.Module,
     sample: Any,
     request: PlanRequest,
-    trained: frozenset[str] | None = None,
+    trained: Trained | None = None,
     pinned: dict[str, str] | None = None,
     sibling: Measured | None = None,
 ) -> Traced:
@@ -366,15 +373,17 @@ def _with_loss(
     model: torch.nn.Module,
     sample: Sample,
     request: PlanRequest,
-    trained: frozenset[str] | None,
+    trained: Trained | None,
     returned: list[torch.Tensor],
 ) -> tuple[DGraph, LossCost | None]:
     """The graph with the outputs that are trained, if that is known, and what the loss takes."""
     request.progress("loss", 0, 1)
     loss, costs = request.loss, list[LossCost]()
     if trained is not None:
-        graph = replace(graph, trained=trained)
-    elif loss is not None:
+        graph = replace(graph, trained=trained.outputs, assumed=trained.assumed)
+    elif loss is None:
+        graph = replace(graph, assumed=losses_left(graph))
+    else:
         graph = with_trained_outputs(
             graph, model, sample, lambda output: costs.append(measure_loss(loss, output)), returned
         )

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rk_solvers import peak_and_time
+from rk_solvers.groups import normalise
 from rkgb import TraceError, make_B, make_sample
 from rkgb.export.json_form import from_json, to_json
 from rkgb.state.attributes import Snapshot, outline
@@ -20,7 +22,7 @@ from rkgb.tree import leaves
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.errors import PlanFileMismatch, ReplanWarning
 from rockmate.planning.real_step import peak_of
-from tests.module.steps import FEW_ROUNDS
+from tests.module.steps import FEW_ROUNDS, measured_for, peak_of_step, runner_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 STEPS = 3
@@ -536,6 +538,58 @@ def test_a_step_that_takes_gradients_through_attributes_is_within_the_budget(lea
             peak_of(planned, make_sample(model, sample), loss, torch.device("cpu")).allocated_bytes
             <= planned.plan.budget_bytes
         )
+
+
+class Regularised(nn.Module):
+    """Leaves a loss in an attribute, which keeps what it is of until the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
+        self.auxiliary = None
+
+    def forward(self, x):
+        h = x
+        for number, layer in enumerate(self.layers):
+            h = torch.tanh(layer(h))
+            if number == 8:
+                self.auxiliary = h.abs().mean()
+        return h
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_what_a_loss_in_an_attribute_saved_is_counted_to_the_end_where_it_may_not_be_trained(with_loss):
+    """It keeps that until the next call, which a later moment of the backward has no room for."""
+    model, sample = Regularised(), torch.randn(ROWS, 64)
+
+    def loss(output):
+        return output.mean()
+
+    measured = measured_for(model, sample, loss if with_loss else None)
+    problem = measured.problem
+    early = range([op.name for op in problem.forward].index("tanh_6") + 1)
+    stage = [op.name for op in problem.backward].index("tanh_6.backward")
+    groups = tuple(tuple(early) if place == stage else () for place in range(len(problem.no_recompute)))
+    recompute = normalise(problem, groups)
+    predicted_bytes, _ = peak_and_time(problem, recompute)
+    found_bytes = {}
+    for is_trained in (False, True):
+        model.zero_grad()
+
+        def whole(output, is_trained=is_trained):
+            return output.mean() + model.auxiliary if is_trained else output.mean()
+
+        found_bytes[is_trained] = peak_of_step(runner_for(measured, model, recompute), (sample,), whole)
+    assert found_bytes[True] < found_bytes[False] == predicted_bytes
+
+
+def test_a_loss_in_an_attribute_that_the_loss_is_seen_to_train_keeps_nothing_after_its_backward():
+    model, sample = Regularised(), torch.randn(ROWS, 64)
+    known, assumed = (
+        Rockmate(model, sample, 1.0, loss=loss, solver="keep-all")
+        for loss in (lambda out: out.mean() + model.auxiliary, lambda out: out.mean())
+    )
+    assert [plan.plan_file().asked.assumed for plan in (known, assumed)] == [(), ("mean_0",)]
 
 
 def test_copies_and_pickles_of_a_planned_module_leave_things_in_their_own_attributes():
