@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -135,26 +136,62 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+class _Kind(Enum):
+    """What an operation does, by its schema."""
+
+    MAKES = auto()  # new tensors, and nothing else
+    WRITES = auto()  # into arguments, of which it returns one or none
+    WRITES_LISTS = auto()  # into each of a list, element by element, as optimizers do
+    OTHER = auto()
+
+
+def _kind_of(function: Any) -> _Kind:
+    schema = function._schema
+    if not DATA_DEPENDENT.isdisjoint(function.tags):
+        return _Kind.OTHER
+    if not any(part.alias_info is not None for part in (*schema.arguments, *schema.returns)):
+        return _Kind.MAKES
+    if not all(part.alias_info is None or part.alias_info.is_write for part in (*schema.arguments, *schema.returns)):
+        return _Kind.OTHER
+    if not schema.returns and schema.name.startswith("aten::_foreach_"):
+        return _Kind.WRITES_LISTS
+    returns_it = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+    return _Kind.WRITES if returns_it and torch.Tag.inplace_view not in function.tags else _Kind.OTHER
+
+
 class Kernels:
     """Calls operations without data, as a machine has them.
 
-    Layers of a model are alike, and PyTorch tells many shapes in Python: what an operation that makes new tensors has
-    told once is told again for arguments like those.
+    Layers of a model are alike, and PyTorch tells many shapes in Python: what an operation that makes new tensors, or
+    writes into its first argument, has told once is told again for arguments like those.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._own = _kernels_of(machine)
         self._told: dict[Any, _Made] = {}
-        self._is_pure: dict[Any, bool] = {}
+        self._written: set[Any] = set()
+        self._kinds: dict[Any, _Kind] = {}
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operation makes. Raises `NotImplementedError` where shapes do not tell it."""
         kernel = self._own.get(function)
         if kernel is not None and any(tensor.is_meta for tensor in tensors_of(args, kwargs)):
             return kernel(*args, **kwargs)
-        key = self._key(function, args, kwargs)
-        if key is None:
+        kind = self._kinds.get(function)
+        if kind is None:
+            kind = self._kinds[function] = _kind_of(function)
+        if kind is _Kind.OTHER or (kind is _Kind.WRITES_LISTS and not _are_alike(args)):
             return function(*args, **kwargs)
+        if kind is _Kind.WRITES_LISTS:
+            return None
+        try:
+            key = function, _outline(args), _outline(tuple(kwargs.items()))
+        except TypeError:
+            return function(*args, **kwargs)
+        return (self._make if kind is _Kind.MAKES else self._write)(key, function, args, kwargs)
+
+    def _make(self, key: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """New tensors."""
         told = self._told.get(key)
         if told is not None:
             is_sequence, tensors = told
@@ -168,18 +205,30 @@ class Kernels:
             self._told[key] = new
         return result
 
-    def _key(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Equal for calls that make the like; None for those that may do more than to make new tensors."""
-        if function not in self._is_pure:
-            schema = function._schema
-            aliases = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
-            self._is_pure[function] = not aliases and DATA_DEPENDENT.isdisjoint(function.tags)
-        if not self._is_pure[function]:
-            return None
-        try:
-            return function, _outline(args), _outline(tuple(kwargs.items()))
-        except TypeError:
-            return None
+    def _write(self, key: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first argument, which is as it was but for its contents."""
+        if key in self._written:
+            return args[0]
+        result = function(*args, **kwargs)
+        if args and result is args[0] and _outline(args) == key[1]:
+            self._written.add(key)
+        return result
+
+
+def _are_alike(args: tuple[Any, ...]) -> bool:
+    """Whether the tensors of all lists have the sizes of those of the first, so that none is stretched or refused."""
+    lists = [given for given in args if isinstance(given, list | tuple) and isinstance(next(iter(given), None), Tensor)]
+    return all(
+        len(given) == len(lists[0])
+        and all(
+            tensor.is_meta
+            and type(tensor) in _PLAIN_TENSORS
+            and tensor.is_floating_point()
+            and tensor.shape == one.shape
+            for one, tensor in zip(lists[0], given, strict=True)
+        )
+        for given in lists
+    )
 
 
 def _outline(item: Any) -> Any:
