@@ -1,4 +1,4 @@
-"""Operations without data are called once for arguments that are alike, and that does what calling them again would."""
+"""Operations without data are called once for arguments that are alike: no more would come of calling them again."""
 
 import pytest
 import torch
