@@ -1,4 +1,4 @@
-"""Which tests run when: `make test` the quick ones, `make test-ci` those of some seconds, too, `make test-all` every one.
+"""Which tests run when: `make test` the quick ones, `make test-ci` those of some seconds, too, `make test-all` all.
 
 A test is quick unless it is marked `ci` or `slow`. Of a test with many sets of parameters, the quick tier and the tier
 of CI run as many as `SETS` says for its file, evenly spread from the first to the last: neighbours are alike.

@@ -47,6 +47,7 @@ from rkgb.state.side_effects import (
     refuse_unregistered,
     refuse_wrappers,
 )
+from rkgb.torch_private.autograd import is_of_an_operator
 from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.modes import dispatch_modes, is_wrapper_subclass, without_dispatch_modes
 from rkgb.torch_private.tracers import IS_TRACING, is_tracing
@@ -93,6 +94,7 @@ class Recorder(DispatchMode):
         self._drawn: set[int] = set()  # of these, those that depend on nothing but the random numbers of the run
         self._modules = {submodule: path for path, submodule in module.named_modules()}
         self._running: list[str] = []  # paths of the modules that are in their forward
+        self._grad_enabled: bool | None = None  # as it is where an operator is called that has turned gradients off
         self.python_reads = False  # while the user's own code reads a number
         # Of what the user's code calls now, tensors of one element: where a number is wanted, they are read.
         self.given_numbers: list[torch.Tensor] = []
@@ -182,7 +184,17 @@ class Recorder(DispatchMode):
         call = Call(function, arguments, keywords)
         if produced and not self._shapes_vary:
             call = without_shape_read(call, produced[0])
-        self.nodes.append(BNode(name, call, pattern, torch.is_grad_enabled(), self.source()))
+        grad_enabled = torch.is_grad_enabled() if self._grad_enabled is None else self._grad_enabled
+        self.nodes.append(BNode(name, call, pattern, grad_enabled, self.source()))
+
+    @contextlib.contextmanager
+    def within_operator(self, grad_enabled: bool) -> Iterator[None]:
+        """Meanwhile an operator is on its way through its derivative, which has turned gradients off."""
+        before, self._grad_enabled = self._grad_enabled, grad_enabled
+        try:
+            yield
+        finally:
+            self._grad_enabled = before
 
     def _append(self, stem: str, call: Call) -> None:
         self.nodes.append(BNode(self._namer.numbered(stem), call, None, False, self.source()))
@@ -395,6 +407,9 @@ def _whole_functions() -> Iterator[None]:
             return args[0](*args[2:])  # its backward recomputes: what to recompute is for the plan to say
         if recorder is None:
             return plain(*args, **kwargs)
+        if is_of_an_operator(cls):  # which is noted itself
+            with recorder.within_operator(torch.is_grad_enabled()):
+                return plain(*args, **kwargs)
         recorder.generators.meet((args, kwargs))
         with without_dispatch_modes(), MeetingGenerators(recorder.generators):
             result = plain(*args, **kwargs)
@@ -410,6 +425,9 @@ def _run_bound(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], gra
     recorder = _recorder()
     if recorder is None:
         return forward(*args)
+    if is_of_an_operator(cls):
+        with recorder.within_operator(grad_enabled):
+            return forward(*args)
     given = given_to(args)
     recorder.generators.meet(given)
     versions = list(map(version_of, given))

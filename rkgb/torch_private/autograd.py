@@ -53,6 +53,17 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 """The class between these two. Up to PyTorch 2.13, `torch.autograd.Function.apply` calls the `apply` of this one."""
 
 
+_OF_OPERATORS = "torch._library.autograd"
+
+
+def is_of_an_operator(cls: Any) -> bool:
+    """Whether a custom function is the derivative of an operator, as `torch.library.register_autograd` makes it.
+
+    It is applied within a call of the operator, with how the dispatcher came there, and goes on from there.
+    """
+    return getattr(cls, "__module__", "") == _OF_OPERATORS
+
+
 def sequence_number(node: Any) -> int:
     """In which order the nodes of a thread were made."""
     return int(node._sequence_nr())
