@@ -687,25 +687,3 @@ def test_who_is_the_only_holder_of_memory_is_seen():
     array = tensor.detach().numpy()
     assert not identity.is_only_holder(tensor)
     del array
-
-
-def test_derivatives_of_operators_are_told_from_other_functions():
-    applied = []
-
-    @torch.library.custom_op("rockmate_private::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    class Other(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient
-
-    twice.register_autograd(lambda ctx, gradient: 2 * gradient)
-    for made in (twice(torch.ones(1, requires_grad=True)), Other.apply(torch.ones(1, requires_grad=True))):
-        applied.append(autograd.is_of_an_operator(made.grad_fn._forward_cls))
-    assert applied == [True, False]

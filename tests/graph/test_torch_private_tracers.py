@@ -1,4 +1,4 @@
-"""What is relied on of tracers' and compilers' private names, as `test_torch_private.py` asks for all others."""
+"""What is relied on of private names of tracers, compilers and operators, as `test_torch_private.py` asks for others."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from rkgb.torch_private import tracers
+from rkgb.torch_private import autograd, tracers
 
 
 class Asks(torch.nn.Module):
@@ -160,3 +160,25 @@ def test_compiled_modules_have_a_class_once_the_compiler_is_there():
     code = "from rkgb.torch_private import tracers; print(tracers.compiler_is_imported(), tracers.compiled_wrappers())"
     alone = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert alone.stdout.split() == ["False", "()"]
+
+
+def test_derivatives_of_operators_are_told_from_other_functions():
+    applied = []
+
+    @torch.library.custom_op("rockmate_private::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    twice.register_autograd(lambda ctx, gradient: 2 * gradient)
+    for made in (twice(torch.ones(1, requires_grad=True)), Other.apply(torch.ones(1, requires_grad=True))):
+        applied.append(autograd.is_of_an_operator(made.grad_fn._forward_cls))
+    assert applied == [True, False]
