@@ -1,4 +1,4 @@
-"""What is relied on of private names of tracers, compilers and operators, as `test_torch_private.py` asks for others."""
+"""What is relied on of private names of tracers and compilers, and of operators: see `test_torch_private.py`."""
 
 import subprocess
 import sys
