@@ -23,7 +23,7 @@ from rkgb.state.generators import OwnGenerator, is_own_generator
 from rkgb.tree import leaves
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.runtime.expressions import Expressions
-from rockmate.runtime.lowering import Program, Segment, Slot, again, dropped_after, may_rest, rests_of
+from rockmate.runtime.lowering import Program, Segment, Slot, again, dropped_after, is_whole, may_rest, rests_of
 from rockmate.runtime.resting import Rests
 from rockmate.runtime.sized import SizedCode
 from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables
@@ -69,7 +69,7 @@ def compile_program(
     repeated = [op for op in dgraph if op.name in program.random_marks and _own_generator(op) is None]
     devices = {str(_device_of(program, op)) for op in repeated}
     profiled = [op for op in dgraph if op.name in program.graph.op_profiles]
-    whole = {op.name for op in profiled if isinstance(op.call.function, OpaqueCall)}
+    whole = {op.name for op in profiled if is_whole(op)}
     tables = StepTables(
         saving={
             op: _saving(program, op, op in whole)
@@ -228,7 +228,9 @@ class _Writer:
             if op.name in self._reads:
                 self._line(indent, f"with step.reads({op.name!r}):")
                 indent += 1
-            if op.name in self.program.slots or op.name in self._saved_resting or op.name in _with_moves(self.program):
+            forgets = op.name in self.program.slots or op.name in self._saved_resting
+            forgets = forgets or op.name in _with_moves(self.program)
+            if forgets:
                 self._line(indent, f"with step.forgets({op.name!r}):")
                 indent += 1
             if not op.grad_enabled:
@@ -238,6 +240,8 @@ class _Writer:
                 self._line(indent, entered)
                 indent += 1
             self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
+            if forgets and is_whole(op):
+                self._line(1, f"step.settle({op.name!r}, {{{self._sources(op)}}})")
             if self._sized is not None and self._sized.is_checked:
                 for name in op.output_names:
                     self._line(1, f"step.check_shape({name!r}, {name})")
@@ -255,6 +259,13 @@ class _Writer:
         if self.program.moves is not None:
             self._move(self.program.moves.at_end)
         self._line(1, f"return ({', '.join(self.expressions.leaves.get(name, name) for name in outputs)},)")
+
+    def _sources(self, op: DNode) -> str:
+        """By the place of what an operation saves of the graph's values: one that has its storage."""
+        at_hand = {self.graph.owner(name): name for name in (*op.inputs, *op.output_names)}
+        saved = enumerate(self.program.graph.op_profiles[op.name].saved)
+        found = {place: at_hand.get(one.source) for place, one in saved if one.kind is SavedKind.DATA}
+        return ", ".join(f"{place}: {name}" for place, name in found.items() if name is not None)
 
     def _watch(self, op: DNode) -> None:
         """Have the step told before the backward of `op`, where something is to be done then."""

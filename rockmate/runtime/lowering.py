@@ -21,6 +21,8 @@ from rkgb.ir.kgraph import held_storages
 from rkgb.ir.opaque import OpaqueCall
 from rkgb.ir.profiles import SavedKind, SavedTensor
 from rkgb.ir.restoration import Restoration
+from rkgb.recording.record import UnderAutocast
+from rkgb.torch_private.operations import OpOverload
 from rockmate.resting.tensor import rested_of
 from rockmate.runtime.moves import Moves, moves_of
 from rockmate.runtime.resting import Placed, Rests, backward_of
@@ -336,10 +338,19 @@ def again(op: DNode, segment: int) -> str:
     return f"{op.name} in {segment}"
 
 
+def is_whole(op: DNode) -> bool:
+    """Whether code that is not PyTorch's own decides in each call what is saved for the backward of an operation."""
+    function = op.call.function
+    if isinstance(function, OpaqueCall | UnderAutocast):
+        return True
+    if isinstance(function, OpOverload):
+        return function.namespace not in ("aten", "prims")
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
 def may_rest(graph: KGraph) -> list[str]:
     """Names of the parameters of `graph` whose reads and saved tensors are all in our hands."""
     dgraph = graph.sgraph.dgraph
-    opaque = {
-        dgraph.owner(name) for op in dgraph.nodes if isinstance(op.call.function, OpaqueCall) for name in op.inputs
-    }
-    return [name for name, leaf in dgraph.leaves.items() if leaf.kind is LeafKind.PARAMETER and name not in opaque]
+    elsewhere = {dgraph.owner(name) for op in dgraph.nodes if is_whole(op) for name in op.inputs}
+    return [name for name, leaf in dgraph.leaves.items() if leaf.kind is LeafKind.PARAMETER and name not in elsewhere]

@@ -128,7 +128,7 @@ class MovingStep(Step):
     def accept(self, op: str, handles: list[Handle]) -> None:
         """Note who holds what may move."""
         super().accept(op, handles)
-        if handles:
+        if handles:  # not called for those that `settle` keeps
             for place, name in self._moves.places.get(op, {}).items():
                 self._holders.setdefault(name, []).append((ref(handles[place]), None))
 

@@ -27,6 +27,7 @@ from rkgb.process.surroundings import hooks_allowed
 from rkgb.process.turns import STREAMS
 from rkgb.process.uncompiled import never_compiled
 from rkgb.state.module_state import never_unpacked
+from rkgb.torch_private.asked import nobody_asked
 from rkgb.torch_private.autograd import (
     graph_is_kept,
     pop_saved_hooks,
@@ -36,11 +37,12 @@ from rkgb.torch_private.autograd import (
     top_saved_hooks,
 )
 from rkgb.torch_private.flags import autocast_is_on
+from rkgb.torch_private.identity import storage_key
 from rockmate.errors import PlanMismatch, SizeMismatch
 from rockmate.resting.tensor import rested_of
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.resting import LeavesOfStep, modified
-from rockmate.runtime.tables import ForgottenTensor, SegmentCode, StepTables, saved_key
+from rockmate.runtime.tables import ForgottenTensor, SavingOp, SegmentCode, StepTables, saved_key
 from rockmate.runtime.tables import Handle as Handle
 
 
@@ -91,6 +93,7 @@ class Step:
 
     __slots__ = (
         "__weakref__",
+        "_awaiting",
         "_handles",
         "_leaves",
         "_ran",
@@ -121,6 +124,7 @@ class Step:
         self._versions: dict[str, int] = {}  # of inputs and outputs that are kept
         # Weak: the autograd graph owns the handles, and frees each one with the node that saved it.
         self._handles: dict[str, dict[int, ref[Handle]]] = {}
+        self._awaiting: dict[str, tuple[list[Handle], list[torch.Tensor]]] = {}  # see `settle`
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -171,6 +175,40 @@ class Step:
                 "module goes another way than in calls of other sizes."
             )
 
+    def packed(self, op: str, handles: list[Handle], given: list[torch.Tensor]) -> None:
+        """Take what `op` has packed, and what it `was given` within hooks of the user's."""
+        if self._tables.saving[op].is_whole:
+            self._awaiting[op] = list(handles), list(given)
+            return
+        self.accept(op, handles)
+        if given:
+            self.hand_on(op, handles, given)
+
+    def settle(self, op: str, sources: dict[int, torch.Tensor]) -> None:
+        """Accept what an operation of the user's code has packed, or keep all that is not as planned.
+
+        Such code may go another way in each call, and save other tensors then. Those in a storage of the graph's must
+        be in that of these `sources`, by place: from there they would be had again.
+        """
+        handles, given = self._awaiting.pop(op)
+        saving = self._tables.saving[op]
+        if handles and not self._is_as_planned(saving, handles, sources):
+            self._handles[op] = {}
+            self._tables.tell_of_others(op)
+        else:
+            self.accept(op, handles)
+        if given:
+            self.hand_on(op, handles, given)
+
+    @staticmethod
+    def _is_as_planned(saving: SavingOp, handles: list[Handle], sources: dict[int, torch.Tensor]) -> bool:
+        if len(handles) != saving.saved_count:
+            return False
+        if not all(_is_at(handles[place].value, forgotten) for place, forgotten in saving.forgotten.items()):
+            return False
+        with nobody_asked():
+            return all(_is_in(handles[place].value, source) for place, source in sources.items())
+
     def accept(self, op: str, handles: list[Handle]) -> None:
         """Take over what `op` packed: forget what the plan forgets."""
         if not handles:
@@ -188,12 +226,8 @@ class Step:
         references = self._handles[op] = {}
         for index, forgotten in saving.forgotten.items():
             handle = handles[index]
-            if (saving.is_whole or saving.is_checked) and not _is_at(handle.value, forgotten):
-                raise PlanMismatch(
-                    f"%{op} saved another tensor for its backward than when it was planned: the submodule runs other "
-                    "code now, such as what torch.compile made for other shapes. Plan the module again, or compile it "
-                    "with dynamic=False."
-                )
+            if saving.is_checked and not _is_at(handle.value, forgotten):
+                raise PlanMismatch(f"%{op} saved another tensor for its backward than in calls of other sizes.")
             handle.value = None
             handle.step = self
             handle.segment = forgotten.segment
@@ -209,7 +243,7 @@ class Step:
     def hand_on(self, op: str, handles: list[Handle], tensors: list[torch.Tensor]) -> None:
         """Let the user's hooks pack those of the `tensors` saved by `op` that are kept."""
         assert self.hooks is not None
-        forgotten = self._tables.saving[op].forgotten
+        forgotten = self._handles[op]
         for index, (handle, tensor) in enumerate(zip(handles, tensors, strict=True)):
             if index not in forgotten:
                 handle.packed = self.hooks.pack(tensor)
@@ -345,15 +379,22 @@ class Step:
 
     def fill(self, op: str, index: int, value: torch.Tensor) -> None:
         """Give a forgotten tensor back."""
-        handle = self._handles[op][index]()
-        if handle is not None:  # else its node has run already, or was never reached
+        handle = self._forgotten(op, index)
+        if handle is not None:
             handle.value = value
             handle.version = value._version
+
+    def _forgotten(self, op: str, index: int) -> Handle | None:
+        """Who waits for it; None where its node has run already or was never reached, or where `settle` has kept it."""
+        found = self._handles[op].get(index)
+        return None if found is None else found()
 
     def captures(self, op: str) -> _Capturing:
         """Context in which `op` is repeated for the sake of what autograd saves for it."""
         saving = self._tables.saving.get(op)
-        return _Capturing(op, saving.saved_count if saving is not None and saving.is_whole else None)
+        if saving is None or not saving.is_whole:
+            return _Capturing(op, None)
+        return _Capturing(op, saving.saved_count, is_wanted=bool(self._handles.get(op)))
 
 
 class _Leaf:
@@ -387,6 +428,10 @@ def _is_at(value: torch.Tensor | None, place: ForgottenTensor) -> bool:
     return (value.shape, value.stride(), value.storage_offset()) == (place.size, place.stride, place.offset)
 
 
+def _is_in(value: torch.Tensor | None, source: torch.Tensor) -> bool:
+    return value is not None and storage_key(value) == storage_key(source)
+
+
 class _Forgetting:
     """Packs handles instead of tensors while one operation runs."""
 
@@ -412,9 +457,7 @@ class _Forgetting:
         pop_saved_hooks()
         try:
             if error is None:
-                self._step.accept(self._op, self._handles)
-                if self._given:
-                    self._step.hand_on(self._op, self._handles, self._given)
+                self._step.packed(self._op, self._handles, self._given)
         finally:
             self._handles.clear()
             self._given.clear()
@@ -444,10 +487,11 @@ def _note(saved: list[torch.Tensor], tensor: torch.Tensor) -> None:
 class _Capturing:
     """Records what autograd would save, in packing order, and builds a graph that holds nothing."""
 
-    __slots__ = ("_expected", "_grad", "_hooks", "_op", "_saved")
+    __slots__ = ("_expected", "_grad", "_hooks", "_is_wanted", "_op", "_saved")
 
-    def __init__(self, op: str, expected: int | None) -> None:
+    def __init__(self, op: str, expected: int | None, is_wanted: bool = True) -> None:
         self._op = op
+        self._is_wanted = is_wanted  # else what the forward saved was kept
         self._expected = expected  # how many tensors it is to save, where that may change
         saved: list[torch.Tensor] = []
         self._saved = saved
@@ -464,8 +508,13 @@ class _Capturing:
     ) -> None:
         self._hooks.__exit__(kind, error, traceback)
         self._grad.__exit__(kind, error, traceback)
-        saved, self._saved = len(self._saved), []
-        if error is None and self._expected not in (None, saved):
+        found, self._saved = self._saved, []
+        saved = len(found)
+        if not self._is_wanted and self._expected is not None:
+            found += [torch.empty(0, device="cpu")] * (
+                self._expected - saved
+            )  # each place is read, and nobody takes it
+        elif error is None and self._expected not in (None, saved):
             raise PlanMismatch(
                 f"%{self._op} saved {saved} tensors for its backward when it was recomputed, but {self._expected} when "
                 "it was planned: the submodule runs other code now. Plan the module again."

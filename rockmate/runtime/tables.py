@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from rkgb.devices.out_of_memory import is_out_of_memory
+from rockmate.errors import ReplanWarning
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
 Unpack = tuple[Callable[..., Any], tuple[str, ...]]  # what makes values again, and keys of what is kept for it
@@ -66,7 +68,7 @@ class SavingOp:
     saved_count: int
     forgotten: dict[int, ForgottenTensor]  # by packing order
     kept: tuple[int, ...] = ()  # places of what is kept for a way to have its outputs again
-    is_whole: bool = False  # the call of a submodule, which may come to run other code: compiled once more
+    is_whole: bool = False  # code of the user's, or compiled, which may save something else in each call
     is_checked: bool = False  # the first call of its sizes: what is forgotten is looked at, too
     unread: frozenset[int] = field(init=False)  # places of forgotten tensors at which no step looks
 
@@ -89,6 +91,7 @@ class StepTables:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by value: as code that checks it has it
     # Told where memory runs out in a step; what that raises is the user's.
     on_lack: Callable[[BaseException], None] | None = None
+    told: set[str] = field(default_factory=set)  # operations of which `tell_of_others` has told
     makers: dict[str, int] = field(init=False)  # by key of a kept value: the segment that stores it
     takers: dict[str, frozenset[int]] = field(init=False)  # by key of what is kept: the segments that read it
     repeaters: dict[str, frozenset[int]] = field(init=False)  # by random operation: the segments that repeat it
@@ -97,6 +100,18 @@ class StepTables:
         self.makers = {key: index for index, code in reversed(list(enumerate(self.segments))) for key in code.makes}
         self.takers = _by_name([code.takes for code in self.segments])
         self.repeaters = _by_name([code.repeats for code in self.segments])
+
+    def tell_of_others(self, op: str) -> None:
+        """Warn, once, that an operation has saved something else than when it was planned."""
+        if op not in self.told:
+            self.told.add(op)
+            warnings.warn(
+                f"%{op} saves other tensors for its backward in some calls than when it was planned: these calls keep "
+                "what it saves, and may take more than the budget. They are as eager's. It goes another way by its own "
+                "state or data, or torch.compile has compiled it once more.",
+                ReplanWarning,
+                stacklevel=2,
+            )
 
     def tell_of_lack(self, error: BaseException) -> None:
         """Of an error in a step, if it is that memory ran out."""
