@@ -18,6 +18,7 @@ from rkgb.state.attributes import attributes_of
 from rkgb.state.generators import OwnGenerator, generators_for
 from rkgb.state.other_random import other_random_states_kept
 from rkgb.state.side_effects import attributes_kept
+from rkgb.torch_private.autograd import set_versions
 
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
@@ -109,6 +110,22 @@ def _tensors_kept(module: torch.nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+class BufferValues:
+    """What buffers hold, to be given back: a graph that has saved one finds it as it was, at the same version."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._values = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._counted = tuple(buffer for buffer, _ in self._values if not buffer.is_inference())
+        self._versions = tuple(buffer._version for buffer in self._counted)
+
+    def give_back(self) -> None:
+        """Let all of them hold what they held."""
+        with torch.no_grad():
+            for buffer, value in self._values:
+                buffer.copy_(value)
+        set_versions(self._counted, self._versions)
+
+
 @contextlib.contextmanager
 def _places_kept(module: torch.nn.Module) -> Iterator[None]:
     """Give back which buffers and parameters there are, the buffers' values and gradients, and what requires them."""
@@ -119,7 +136,8 @@ def _places_kept(module: torch.nn.Module) -> Iterator[None]:
         (held, dict(held)) for part in plain for held in (part._parameters, part._buffers, part._modules)
     ]
     unsaved = [(part._non_persistent_buffers_set, set(part._non_persistent_buffers_set)) for part in plain]
-    buffers = [(buffer, buffer.detach().clone(), buffer.grad) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.grad) for buffer in module.buffers()]
+    values = BufferValues(buffer for buffer, _ in buffers)
     flags = [(t, t.requires_grad) for t in (*module.parameters(), *module.buffers()) if t.is_leaf]
     try:
         yield
@@ -131,13 +149,11 @@ def _places_kept(module: torch.nn.Module) -> Iterator[None]:
         for names, earlier in unsaved:
             names.clear()
             names.update(earlier)
-        with torch.no_grad():
-            for buffer, value, _ in buffers:
-                buffer.copy_(value)
+        values.give_back()
         for tensor, flag in flags:
             if tensor.requires_grad is not flag and tensor.is_leaf:
                 tensor.requires_grad_(flag)
-        for buffer, _, gradient in buffers:
+        for buffer, gradient in buffers:
             if buffer.is_leaf and buffer.grad is not gradient:
                 buffer.grad = gradient
 

@@ -36,6 +36,12 @@ allow_saved_hooks: Callable[[], None] = _C._autograd._saved_tensors_hooks_enable
 forbid_saved_hooks: Callable[[str], None] = _C._autograd._saved_tensors_hooks_disable
 """Forbid them with this message."""
 
+# ---- versions ------------------------------------------------------------------------------------------------
+# Each write into a tensor counts one up, and a backward refuses what was saved of another version.
+
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _C._autograd._unsafe_set_version_counter
+"""Let tensors have these versions: for who has put back what they held then. Public is nothing that does."""
+
 # ---- the backward that runs ----------------------------------------------------------------------------------
 
 running_backward: Callable[[], int] = _C._current_graph_task_id

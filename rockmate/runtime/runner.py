@@ -19,7 +19,7 @@ from rkgb.process.surroundings import hooks_allowed
 from rkgb.recording.guard import Guard
 from rkgb.state.attributes import AttributeGone, Snapshot, Writing
 from rkgb.state.generators import generators_for
-from rkgb.state.module_state import random_states
+from rkgb.state.module_state import BufferValues, random_states
 from rkgb.torch_private.autograd import saved_hooks_are_allowed
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch, SizeMismatch
@@ -150,7 +150,7 @@ class Runner:
         held = [Snapshot(submodule.named_modules()) for submodule in opaque]
         streams = random_states(self._devices)
         streams += [(one, one.get_state()) for one in generators_for(self._module, self._graph.generators)]
-        buffers = [(self._module.get_buffer(path), self._module.get_buffer(path).clone()) for path in self._written]
+        buffers = BufferValues(self._module.get_buffer(path) for path in self._written)
         try:
             yield
         except Exception as error:
@@ -160,9 +160,7 @@ class Runner:
                 before.restore()
             for generator, state in streams:
                 generator.set_state(state)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            buffers.give_back()
             if isinstance(error, GuardError):
                 raise
             told = f"{type(error).__name__}: {error}"

@@ -162,6 +162,16 @@ def test_compiled_modules_have_a_class_once_the_compiler_is_there():
     assert alone.stdout.split() == ["False", "()"]
 
 
+def test_versions_may_be_put_back():
+    tensor = torch.ones(2)
+    made = tensor * torch.ones(2, requires_grad=True)  # which saves it
+    before = tensor._version
+    tensor.add_(1).sub_(1)
+    autograd.set_versions((tensor,), (before,))
+    made.sum().backward()
+    assert tensor._version == before
+
+
 def test_derivatives_of_operators_are_told_from_other_functions():
     applied = []
 
