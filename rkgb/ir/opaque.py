@@ -16,6 +16,7 @@ import torch
 from rkgb.errors import GuardError, TraceError
 from rkgb.process.autocast import Autocast
 from rkgb.state.module_state import nothing_packed
+from rkgb.torch_private.identity import storage_key
 from rkgb.torch_private.tracers import compiled_wrappers, compiler_is_imported
 from rkgb.tree import attributes_of, is_tensor, leaves, map_leaves
 
@@ -86,7 +87,17 @@ class OpaqueCall:
 
     def _parts(self, args: Any, kwargs: Any) -> Any:
         with self.autocast.entered():
-            return self.parts(self.submodule(*args, **kwargs))
+            return self.parts(self.apart((args, kwargs), self.submodule(*args, **kwargs)))
+
+    def apart(self, arguments: Any, output: Any) -> Any:
+        """The output with a copy of each tensor that is in the storage of an argument.
+
+        A layer that is left out at random returns its input in some calls: what reads the one is not to read the other
+        where it does not, and neither has the other's memory. What it has written into and returns stays.
+        """
+        given = enumerate(leaves(arguments))
+        storages = {storage_key(tensor) for place, tensor in given if place not in self.traits.written}
+        return map_leaves(lambda tensor: tensor.clone() if storage_key(tensor) in storages else tensor, output)
 
     def parts(self, output: Any) -> Any:
         """What the operation gives of an output of the submodule: its one tensor, or a list of its tensors."""

@@ -27,6 +27,7 @@ def recorded_call(
     place = str(recorder.source())
     with untraced():
         function, output = call_and_examine(path, submodule, Sample(args, kwargs), place, recorder.generators)
+        output = function.apart((args, kwargs), output)
     recorder.note_opaque(path, function, (args, kwargs, held_by(submodule)), function.parts(output))
     return output
 

@@ -61,7 +61,7 @@ class JitCalls:
             raise TraceError(f"torch.jit.trace comes to submodule {path!r} on another way than when it was recorded.")
         tensors = leaves((*arguments, held))
         with untraced():
-            output = Sample(args, kwargs).call(submodule)
+            output = function.apart((args, kwargs), Sample(args, kwargs).call(submodule))
             outputs = leaves(function.parts(output))
         if not outputs:
             raise TraceError(f"submodule {path!r} gives no tensor: torch.jit.trace has no place for its call.")

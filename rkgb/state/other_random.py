@@ -22,15 +22,29 @@ def other_random_states() -> dict[str, Any]:
     return {_PYTHON: random.getstate(), _NUMPY: comparable(np.random.get_state())}
 
 
+class OtherRandomStates:
+    """The states of the streams of the process, and of these `streams` that are objects, to be given back."""
+
+    def __init__(self, streams: Iterable[Any] = ()) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._streams = [(stream, state_of(stream)) for stream in streams]
+
+    def give_back(self) -> None:
+        """Put all of them into the states that they had."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        for stream, state in self._streams:
+            set_state(stream, state)
+
+
 @contextlib.contextmanager
 def other_random_states_kept() -> Iterator[None]:
     """Give the streams of the process back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
+    states = OtherRandomStates()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        states.give_back()
 
 
 # ---- streams that are objects ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rkgb.recording.guard import Guard
 from rkgb.state.attributes import AttributeGone, Snapshot, Writing
 from rkgb.state.generators import generators_for
 from rkgb.state.module_state import BufferValues, random_states
+from rkgb.state.other_random import OtherRandomStates
 from rkgb.torch_private.autograd import saved_hooks_are_allowed
 from rkgb.tree import map_leaves
 from rockmate.errors import InputMismatch, PlanMismatch, SizeMismatch
@@ -148,21 +149,29 @@ class Runner:
         """Where a guard refuses the data, streams, buffers and attributes are as if the call had not been made."""
         opaque = [self._module.get_submodule(path) for path in self._opaque]  # of others, nothing is written before
         held = [Snapshot(submodule.named_modules()) for submodule in opaque]
+        others = None
+        if opaque:  # which alone draw from them
+            others = OtherRandomStates(stream for before in held for _, stream in before.streams().values())
         streams = random_states(self._devices)
         streams += [(one, one.get_state()) for one in generators_for(self._module, self._graph.generators)]
         buffers = BufferValues(self._module.get_buffer(path) for path in self._written)
         try:
             yield
         except Exception as error:
-            if not isinstance(error, GuardError) and (not self._may_be_refused or is_out_of_memory(error)):
+            is_refusal = isinstance(error, GuardError | PlanMismatch)
+            if not is_refusal and (not self._may_be_refused or is_out_of_memory(error)):
                 raise
             for before in held:
                 before.restore()
             for generator, state in streams:
                 generator.set_state(state)
             buffers.give_back()
+            if others is not None:
+                others.give_back()
             if isinstance(error, GuardError):
                 raise
+            if isinstance(error, PlanMismatch):  # something of which nothing is known has handed on other tensors
+                raise GuardError(str(error)) from error
             told = f"{type(error).__name__}: {error}"
             raise SizeMismatch(f"the code does not hold for calls of such sizes: {told}") from error
 

@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 
+from rkgb.errors import GuardError
 from rkgb.process.autocast import without_autocast
 from rkgb.process.surroundings import hooks_allowed
 from rkgb.process.turns import STREAMS
@@ -175,6 +176,17 @@ class Step:
                 "module goes another way than in calls of other sizes."
             )
 
+    def check_gradient(self, name: str, value: torch.Tensor, takes_one: bool) -> None:
+        """Raise `GuardError` where what code of the user's has made takes a gradient and took none when it was planned.
+
+        Or the other way round. What follows would save other tensors, or a backward would come where none was planned.
+        """
+        if torch.is_grad_enabled() and value.requires_grad is not takes_one:
+            raise GuardError(
+                f"%{name} requires {'a gradient' if value.requires_grad else 'no gradient'} in this call, and did "
+                f"{'not ' if value.requires_grad else ''}when the module was planned."
+            )
+
     def packed(self, op: str, handles: list[Handle], given: list[torch.Tensor]) -> None:
         """Take what `op` has packed, and what it `was given` within hooks of the user's."""
         if self._tables.saving[op].is_whole:
@@ -217,7 +229,7 @@ class Step:
         if len(handles) != saving.saved_count:
             raise PlanMismatch(
                 f"%{op} saved {len(handles)} tensors for its backward, but {saving.saved_count} when it was planned: "
-                "requires_grad flags have changed since. Plan the module again."
+                "what it reads requires a gradient where that did not, or none where that did. Plan the module again."
             )
         for place in saving.kept:
             value = handles[place].value
