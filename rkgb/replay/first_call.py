@@ -51,7 +51,8 @@ class FirstCall:
 
     module: torch.nn.Module
     sample: Sample
-    is_structure: bool = False  # there are other buffers, or others that require gradients, so that no plan could hold
+    # There are other buffers, or of other sizes, or others that require gradients, so that no plan could hold.
+    is_structure: bool = False
     is_still: bool = False  # calls leave the module as it was, as far as can be seen of it
     made: list[str] = field(default_factory=list)  # in words; empty where calls are alike
     always_written: frozenset[torch.nn.Parameter] = frozenset()  # parameters that later calls write as well
@@ -204,7 +205,8 @@ class _State:
             for kind, registered in (("parameter", part._parameters), ("buffer", part._buffers)):
                 for name, tensor in registered.items():
                     words = f"{kind} {dot + name!r}"
-                    self.structure[words] = None if tensor is None else (tensor.requires_grad, tensor.dtype)
+                    facts = None if tensor is None else (tensor.requires_grad, tensor.dtype, tuple(tensor.shape))
+                    self.structure[words] = facts
                     if kind == "buffer" and tensor is not None:
                         self.values[f"the value of {words}"] = digest(tensor.detach())
             for name, value in attributes_of(part).items():

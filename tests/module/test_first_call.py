@@ -408,3 +408,33 @@ def test_a_flag_that_decides_more_than_hooks_is_written():
     assert all(
         torch.equal(one, other) for one, other in zip(steps(eager, batches), steps(planned, batches), strict=True)
     )
+
+
+class Growing(nn.Module):
+    """Keeps a table for the longest rows so far, as rotary embeddings do."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.first, self.last, self.persistent = nn.Linear(16, 16), nn.Linear(16, 16), persistent
+
+    def forward(self, x):
+        length = x.shape[1]
+        if not hasattr(self, "table") or len(self.table) < length:
+            self.register_buffer("table", torch.arange(length)[:, None] * 0.01, persistent=self.persistent)
+        return torch.tanh(self.last(torch.tanh(self.first(x) + self.table[:length])))
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.errors.ReplanWarning")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_grows_with_the_longest_rows_is_that_of_eager_training(persistent):
+    model = Growing(persistent)
+    eager = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(8, 12, 16), 1.0, loss=lambda output: output.square().mean())
+    for length in (12, 9, 15, 15, 12, 20, 10, 20):
+        batch = torch.randn(8, length, 16)
+        for one in (planned, eager):
+            one.zero_grad()
+            one(batch).square().mean().backward()
+        assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in eager.parameters())))
+        assert torch.equal(model.table, eager.table)
+    assert planned.state_dict().keys() == eager.state_dict().keys()
