@@ -40,8 +40,8 @@ from tests.module.models import built
 
 QUICK = [1, 2, 3, 5, 7, 9]  # of a second or two each
 MANY = range(100, 400)
-# Which have shown what was wrong: layers left out at random, buffers that grow, other tensors saved in some calls, plans
-# made between a forward and its backward.
+# Which have shown what was wrong: layers left out at random, buffers that grow, other tensors saved in some calls,
+# plans made between a forward and its backward.
 FOUND = (1319, 40530, 48343, 60381, 63432, 74820, 75727, 80167)
 
 UNPLANNED = re.compile(r"runs? without a plan|is one operation|by itself|above the budget")
