@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rkgb.errors import RockmateError
-from rkgb.state.other_random import is_stream, methods_of, streams_named_by
+from rkgb.state.other_random import enclosed_by, is_stream, methods_of, streams_named_by
 from rkgb.tree import attributes_of as held_by_object
 from rkgb.tree import is_tensor, leaves, map_leaves
 
@@ -82,6 +82,38 @@ class AttributeWrite:
 
 
 # ---- what modules hold -------------------------------------------------------------------------------------
+
+
+def enclosed_in(module: torch.nn.Module) -> list[Any]:
+    """What functions that `module` holds have in their closures: copies of the module share it."""
+    held = Snapshot(module.named_modules()).held.values()
+    contents = (one.content.values() if isinstance(one.content, dict) else one.content for one in held)
+    functions = {value for content in contents for value in content if isinstance(value, types.FunctionType)}
+    return [value for function in functions for value in enclosed_by(function)]
+
+
+def encloses_parts_of(copied: torch.nn.Module, original: torch.nn.Module) -> bool:
+    """Whether a function that `copied` holds has a part of `original` in its closure that is no part of `copied`."""
+    mine, others = (
+        {id(part) for part in (*one.modules(), *one.parameters(), *one.buffers())} for one in (copied, original)
+    )
+    return not others <= mine and any(id(value) in others - mine for value in enclosed_in(copied))
+
+
+@contextlib.contextmanager
+def gradients_elsewhere_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Give back the gradients of parameters that are none of the module's, but that its functions enclose."""
+    enclosed = enclosed_in(module)
+    tensors = [value for value in enclosed if is_tensor(value) and value.is_leaf]
+    tensors += [one for value in enclosed if isinstance(value, torch.nn.Module) for one in value.parameters()]
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
 
 
 @dataclass(slots=True)

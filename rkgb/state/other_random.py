@@ -90,6 +90,13 @@ def methods_of(modules: Iterable[torch.nn.Module]) -> list[types.FunctionType]:
     return [method for kind in own for method in vars(kind).values() if isinstance(method, types.FunctionType)]
 
 
+def enclosed_by(function: types.FunctionType) -> Iterator[Any]:
+    """What a function has in its closure."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            yield cell.cell_contents
+
+
 def streams_named_by(functions: Iterable[types.FunctionType]) -> dict[int, tuple[str, Any]]:
     """Streams that these have in their closures or name as globals: names and streams by identity."""
     named = [pair for function in dict.fromkeys(functions) for pair in _named_by(function)]

@@ -18,6 +18,7 @@ from rkgb.process.surroundings import profiler_is_taken, profiler_looked_for
 from rkgb.process.turns import TURNS, TurnsOf
 from rkgb.profile.measure import MeasuredBlocks
 from rkgb.replay.first_call import FirstCall, is_lazy_module, left_as_it_was
+from rkgb.state.attributes import encloses_parts_of
 from rkgb.state.module_state import for_planning
 from rockmate.calls.by_itself import ByItself, SettledCalls, first_clause, reason_of, without_frames
 from rockmate.calls.by_size import PlansBySize
@@ -124,9 +125,9 @@ class Specializations:
         twin._first_makes, twin._share = self._first_makes, self._share
         twin._was_planned = self._was_planned
         twin.fallbacks = FallbackCounts(self.fallbacks.records)
-        pairs = list[tuple[Specialization, Specialization]]()
+        pairs, enclosed = list[tuple[Specialization, Specialization]](), encloses_parts_of(model, self._model)
         for member in reversed(self.members):
-            if member.measured.settings.have_tensors and model is not self._model:  # of these, a copy has others
+            if model is not self._model and (enclosed or member.measured.settings.have_tensors):  # bound to others
                 twin._given.decisions.insert(0, (member.measured.pattern, member.decisions))
             else:
                 other = Specialization(model, member.measured, member.planned, uses=member.uses, ahead=member.ahead)

@@ -18,7 +18,7 @@ from rkgb.devices.registry import device_of
 from rkgb.process.autocast import without_autocast
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.profile.block_run import FreshGradients
-from rkgb.state.attributes import FreshTensors, is_a_loss
+from rkgb.state.attributes import FreshTensors, gradients_elsewhere_kept, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_state_kept
 from rkgb.tree import leaves
@@ -221,7 +221,7 @@ def own_step_bytes(
 
     step.original = model  # type: ignore[attr-defined]  # whose attributes may be losses
     met = GeneratorsMet(model)
-    with surroundings_aside(), for_planning(model), met.given_back():
+    with surroundings_aside(), for_planning(model), met.given_back(), gradients_elsewhere_kept(model):
         with MeetingGenerators(met), module_state_kept(model, {device}), torch.no_grad():
             sample.copy().call(model)  # which generators of the user's own there are
         borrow = partial(module_state_kept, model, {device}, met.found)

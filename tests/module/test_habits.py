@@ -15,6 +15,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,8 +92,12 @@ def drawn(seed: int) -> Case:
 
 
 def draws(left: dict[str, Any], seed: int) -> bool:
-    """Whether an event that leaves this has drawn random numbers of PyTorch's."""
+    """Whether an event that leaves this has drawn random numbers of PyTorch's, of Python's or of NumPy's."""
     seed_streams(seed)
+    if left["Python's random stream"] != random.getstate():
+        return True
+    if left["NumPy's random stream"] != np.random.get_state()[1].tolist():
+        return True
     return not torch.equal(left["random stream"], torch.get_rng_state())
 
 

@@ -331,3 +331,36 @@ def test_outputs_keep_their_type_when_it_is_planned_with_the_first_batch():
     assert type(output) is Result
     assert list(output.hidden) == ["last"]
     output.loss.backward()
+
+
+class Enclosing(nn.Module):
+    """Calls its layer through a closure, which copies of it share: they go on with the layer of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.function = lambda h: self.layer(h)
+
+    def forward(self, x):
+        return torch.tanh(self.last(torch.tanh(self.function(x))))
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.errors.ReplanWarning")
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_has_in_its_closures_what_eager_s_has(copied):
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Enclosing()
+        twin = copied(Rockmate(model, torch.randn(4, 8), 1.0) if planned else model)
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            twin(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+        tensors = [*twin.parameters(), *model.parameters()]
+        found.append([(tensor.detach().clone(), tensor.grad) for tensor in tensors])
+    for (one, its), (other, others) in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert (its is None and others is None) or torch.equal(its, others)
