@@ -90,11 +90,13 @@ class OpaqueCall:
             return self.parts(self.apart((args, kwargs), self.submodule(*args, **kwargs)))
 
     def apart(self, arguments: Any, output: Any) -> Any:
-        """The output with a copy of each tensor that is in the storage of an argument.
+        """The output of what may go another way in each call, with a copy of each tensor in the storage of an argument.
 
         A layer that is left out at random returns its input in some calls: what reads the one is not to read the other
         where it does not, and neither has the other's memory. What it has written into and returns stays.
         """
+        if not self.traits.keep_reason:
+            return output
         given = enumerate(leaves(arguments))
         storages = {storage_key(tensor) for place, tensor in given if place not in self.traits.written}
         return map_leaves(lambda tensor: tensor.clone() if storage_key(tensor) in storages else tensor, output)
