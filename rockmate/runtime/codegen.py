@@ -242,7 +242,7 @@ class _Writer:
             self._line(indent, self._assignment(op, self.expressions.call(op, repeated=False, tracked=False)))
             if forgets and is_whole(op):
                 self._line(1, f"step.settle({op.name!r}, {{{self._sources(op)}}})")
-            if isinstance(op.call.function, OpaqueCall) and op.grad_enabled:
+            if is_whole(op) and op.grad_enabled:
                 for name in op.output_names:
                     self._line(1, f"step.check_gradient({name!r}, {name}, {self.graph.values[name].requires_grad})")
             if self._sized is not None and self._sized.is_checked:

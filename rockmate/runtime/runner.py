@@ -33,6 +33,7 @@ from rockmate.guards.transforms import refuse_transforms
 from rockmate.resting.tensor import changes
 from rockmate.runtime.codegen import CompiledProgram
 from rockmate.runtime.double_backward import DoubleBackward
+from rockmate.runtime.lowering import is_whole
 from rockmate.runtime.resting import LeavesOfStep, OrderOfUses
 from rockmate.runtime.step import Step
 from rockmate.runtime.tables import StepTables
@@ -65,7 +66,7 @@ class Runner:
         self._flags = BackEndFlags(self._devices)
         self._input_outputs = {name for name in self._output_names if name in graph.leaves}
         self._may_be_refused = may_be_refused  # the first call of its sizes: they may be none of the code's
-        self._is_guarded = may_be_refused or any(isinstance(op.call.function, (Guard, OpaqueCall)) for op in graph)
+        self._is_guarded = may_be_refused or any(isinstance(op.call.function, Guard) or is_whole(op) for op in graph)
         self._opaque = {op.call.function.path for op in graph if isinstance(op.call.function, OpaqueCall)}
         self._written = _written_buffers(graph)
         self._double_backward = DoubleBackward(module)

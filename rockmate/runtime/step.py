@@ -523,9 +523,8 @@ class _Capturing:
         found, self._saved = self._saved, []
         saved = len(found)
         if not self._is_wanted and self._expected is not None:
-            found += [torch.empty(0, device="cpu")] * (
-                self._expected - saved
-            )  # each place is read, and nobody takes it
+            # Each place is read by the code that comes, and nobody takes it.
+            found += [torch.empty(0, device="cpu")] * (self._expected - saved)
         elif error is None and self._expected not in (None, saved):
             raise PlanMismatch(
                 f"%{self._op} saved {saved} tensors for its backward when it was recomputed, but {self._expected} when "

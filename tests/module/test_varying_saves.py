@@ -174,3 +174,40 @@ def test_hooks_of_the_user_s_have_all_that_is_kept(middle):
                 found = gradients_of(model, planned, batch, high=step in (0, 3))
             wanted = gradients_of(eager, eager, batch, high=step in (0, 3))
             assert all(map(torch.equal, found, wanted)), step
+
+
+class Quiet(torch.autograd.Function):
+    """Takes no gradient of what is low."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        made = h.sin()
+        if h.mean() <= 0:
+            ctx.mark_non_differentiable(made)
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+class Kept(Branching):
+    """Whose first layer has gradients on another way, too."""
+
+    def forward(self, x):
+        return super().forward(x) + self.first(x)
+
+
+def test_a_function_that_hands_on_no_gradient_in_some_calls_ends_no_training():
+    model = Kept(_Called(Quiet.apply))
+    with torch.no_grad():
+        model.first.bias.fill_(2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planned = Rockmate(model, batches(1)[0], 0.8, loss=loss, limits=FEW_ROUNDS)
+        eager = copy.deepcopy(model)
+        for step, batch in enumerate(batches(5)):
+            found = gradients_of(model, planned, batch, high=step in (0, 3))
+            wanted = gradients_of(eager, eager, batch, high=step in (0, 3))
+            assert all(map(torch.equal, found, wanted)), step
