@@ -24,7 +24,7 @@ from rkgb.recording.digest import digest
 from rkgb.recording.record import call_saving_nothing
 from rkgb.state.attributes import Snapshot
 from rkgb.state.module_state import module_state_kept
-from rkgb.state.other_random import other_random_states
+from rkgb.state.other_random import other_random_states, other_random_states_kept
 from rkgb.state.side_effects import Unrepeatable
 from rkgb.tree import leaves
 
@@ -166,10 +166,8 @@ def _drawn_between_two(share: float) -> Iterator[None]:
 
 def _giving(function: Any, share: float) -> Any:
     def giving(*args: Any, **kwargs: Any) -> Any:
-        python, numpy = random.getstate(), np.random.get_state()
-        drawn = function(*args, **kwargs)  # of the right type and shape
-        random.setstate(python)
-        np.random.set_state(numpy)
+        with other_random_states_kept():
+            drawn = function(*args, **kwargs)  # of the right type and shape
         bounds: Any = (0.0, 1.0)
         if function.__name__ == "uniform":
             given = [*args[:2], *(kwargs[name] for name in ("a", "low", "b", "high") if name in kwargs)]

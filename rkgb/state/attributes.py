@@ -89,7 +89,7 @@ def enclosed_in(module: torch.nn.Module) -> list[Any]:
     held = Snapshot(module.named_modules()).held.values()
     contents = (one.content.values() if isinstance(one.content, dict) else one.content for one in held)
     functions = {value for content in contents for value in content if isinstance(value, types.FunctionType)}
-    return [value for function in functions for value in enclosed_by(function)]
+    return [value for function in functions for _, value in enclosed_by(function)]
 
 
 def encloses_parts_of(copied: torch.nn.Module, original: torch.nn.Module) -> bool:
@@ -98,22 +98,6 @@ def encloses_parts_of(copied: torch.nn.Module, original: torch.nn.Module) -> boo
         {id(part) for part in (*one.modules(), *one.parameters(), *one.buffers())} for one in (copied, original)
     )
     return not others <= mine and any(id(value) in others - mine for value in enclosed_in(copied))
-
-
-@contextlib.contextmanager
-def gradients_elsewhere_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Give back the gradients of parameters that are none of the module's, but that its functions enclose."""
-    enclosed = enclosed_in(module)
-    tensors = [value for value in enclosed if is_tensor(value) and value.is_leaf]
-    tensors += [one for value in enclosed if isinstance(value, torch.nn.Module) for one in value.parameters()]
-    before = [(tensor, tensor.grad) for tensor in tensors]
-    for tensor, _ in before:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in before:
-            tensor.grad = gradient
 
 
 @dataclass(slots=True)

@@ -14,11 +14,12 @@ from rkgb.devices.registry import KINDS, device_of, host
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.process.turns import TURNS
 from rkgb.process.uncompiled import never_compiled
-from rkgb.state.attributes import attributes_of
+from rkgb.state.attributes import attributes_of, enclosed_in
 from rkgb.state.generators import OwnGenerator, generators_for
 from rkgb.state.other_random import other_random_states_kept
 from rkgb.state.side_effects import attributes_kept
 from rkgb.torch_private.autograd import set_versions
+from rkgb.tree import is_tensor
 
 
 def random_states(devices: set[torch.device]) -> list[tuple[torch.Generator, torch.Tensor]]:
@@ -99,15 +100,30 @@ def _streams_kept(
 
 @contextlib.contextmanager
 def _tensors_kept(module: torch.nn.Module) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
+    with _gradients_aside(module.parameters()), _places_kept(module):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_elsewhere_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Give back the gradients of parameters that are none of the module's, but that its functions enclose."""
+    enclosed = enclosed_in(module)
+    tensors = [value for value in enclosed if is_tensor(value) and value.is_leaf]
+    tensors += [one for value in enclosed if isinstance(value, torch.nn.Module) for one in value.parameters()]
+    with _gradients_aside(tensors):
+        yield
+
+
+@contextlib.contextmanager
+def _gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    gradients = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in gradients:
+        tensor.grad = None
     try:
-        with _places_kept(module):
-            yield
+        yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
 
 
 class BufferValues:

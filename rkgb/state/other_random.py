@@ -90,11 +90,11 @@ def methods_of(modules: Iterable[torch.nn.Module]) -> list[types.FunctionType]:
     return [method for kind in own for method in vars(kind).values() if isinstance(method, types.FunctionType)]
 
 
-def enclosed_by(function: types.FunctionType) -> Iterator[Any]:
-    """What a function has in its closure."""
-    for cell in function.__closure__ or ():
+def enclosed_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function has in its closure, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty one
-            yield cell.cell_contents
+            yield name, cell.cell_contents
 
 
 def streams_named_by(functions: Iterable[types.FunctionType]) -> dict[int, tuple[str, Any]]:
@@ -104,10 +104,7 @@ def streams_named_by(functions: Iterable[types.FunctionType]) -> dict[int, tuple
 
 
 def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty one
-            yield name, cell.cell_contents
-    for name in code.co_names:
+    yield from enclosed_by(function)
+    for name in function.__code__.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]

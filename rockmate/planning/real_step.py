@@ -18,9 +18,9 @@ from rkgb.devices.registry import device_of
 from rkgb.process.autocast import without_autocast
 from rkgb.process.surroundings import surroundings_aside
 from rkgb.profile.block_run import FreshGradients
-from rkgb.state.attributes import FreshTensors, gradients_elsewhere_kept, is_a_loss
+from rkgb.state.attributes import FreshTensors, is_a_loss
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
-from rkgb.state.module_state import for_planning, module_state_kept
+from rkgb.state.module_state import for_planning, gradients_elsewhere_kept, module_state_kept
 from rkgb.tree import leaves
 from rockmate.memory.allocators import (
     StepPeak,

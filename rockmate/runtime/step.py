@@ -188,7 +188,7 @@ class Step:
             )
 
     def packed(self, op: str, handles: list[Handle], given: list[torch.Tensor]) -> None:
-        """Take what `op` has packed, and what it `was given` within hooks of the user's."""
+        """Take what `op` has packed, and, within hooks of the user's, the tensors that it was `given` to pack."""
         if self._tables.saving[op].is_whole:
             self._awaiting[op] = list(handles), list(given)
             return

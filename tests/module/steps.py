@@ -16,7 +16,7 @@ from rk_solvers.problem import Recompute
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.replay.step_record import bitwise_equal
 from rkgb.tree import leaves
-from rockmate import Plan, Rockmate
+from rockmate import BudgetTooSmall, Plan, Rockmate
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import LoweredPlan, make_plan
 from rockmate.planning.request import PlanRequest
@@ -49,6 +49,14 @@ def rockmate_from(measured: Measured, model: nn.Module, request: PlanRequest) ->
 def wrapped(measured: Measured, model: nn.Module, planned: LoweredPlan) -> Rockmate:
     """A module that follows a plan that is there already."""
     return Rockmate._following(model, measured, planned)
+
+
+def planned_if_it_may(model: nn.Module, sample: Any, budget: float, **options: Any) -> Rockmate:
+    """Under that budget, or the smallest that is named."""
+    try:
+        return Rockmate(model, sample, budget, **options)
+    except BudgetTooSmall as error:
+        return Rockmate(model, sample, error.smallest_budget_bytes, **options)
 
 
 def recomputing(

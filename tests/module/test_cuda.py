@@ -11,8 +11,9 @@ from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.cuda import Cuda, _allocator_settings, _set_allocator_settings, segments_are_expandable
 from rkgb.ir.sample import make_sample
 from rkgb.replay.replay import record_step
-from rockmate import BudgetTooSmall, PeakMemory, Rockmate, reduce_fragmentation, zoo
+from rockmate import PeakMemory, Rockmate, reduce_fragmentation, zoo
 from rockmate.memory.allocators import end_peak, start_peak
+from tests.module.steps import planned_if_it_may
 
 pytestmark = pytest.mark.cuda
 
@@ -38,12 +39,9 @@ def cuda_entry(name: str) -> zoo.ZooEntry:
     return zoo.get(name, device=torch.device("cuda", torch.cuda.current_device()))
 
 
-def planned_if_it_may(entry: zoo.ZooEntry, budget: float) -> Rockmate:
-    """Under that budget, or the smallest that is named: workspaces of convolutions may be most of a tiny network."""
-    try:
-        return Rockmate(entry.model, entry.sample, budget, loss=entry.loss)
-    except BudgetTooSmall as error:
-        return Rockmate(entry.model, entry.sample, error.smallest_budget_bytes, loss=entry.loss)
+def planned_entry(entry: zoo.ZooEntry, budget: float) -> Rockmate:
+    """Workspaces of convolutions may be most of a tiny network."""
+    return planned_if_it_may(entry.model, entry.sample, budget, loss=entry.loss)
 
 
 def test_peak_memory_counts_blocks_of_512_bytes():
@@ -57,7 +55,7 @@ def test_peak_memory_counts_blocks_of_512_bytes():
 @pytest.mark.parametrize("budget", [1.0, 0.7, 0.5])
 def test_a_step_is_eager_s_and_stays_under_its_budget(name, budget):
     entry = zoo.get(name, device=torch.device("cuda"))
-    model = planned_if_it_may(entry, budget)
+    model = planned_entry(entry, budget)
     sample = make_sample(entry.model, entry.sample)
     eager = record_step(entry.model, sample, lambda fresh: fresh.call(entry.model))
     again = record_step(entry.model, sample, lambda fresh: fresh.call(entry.model))
@@ -118,7 +116,7 @@ def test_peaks_are_predicted_in_blocks_of_the_allocator(name, budget):
 @pytest.mark.parametrize("name", ["gpt2-tiny", "resnet18-tiny"])
 def test_what_the_plan_s_step_reserved_is_measured_and_given_back(name):
     entry = cuda_entry(name)
-    plan = planned_if_it_may(entry, 0.7).plan
+    plan = planned_entry(entry, 0.7).plan
     assert plan.measured_reserved_bytes >= plan.measured_peak_bytes
     gaps = plan.measured_reserved_bytes - plan.budget_bytes
     assert gaps <= max((MOST_RESERVED - 1) * plan.budget_bytes, Cuda.smallest_segments_bytes)
@@ -165,7 +163,7 @@ def test_scratch_buffers_of_libraries_are_in_no_measured_step():
 def test_trying_out_algorithms_is_in_no_measured_step(benchmark, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     entry = cuda_entry("resnet18-tiny")
-    model = planned_if_it_may(entry, 0.7)
+    model = planned_entry(entry, 0.7)
     model.zero_grad()
     with PeakMemory("cuda") as memory:
         entry.loss(model(*entry.sample)).backward()

@@ -1,5 +1,6 @@
 """Code of the user's goes another way in some calls, and saves other tensors: gradients are eager's all the same."""
 
+import contextlib
 import copy
 import warnings
 
@@ -105,7 +106,6 @@ class _Called(nn.Module):
 
 
 def batches(number):
-    """Whose hidden values are high and low in turns."""
     return [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(number)]
 
 
@@ -113,30 +113,48 @@ def loss(output):
     return output.square().mean()
 
 
-def gradients_of(model, forward, batch, high):
+def put(model, high):
+    """Let its hidden values be high, or low."""
     with torch.no_grad():
         model.first.bias.fill_(2.0 if high else -2.0)
+
+
+def branching(middle):
+    """With this in the middle; what goes by its data is planned where they are high."""
+    model = Branching(MIDDLES[middle]())
+    if middle.startswith(("a function", "an operator")):
+        put(model, high=True)
+    return model
+
+
+def gradients_of(model, forward, batch):
     model.zero_grad()
     loss(forward(batch)).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def assert_steps_are_eager_s(planned, eager, around=_NOTHING):
+    """Of high and low values in turns; those of the planned module within `around`."""
+    for step, batch in enumerate(batches(5)):
+        for model in (planned.original, eager):
+            put(model, high=step in (0, 3))
+        with around:
+            found = gradients_of(planned.original, planned, batch)
+        assert all(map(torch.equal, found, gradients_of(eager, eager, batch))), step
+
+
 @pytest.mark.parametrize("share", [0.8, 0.7])
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_gradients_are_eager_s_whichever_way_a_call_goes(middle, share):
-    model = Branching(MIDDLES[middle]())
-    if middle.startswith(("a function", "an operator")):
-        with torch.no_grad():
-            model.first.bias.fill_(2.0)
+    model = branching(middle)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         planned = Rockmate(model, batches(1)[0], share, loss=loss, limits=FEW_ROUNDS)
-        eager = copy.deepcopy(model)
         assert planned.plan.recomputations
-        for step, batch in enumerate(batches(5)):
-            found = gradients_of(model, planned, batch, high=step in (0, 3))
-            wanted = gradients_of(eager, eager, batch, high=step in (0, 3))
-            assert all(map(torch.equal, found, wanted)), step
+        assert_steps_are_eager_s(planned, copy.deepcopy(model))
     assert len(planned.plans) == 1
     told = [one for one in caught if "saves other tensors" in str(one.message)]
     assert len(told) <= 1
@@ -147,33 +165,22 @@ def test_gradients_are_eager_s_whichever_way_a_call_goes(middle, share):
 
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_so_they_are_where_data_move(middle, tmp_path):
-    model = Branching(MIDDLES[middle]())
-    if middle.startswith(("a function", "an operator")):
-        with torch.no_grad():
-            model.first.bias.fill_(2.0)
+    model = branching(middle)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         offload = Offload("disk", path=str(tmp_path))
         planned = Rockmate(model, batches(1)[0], 0.7, loss=loss, limits=FEW_ROUNDS, offload=offload)
-        eager = copy.deepcopy(model)
-        for step, batch in enumerate(batches(5)):
-            found = gradients_of(model, planned, batch, high=step in (0, 3))
-            wanted = gradients_of(eager, eager, batch, high=step in (0, 3))
-            assert all(map(torch.equal, found, wanted)), step
+        assert_steps_are_eager_s(planned, copy.deepcopy(model))
 
 
 @pytest.mark.parametrize("middle", ["its input or its output", "a function that saves more"])
 def test_hooks_of_the_user_s_have_all_that_is_kept(middle):
-    model = Branching(MIDDLES[middle]())
+    model = branching(middle)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planned = Rockmate(model, batches(1)[0], 0.7, loss=loss, limits=FEW_ROUNDS)
-        eager = copy.deepcopy(model)
-        for step, batch in enumerate(batches(4)):
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor + 0, lambda tensor: tensor):
-                found = gradients_of(model, planned, batch, high=step in (0, 3))
-            wanted = gradients_of(eager, eager, batch, high=step in (0, 3))
-            assert all(map(torch.equal, found, wanted)), step
+        copies = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor + 0, lambda tensor: tensor)
+        assert_steps_are_eager_s(planned, copy.deepcopy(model), copies)
 
 
 class Quiet(torch.autograd.Function):
@@ -201,13 +208,8 @@ class Kept(Branching):
 
 def test_a_function_that_hands_on_no_gradient_in_some_calls_ends_no_training():
     model = Kept(_Called(Quiet.apply))
-    with torch.no_grad():
-        model.first.bias.fill_(2.0)
+    put(model, high=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planned = Rockmate(model, batches(1)[0], 0.8, loss=loss, limits=FEW_ROUNDS)
-        eager = copy.deepcopy(model)
-        for step, batch in enumerate(batches(5)):
-            found = gradients_of(model, planned, batch, high=step in (0, 3))
-            wanted = gradients_of(eager, eager, batch, high=step in (0, 3))
-            assert all(map(torch.equal, found, wanted)), step
+        assert_steps_are_eager_s(planned, copy.deepcopy(model))
