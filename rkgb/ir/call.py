@@ -37,6 +37,8 @@ def is_ref(leaf: object) -> bool:
 
 def ref_names(tree: Any) -> list[str]:
     """Names of the `Ref`s in `tree`, each once, in order of first appearance."""
+    if isinstance(tree, Ref):  # as most values that are asked for
+        return [tree.name]
     return list(dict.fromkeys(ref.name for ref in leaves(tree, is_ref)))
 
 

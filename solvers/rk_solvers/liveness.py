@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -368,6 +369,14 @@ def op_of(problem: Problem, step: Step) -> Op:
 # ---- under a plan that is being edited ----------------------------------------------------------------
 
 
+class Mark(NamedTuple):
+    """What a plan that is being edited can come back to."""
+
+    edits: int  # since the last commit
+    memory: Bytes  # alive at each event
+    time_ms: float  # of the recomputations
+
+
 class PlanState:
     """A plan, its events in order, and the bytes alive at each, kept exact from edit to edit.
 
@@ -427,16 +436,24 @@ class PlanState:
         position = bisect_left(computed, key)
         return position < len(computed) and computed[position] == key
 
-    def undo(self, mark: int = 0) -> None:
-        """Take back every edit made since the log had length `mark`."""
-        log = self.log
-        while len(log) > mark:
-            entry = log.pop()
-            if entry >= 0:
-                self.remove(entry)
-            else:
-                self.add(-entry - 1)
-            log.pop()
+    def mark(self) -> Mark:
+        """What `undo` needs to come back to the plan as it is now."""
+        return Mark(len(self.log), self.memory.copy(), self.time_ms)
+
+    def undo(self, mark: Mark) -> None:
+        """Take back every edit made since `mark`: its bytes are copied, as counting back takes as long as the edits."""
+        tables = self.tables
+        for entry in reversed(self.log[mark.edits :]):
+            key = entry if entry >= 0 else -entry - 1
+            index = tables.split(key)[1]
+            for keys in (self.keys, self.computed[index], *(self.uses[item] for item in tables.inputs[index])):
+                if entry >= 0:
+                    del keys[bisect_left(keys, key)]
+                else:
+                    insort(keys, key)
+        del self.log[mark.edits :]
+        self._memory[: len(mark.memory)] = mark.memory
+        self.time_ms = mark.time_ms
 
     def add(self, key: int) -> None:
         """Insert the recomputation `key`, which must not be in the plan."""

@@ -129,15 +129,24 @@ def test_checker_and_evaluation_agree(seed, plan_seed):
 def test_edits_keep_the_memory_curve_exact(seed, plan_seed):
     problem = random_problem(seed, 1 + seed % 9)
     state = PlanState(Tables(problem))
+    start = state.mark()
     keys = [state.tables.key(b, k) for b, group in enumerate(random_plan(problem, plan_seed)) for k in group]
     random.Random(seed).shuffle(keys)
     for key in keys:
         state.add(key)
-    mark = len(state.log)
+    mark = state.mark()
     for key in keys[::2]:
         state.remove(key)
         np.testing.assert_array_equal(state.memory, memory_curve(problem, state.recompute()))
     state.undo(mark)
     np.testing.assert_array_equal(state.memory, memory_curve(problem, random_plan(problem, plan_seed)))
-    state.undo()
-    assert state.recompute() == problem.no_recompute
+    assert _parts(state) == _parts(PlanState(state.tables, state.recompute()))
+    assert state.time_ms == mark.time_ms
+    state.undo(start)
+    assert _parts(state) == _parts(PlanState(state.tables))
+    assert state.time_ms == 0
+    assert not state.log
+
+
+def _parts(state):
+    return state.memory.tolist(), state.keys, state.uses, state.computed

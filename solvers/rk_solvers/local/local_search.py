@@ -62,9 +62,9 @@ def drop_redundant(state: PlanState, budget_bytes: int, keys: list[int], deadlin
             break
         if not state.has(*state.tables.split(key)):
             continue
-        mark, before_ms = len(state.log), state.time_ms
+        mark = state.mark()
         take_out(state, key)
-        if state.peak_bytes > budget_bytes or state.time_ms > before_ms:
+        if state.peak_bytes > budget_bytes or state.time_ms > mark.time_ms:
             state.undo(mark)
         else:
             changed = True
@@ -124,19 +124,19 @@ def _rebuild(
 
     The state is as before where it would be slower.
     """
-    before_ms = state.time_ms
     state.log.clear()
+    before = state.mark()
     for key in keys:
         if state.has(*state.tables.split(key)):
             take_out(state, key)
     if not repair(state, budget_bytes, weights, deadline):
-        state.undo()
+        state.undo(before)
         return False
-    if state.time_ms < (1.05 if nearby else 1.15) * before_ms:
+    if state.time_ms < (1.05 if nearby else 1.15) * before.time_ms:
         drop_redundant(state, budget_bytes, _changed(state) if nearby else costly_first(state), deadline)
-    if state.time_ms > before_ms + 1e-12:
-        state.undo()
-    return state.time_ms < before_ms - 1e-9
+    if state.time_ms > before.time_ms + 1e-12:
+        state.undo(before)
+    return state.time_ms < before.time_ms - 1e-9
 
 
 def _changed(state: PlanState) -> list[int]:

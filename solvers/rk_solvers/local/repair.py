@@ -53,11 +53,11 @@ def _sweep(state: PlanState, budget_bytes: int, weights: Weights, excess: int, d
         stage, index = tables.split(key)
         if state.has(stage, index):
             continue
-        mark = len(state.log)
+        mark = state.mark()
         for addition in closure(state, key, budget_bytes):
             state.add(addition)
         gain = excess - state.excess(budget_bytes)
-        added = state.log[mark:]
+        added = state.log[mark.edits :]
         if gain <= 0:
             state.undo(mark)
             continue
