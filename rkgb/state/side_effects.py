@@ -194,25 +194,42 @@ def _no_packing_of_its_own() -> Iterator[None]:
         yield
 
 
-def refuse_function(name: str, args: Any) -> None:
-    """Refuse calls whose effect no graph can hold, by the function's name."""
-    if name == "register_hook" and args[0].grad_fn is not None:
-        raise TraceError(
-            f"at {python_location()} forward registers a hook on a tensor: the graph would run without it. Put what it "
-            "does to the gradient into a torch.autograd.Function."
-        )
+_ON_GRADIENTS = {
+    "register_hook": (
+        "registers a hook on a tensor: the graph would run without it. Put what it does to the gradient into a "
+        "torch.autograd.Function"
+    ),
+    "retain_grad": "has a tensor keep its gradient: no tensor of a run of the graph would. Use a hook on a parameter",
+}
 
 
-def refuse_attribute(getter: Any, args: Any) -> None:
-    """Refuse access to what no graph can follow: nodes of the autograd graph, raw storages."""
+def refuse_function(name: str, args: Any, path_around: Callable[[torch.Tensor], str]) -> None:
+    """Raise `Unrepeatable` for calls whose effect no graph can hold, by the function's name.
+
+    `path_around` tells the module that is to be one operation then. All that uses the tensor and ran before must be
+    within it, as its gradient is the sum of what they send.
+    """
+    if name in _ON_GRADIENTS and args[0].grad_fn is not None:
+        path = path_around(args[0])
+        raise Unrepeatable(f"at {python_location()} forward {_ON_GRADIENTS[name]}{_or_within(path)}.", path)
+
+
+def _or_within(path: str) -> str:
+    return "" if path else ", or move the code into a submodule: its call is one operation then"
+
+
+def refuse_attribute(getter: Any, args: Any, path_around: Callable[[torch.Tensor], str]) -> None:
+    """Raise `Unrepeatable` for access to what no graph can follow: nodes of the autograd graph."""
     owner = getattr(getter, "__self__", None)
     if owner is torch.Tensor.grad_fn and not caller_is_torch(2):
         with without_dispatch_modes():
             differentiable = args[0].grad_fn is not None
         if differentiable:
-            raise TraceError(
+            path = path_around(args[0])
+            raise Unrepeatable(
                 f"at {python_location()} forward takes the grad_fn of a tensor: what it does to that node would not "
-                "happen when the graph runs. Use a torch.autograd.Function."
+                f"happen when the graph runs. Use a torch.autograd.Function{_or_within(path)}.",
+                path,
             )
 
 

@@ -55,6 +55,11 @@ def with_hook(x):
     return x
 
 
+def keeps_its_gradient(tensor):
+    tensor.retain_grad()
+    return tensor
+
+
 def replaces_its_buffer(m, x):
     m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
     return m.layer(x) * m.mean
@@ -124,6 +129,11 @@ REFUSED = {
         lambda: program(lambda m, x: with_hook(m.layer(x)).relu()),
         "registers a hook on a tensor",
         "test_refusals.py:.* registers a hook on a tensor",
+    ),
+    "kept_gradient_of_a_tensor": (
+        lambda: program(lambda m, x: keeps_its_gradient(m.layer(x)).relu()),
+        "has a tensor keep its gradient",
+        "test_refusals.py:.* has a tensor keep its gradient",
     ),
     "another_buffer": (
         lambda: program(replaces_its_buffer, mean=torch.ones(4)),
