@@ -60,3 +60,29 @@ def test_so_is_a_module_around_which_eager_s_backward_is_to_come(norm):
     (eager(batch).square().mean() + eager(batch).square().mean()).backward()
     assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in eager.parameters())))
     assert all(map(torch.equal, model.buffers(), eager.buffers()))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_in_one_region_of_autocast_each_call_casts_its_weights(share):
+    """Eager's calls share the casts, whose gradients it adds in the short type: planned ones add those of parameters.
+
+    So they give what eager gives that casts in each call, to the bit.
+    """
+    torch.manual_seed(0)
+    model = Towers(nn.Identity)
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = Rockmate(model, torch.randn(64, WIDTH), share, limits=FEW_ROUNDS)
+    eager = copy.deepcopy(model)
+    batches = [torch.randn(64, WIDTH) for _ in range(2)]
+    gradients = []
+    for module, cache in ((planned, True), (eager, False), (eager, True)):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            loss = sum(module(batch).square().mean() for batch in batches)
+        loss.backward()
+        gradients.append([p.grad for p in (model if module is planned else eager).parameters()])
+    ours, each_call, shared = gradients
+    assert all(map(torch.equal, ours, each_call))
+    for gradient, rounded in zip(ours, shared, strict=True):
+        # Two terms, each of which the short type rounds by 2^-8 of itself at most, and their sum once more.
+        assert torch.allclose(gradient, rounded, rtol=2**-7, atol=2**-7 * gradient.abs().max().item())
