@@ -291,13 +291,15 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
         whole = check.with_opaque(filter(None, [error.path]), model)
         if tracer == "jit" or len(whole.opaque) == len(check.opaque):
             raise
-        with contextlib.suppress(TraceError):  # then it is refused for what it keeps
+        try:
             basic, dataflow = _front_end(model, sample, tracer, whole)
-            basic.side_effects.append(
-                f"submodule {error.path!r} is one operation of the graph, and is never recomputed: {error}"
-            )
-            return basic, dataflow
-        raise
+        except TraceError as other:
+            other.add_note(f"(with submodule {error.path!r} as one operation, because {error})")
+            raise other from None
+        basic.side_effects.append(
+            f"submodule {error.path!r} is one operation of the graph, and is never recomputed: {error}"
+        )
+        return basic, dataflow
     except TraceError as error:
         if error.__cause__ is not None and not is_out_of_memory(error):
             _raise_the_models_own(model, sample)

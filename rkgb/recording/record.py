@@ -331,9 +331,9 @@ class _PythonReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        refuse_function(name, args, self._recorder.path_around)
+        refuse_function(name, args, self._recorder.module_path, self._recorder.path_around)
         if name == "__get__":
-            refuse_attribute(func, args, self._recorder.path_around)
+            refuse_attribute(func, args, self._recorder.module_path, self._recorder.path_around)
         if name in _NUMBER_READS:
             return self._read_number(func, args, kwargs or {})
         self._note_data_within(name, args, kwargs or {})

@@ -47,6 +47,7 @@ class SideEffects:
         self._streams = list(self.held.streams().values())
         self._states = self._states_now()
         self._running: list[str] = []  # paths of the modules that are in their forward
+        self._passes_over = False
         self._hooked = [path for submodule, path in self._paths.items() if has_hooks_of_its_own(submodule)]
 
     @contextlib.contextmanager
@@ -58,7 +59,7 @@ class SideEffects:
         plain = [kind for kind in kinds if kind is torch.nn.Module or not issubclass(kind, torch.nn.Module)]
         note = accesses_noted(plain, lambda holder, name, _: self.was_set.add((id(holder), name)), reads=False)
         try:
-            with _no_packing_of_its_own(), note:
+            with self._no_packing_of_its_own(), note:
                 yield
         finally:
             entering.remove()
@@ -69,10 +70,12 @@ class SideEffects:
         """`function`, which runs something that a run of the graph repeats as it is: nothing of it is told."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            self._note_draws(self._running[-1] if self._running else "")
+            self._note_draws(self._path)
+            before, self._passes_over = self._passes_over, True
             try:
                 return function(*args, **kwargs)
             finally:
+                self._passes_over = before
                 self._states = self._states_now()
 
         return called
@@ -100,9 +103,33 @@ class SideEffects:
                 "is part of the graph, but they do not fire when it runs. Use the module itself where they must."
             )
 
+    @property
+    def _path(self) -> str:
+        """Of the module that is in its forward."""
+        return self._running[-1] if self._running else ""
+
+    @contextlib.contextmanager
+    def _no_packing_of_its_own(self) -> Iterator[None]:
+        """Refuse a forward that packs its saved tensors with hooks: they may change what its backward reads."""
+        kind: Any = torch.autograd.graph.saved_tensors_hooks
+        enter = kind.__enter__
+
+        def checked(hooks: Any) -> None:
+            is_user_s = type(hooks) is kind and not caller_is_torch(2)  # above what tells threads apart
+            if is_user_s and not self._passes_over:
+                raise Unrepeatable(
+                    f"{_here(self._path)} forward packs its saved tensors with hooks of its own: the graph would run "
+                    f"without them. Put them around the call of the module{_or_within(self._path)}.",
+                    self._path,
+                )
+            enter(hooks)
+
+        with replaced_here(kind, "__enter__", checked):
+            yield
+
     def _entered(self, submodule: torch.nn.Module, *_: Any) -> None:
         if submodule in self._paths:
-            self._note_draws(self._running[-1] if self._running else "")
+            self._note_draws(self._path)
             self._running.append(self._paths[submodule])
 
     def _left(self, submodule: torch.nn.Module, *_: Any) -> None:
@@ -176,24 +203,6 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
             set_state(stream, state)
 
 
-@contextlib.contextmanager
-def _no_packing_of_its_own() -> Iterator[None]:
-    """Refuse a forward that packs its saved tensors with hooks: they may change what its backward reads."""
-    kind: Any = torch.autograd.graph.saved_tensors_hooks
-    enter = kind.__enter__
-
-    def checked(self: Any) -> None:
-        if type(self) is kind and not caller_is_torch(2):  # above what tells threads apart
-            raise TraceError(
-                f"at {python_location()} forward packs its saved tensors with hooks of its own: the graph would run "
-                "without them. Put them around the call of the module."
-            )
-        enter(self)
-
-    with replaced_here(kind, "__enter__", checked):
-        yield
-
-
 _ON_GRADIENTS = {
     "register_hook": (
         "registers a hook on a tensor: the graph would run without it. Put what it does to the gradient into a "
@@ -203,34 +212,38 @@ _ON_GRADIENTS = {
 }
 
 
-def refuse_function(name: str, args: Any, path_around: Callable[[torch.Tensor], str]) -> None:
-    """Raise `Unrepeatable` for calls whose effect no graph can hold, by the function's name.
+def refuse_function(name: str, args: Any, path: str, path_around: Callable[[torch.Tensor], str]) -> None:
+    """Raise `Unrepeatable` for calls whose effect no graph can hold, by the function's name; `path` is where it runs.
 
-    `path_around` tells the module that is to be one operation then. All that uses the tensor and ran before must be
-    within it, as its gradient is the sum of what they send.
+    `path_around` tells the module that is to be one operation then. All that used the tensor so far must be within it:
+    its gradient is the sum of what they send.
     """
     if name in _ON_GRADIENTS and args[0].grad_fn is not None:
-        path = path_around(args[0])
-        raise Unrepeatable(f"at {python_location()} forward {_ON_GRADIENTS[name]}{_or_within(path)}.", path)
+        whole = path_around(args[0])
+        raise Unrepeatable(f"{_here(path)} forward {_ON_GRADIENTS[name]}{_or_within(whole)}.", whole)
 
 
-def _or_within(path: str) -> str:
-    return "" if path else ", or move the code into a submodule: its call is one operation then"
-
-
-def refuse_attribute(getter: Any, args: Any, path_around: Callable[[torch.Tensor], str]) -> None:
+def refuse_attribute(getter: Any, args: Any, path: str, path_around: Callable[[torch.Tensor], str]) -> None:
     """Raise `Unrepeatable` for access to what no graph can follow: nodes of the autograd graph."""
     owner = getattr(getter, "__self__", None)
     if owner is torch.Tensor.grad_fn and not caller_is_torch(2):
         with without_dispatch_modes():
             differentiable = args[0].grad_fn is not None
         if differentiable:
-            path = path_around(args[0])
+            whole = path_around(args[0])
             raise Unrepeatable(
-                f"at {python_location()} forward takes the grad_fn of a tensor: what it does to that node would not "
-                f"happen when the graph runs. Use a torch.autograd.Function{_or_within(path)}.",
-                path,
+                f"{_here(path)} forward takes the grad_fn of a tensor: what it does to that node would not "
+                f"happen when the graph runs. Use a torch.autograd.Function{_or_within(whole)}.",
+                whole,
             )
+
+
+def _here(path: str) -> str:
+    return f"at {python_location()}" + (f", in {path!r}," if path else "")
+
+
+def _or_within(whole: str) -> str:
+    return "" if whole else ", or move it into a submodule, with what makes the tensor: its call is one operation then"
 
 
 def refuse_collective(function: Any, place: str) -> None:

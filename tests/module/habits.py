@@ -652,11 +652,11 @@ class Network(nn.Module):
 
     forms = ("tensor", "tuple", "dictionary", "dataclass", "twice", "none")
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, habits: list[type[Part]] = HABITS) -> None:
         super().__init__()
-        kinds = [rng.choice(HABITS if rng.random() < 0.6 else PLAIN) for _ in range(rng.randint(3, 6))]
-        if not set(kinds).intersection(HABITS):
-            kinds[-1] = rng.choice(HABITS)
+        kinds = [rng.choice(habits if rng.random() < 0.6 else PLAIN) for _ in range(rng.randint(3, 6))]
+        if not set(kinds).intersection(habits):
+            kinds[-1] = rng.choice(habits)
         self.parts = nn.ModuleList(kind(rng) for kind in kinds)
         self.form = rng.choice(self.forms)
 

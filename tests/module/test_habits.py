@@ -21,6 +21,8 @@ import torch
 
 from rkgb import RockmateError
 from rockmate import BudgetTooSmall, Rockmate
+from tests.module import further_loops
+from tests.module.further_habits import FURTHER
 from tests.module.habit_loops import (
     EVENTS,
     Event,
@@ -36,7 +38,7 @@ from tests.module.habit_loops import (
     state_of,
     train,
 )
-from tests.module.habits import Network
+from tests.module.habits import HABITS, Network, Part
 from tests.module.models import built
 
 QUICK = [1, 2, 3, 5, 7, 9]  # of a second or two each
@@ -58,9 +60,10 @@ class Case:
     budget: float
     lazily: bool
     events: list[tuple[Event, int]]
+    habits: list[type[Part]]
 
     def network(self) -> Network:
-        return built(Network, random.Random(self.seed), seed=self.seed)
+        return built(Network, random.Random(self.seed), self.habits, seed=self.seed)
 
     def __str__(self) -> str:
         network = self.network()
@@ -70,15 +73,16 @@ class Case:
         return f"seed {self.seed}: {parts}; returns {network.form}; {self.budget} {first}; {self.shape}; {events}"
 
 
-def drawn(seed: int) -> Case:
-    """The case of this seed, less the events that eager PyTorch does not take."""
+def drawn(seed: int, *, further: bool = False) -> Case:
+    """The case of this seed, less the events that eager PyTorch does not take; `further`: of both families."""
+    habits, kinds = (HABITS + FURTHER, EVENTS + further_loops.EVENTS) if further else (HABITS, EVENTS)
     rng = random.Random(seed + 1_000_000)
     shape = Shape(mask=rng.random() < 0.3, flag=rng.random() < 0.2, requires_grad=rng.random() < 0.3)
-    events = [(rng.choice(EVENTS), 10 * place + rng.randrange(4)) for place in range(1, rng.randint(5, 7))]
+    events = [(rng.choice(kinds), 10 * place + rng.randrange(4)) for place in range(1, rng.randint(5, 7))]
     if rng.random() < 0.04:
         events[1] = (Within("profiler"), 23)
     events.append((train, 90))
-    case = Case(seed, shape, rng.choice([1.0, 1.0, 0.9, 0.8]), rng.random() < 0.25, events)
+    case = Case(seed, shape, rng.choice([1.0, 1.0, 0.9, 0.8]), rng.random() < 0.25, events, habits)
     while True:
         found, out = eagerly(case)
         for place, (left, (event, number)) in enumerate(zip(found, case.events, strict=False)):
@@ -200,6 +204,14 @@ def test_habits_and_loops_are_exact_or_told_or_refused_with_their_cause(seed):
     assert outcome(case)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(5000, 5150)])
+def test_so_are_further_habits_and_loops(seed):
+    case = drawn(seed, further=True)
+    print(case)
+    assert outcome(case)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", [149, *range(1000, 1040)])
@@ -246,11 +258,11 @@ def test_what_a_call_counts_before_its_plan_proves_to_be_another_s_is_taken_back
         assert model.original.alternating.calls == call + 1
 
 
-def main(first: int, last: int) -> None:
+def main(first: int, last: int, further: bool) -> None:
     """Cases one by one, with what came of them."""
     counts: collections.Counter[str] = collections.Counter()
     for seed in range(first, last):
-        case = drawn(seed)
+        case = drawn(seed, further=further)
         try:
             found = outcome(case)
         except Failed as error:
@@ -262,4 +274,5 @@ def main(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else int(sys.argv[1]) + 1)
+    numbers = [int(argument) for argument in sys.argv[1:] if argument != "further"]
+    main(numbers[0], numbers[-1] if len(numbers) > 1 else numbers[0] + 1, "further" in sys.argv)

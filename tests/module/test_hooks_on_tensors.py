@@ -108,6 +108,39 @@ def test_they_happen_as_in_eager(act, where, budget):
     assert model[HOOKED[0] + 1].block.seen or act is not log
 
 
+class Packing(Block):
+    """Packs what its backward needs, in its own way."""
+
+    def __init__(self, pack, unpack):
+        super().__init__()
+        self.hooks = (pack, unpack)
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
+            return super().forward(x)
+
+
+PACKED = {
+    "shorter": (torch.Tensor.half, torch.Tensor.float),
+    "elsewhere": (lambda tensor: tensor.detach().cpu().numpy().copy(), lambda held: placed(torch.from_numpy(held))),
+}
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6])
+@pytest.mark.parametrize("hooks", PACKED.values(), ids=PACKED)
+def test_so_do_hooks_that_pack_what_is_saved(hooks, budget):
+    x = placed(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)))
+    torch.manual_seed(0)
+    model = placed(nn.Sequential(nn.Linear(WIDTH, WIDTH), Packing(*hooks), Block(), Packing(*hooks), Block()))
+    eager = copy.deepcopy(model)
+    planned = planned_if_it_may(model, x, budget, limits=FEW_ROUNDS)
+    for step in range(2):
+        for forward in (eager, planned):
+            forward.zero_grad()
+            forward(x + step).square().mean().backward()
+        assert all(map(torch.equal, (p.grad for p in eager.parameters()), (p.grad for p in model.parameters())))
+
+
 def test_others_of_the_model_are_recomputed():
     """Only a submodule whose forward does it runs once."""
     planned = planned_if_it_may(network(scale, "inner"), placed(torch.randn(ROWS, WIDTH)), 0.5, limits=FEW_ROUNDS)

@@ -22,8 +22,9 @@ from tests.module.steps import (
     train,
 )
 
-# Views of what an operation makes, which come after later operations, hold it a little longer there.
-OVERLAPPING = {"vit-tiny": 1.08, "transformer-tiny": 1.06}
+# Views of what an operation makes, which come after later operations, hold it a little longer there. By how much depends
+# on the stage of the peak, and that on the measured times: these are of all that may move, once each (0.103 is the most seen).
+OVERLAPPING = {"vit-tiny": 1.12, "transformer-tiny": 1.12}
 
 
 @pytest.fixture
