@@ -23,7 +23,7 @@ from tests.module.steps import (
 )
 
 # Views of what an operation makes, which come after later operations, hold it a little longer there. By how much depends
-# on the stage of the peak, and that on the measured times: these are of all that may move, once each (0.103 is the most seen).
+# on where the peak is, and that on the measured times; 0.103 is the most seen.
 OVERLAPPING = {"vit-tiny": 1.12, "transformer-tiny": 1.12}
 
 
