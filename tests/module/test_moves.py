@@ -22,8 +22,8 @@ from tests.module.steps import (
     train,
 )
 
-# Views of what an operation makes, which come after later operations, hold it a little longer there. By how much depends
-# on where the peak is, and that on the measured times; 0.103 is the most seen.
+# Views of what an operation makes, which come after later operations, hold it a little longer there. By how much is a
+# matter of where the peak is, and that of the measured times; 0.103 is the most seen.
 OVERLAPPING = {"vit-tiny": 1.12, "transformer-tiny": 1.12}
 
 
