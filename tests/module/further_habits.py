@@ -452,9 +452,7 @@ class Layers(Part):
             case "adaptive":
                 return found + F.adaptive_avg_pool1d(by_channel, 1).mT
             case "pixels":
-                return (
-                    F.pixel_shuffle(found[:, :, None, None].expand(-1, -1, 4, WIDTH), 2).mean((1, 2))[:, None] + found
-                )
+                return F.pixel_shuffle(by_channel[..., None], 2).reshape(h.shape) + found
         return found.unflatten(-1, (4, -1)).softmax(-1).flatten(-2)
 
 
