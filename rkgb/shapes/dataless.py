@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from rkgb.ir.sample import Sample
 from rkgb.shapes.casts import Casts
 from rkgb.shapes.cpu.recurrent import Lstm
+from rkgb.shapes.cpu.stepwise import recurrent_of_the_cpu
 from rkgb.shapes.fused import Attention, attention_chosen, fused_dropout
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.values import KnownValues
@@ -173,7 +174,7 @@ class _OnlyShapes(TorchFunctionMode):
                 return func(self._dataless.values.value(args[0]), *args[1:], **kwargs)
         if func in _OF_LENGTHS and _has_lengths(args):
             args = tuple(map(self._with_lengths, args))
-            return func(*args, **kwargs)
+            return self._recurrent(func, args, kwargs)
         given = leaves((args, kwargs))
         if any(t.is_meta for t in given) and any(not t.is_meta and t.dim() for t in given):
             args, kwargs = map_leaves(lambda t: self._dataless.twin(t) if t.dim() else t, (args, kwargs))
@@ -185,13 +186,20 @@ class _OnlyShapes(TorchFunctionMode):
             made = Attention(*args, **kwargs).fused(self._is_accelerator)
             if made is not None:
                 return made
-        if func is torch.lstm and not self._is_accelerator and not kwargs and len(args) == len(Lstm._fields):
-            whole = Lstm(*args).of_the_cpu()
-            if whole is not None:
-                return whole
+        if func in _OF_LENGTHS:
+            return self._recurrent(func, args, kwargs)
         if func is dropout and self._is_accelerator:
             return fused_dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A recurrent layer as the machine runs it."""
+        if self._is_accelerator or kwargs or not args[0].is_meta:
+            return func(*args, **kwargs)
+        is_whole = func is torch.lstm and len(args) == len(Lstm._fields) and not _has_lengths(args)
+        made: tuple[torch.Tensor, ...] | None = Lstm(*args).of_the_cpu() if is_whole else None
+        made = made or recurrent_of_the_cpu(func, args)
+        return func(*args) if made is None else made
 
     def _with_lengths(self, item: Any) -> Any:
         """Lengths of rows, and how many are as long, with their data: they are read where rows are packed."""
