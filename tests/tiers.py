@@ -48,7 +48,7 @@ SETS = {
     "tests/families/test_recorded.py": Sets(1, 1),
     "tests/forecast/test_autocast.py": Sets(3, 6),
     "tests/forecast/test_convolutions.py": Sets(12, 24),
-    "tests/forecast/test_layers.py": Sets(8, 16),
+    "tests/forecast/test_layers.py": Sets(10, 20),
     "tests/forecast/test_recurrent.py": Sets(6, 12),
     "tests/front_doors/": Sets(2, 5),
     "tests/graph/": Sets(2, 8),

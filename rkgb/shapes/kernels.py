@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rkgb.shapes.convolutions import CHANNELS_LAST, format_of_images
+from rkgb.shapes.cpu.bags import embedding_bag_made
 from rkgb.shapes.cpu.recurrent import lstm_layer_made
 from rkgb.shapes.machine import Machine
 from rkgb.torch_private.identity import storage_key
@@ -20,6 +21,7 @@ from rkgb.torch_private.operations import (
     convolution,
     ctc_loss,
     ctc_loss_backward,
+    embedding_bag,
     grouped_product,
     lstm_layer,
 )
@@ -119,6 +121,7 @@ def _kernels_of(machine: Machine) -> dict[Any, Call]:
     if not machine.is_accelerator:
         kernels[_aten.native_batch_norm.default] = _batch_norm
         kernels[lstm_layer] = lstm_layer_made
+        kernels[embedding_bag] = embedding_bag_made
     return kernels
 
 

@@ -92,6 +92,12 @@ lstm_layer = _aten.mkldnn_rnn_layer.default
 lstm_layer_backward = _aten.mkldnn_rnn_layer_backward.default
 """Its derivative."""
 
+embedding_bag = _aten._embedding_bag.default
+"""Sums of rows of a table: the sums, the bag of each index, the size of each bag, and where maxima are."""
+
+embedding_bag_backward = _aten._embedding_bag_backward.default
+"""Its derivative, of the gradient, the indices, the offsets and those notes."""
+
 attention_of_the_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 """The fused attention of the CPU: the output, and the logarithm of a sum for each row."""
 

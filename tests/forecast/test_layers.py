@@ -52,6 +52,14 @@ def packed(layer, x):
     return nn.utils.rnn.pad_packed_sequence(layer(rows)[0], batch_first=True)[0]
 
 
+def indices():
+    return torch.randint(50, (4 * ROWS, TOKENS))
+
+
+def bagged(layer, given):
+    return layer(given).sin()
+
+
 def labelled(layer, x, labels):
     odds = layer(x).log_softmax(-1).transpose(0, 1)
     rows = len(labels)
@@ -104,6 +112,14 @@ LAYERS = {
     "an LSTM": (lambda: Given(lstm(2, dropout=0.1), lambda layer, x: layer(x)[0]), lambda: (tokens(),), ABOUT),
     "both ways": (lambda: Given(lstm(bidirectional=True), lambda layer, x: layer(x)[0]), lambda: (tokens(),), ABOUT),
     "no biases": (lambda: Given(lstm(bias=False), lambda layer, x: layer(x)[0]), lambda: (tokens(),), ABOUT),
+    "bags": (lambda: Given(nn.EmbeddingBag(50, WIDTH, mode="sum"), bagged), lambda: (indices(),), EXACT),
+    "means of bags": (lambda: Given(nn.EmbeddingBag(50, WIDTH), bagged), lambda: (indices(),), EXACT),
+    "maxima of bags": (lambda: Given(nn.EmbeddingBag(50, WIDTH, mode="max"), bagged), lambda: (indices(),), EXACT),
+    "padded bags": (
+        lambda: Given(nn.EmbeddingBag(50, WIDTH, mode="sum", padding_idx=0), bagged),
+        lambda: (indices(),),
+        EXACT,
+    ),
     "paths of labels": (
         lambda: Given(nn.Linear(WIDTH, 32), labelled),
         lambda: (tokens(), torch.randint(1, 32, (ROWS, 8))),

@@ -114,6 +114,15 @@ def test_layers_of_lstms_have_a_function_and_a_derivative():
     assert [one.shape for one in made[:3]] == [rows.shape, weight.shape, weight.shape]
 
 
+@pytest.mark.parametrize("mode", range(3))
+def test_bags_of_embeddings_have_their_notes(mode):
+    table, indices, offsets = torch.randn(9, 4), torch.randint(9, (12,)), torch.arange(0, 12, 3)
+    given = operations.embedding_bag(table, indices, offsets, False, mode)
+    assert [one.shape[0] for one in given] == [4, 12 if mode else 0, 4, 4]
+    made = operations.embedding_bag_backward(given[0], indices, offsets, *given[1:], 9, False, mode, False, None)
+    assert made.shape == table.shape
+
+
 def test_fourier_transforms_are_told_by_what_goes_in_and_comes_out():
     numbers = torch.randn(2, 8)
     found = operations.fourier_of_numbers(numbers, [1], 0, True)

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from rkgb.shapes.convolutions import brought_into_bytes, convolution_backward_scratch, convolution_scratch
+from rkgb.shapes.cpu.bags import embedding_bag_backward_scratch
 from rkgb.shapes.cpu.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
 from rkgb.torch_private.operations import (
     attention_of_the_cpu,
     attention_of_the_cpu_backward,
     convolution,
     distances,
+    embedding_bag_backward,
     fourier_of_complex,
     fourier_of_numbers,
     fourier_to_numbers,
@@ -135,6 +137,7 @@ def _places_bytes(indices: Sequence[Any], rows: torch.Tensor) -> int:
 _RULES: dict[Any, Scratch] = {
     lstm_layer: lstm_layer_scratch,
     lstm_layer_backward: lstm_layer_backward_scratch,
+    embedding_bag_backward: embedding_bag_backward_scratch,
     attention_of_the_cpu.default: _attention,
     attention_of_the_cpu_backward.default: _attention_backward,
     distances: _distances,
