@@ -15,6 +15,7 @@ from rkgb.devices.registry import host, standing_in
 from rkgb.shapes.machine import Machine
 from rkgb.shapes.values import KnownValues
 from rkgb.shapes.watch import Clock, StorageWatch
+from rkgb.torch_private.operations import whole_without_data
 
 _RULES = SegmentRules()
 
@@ -110,5 +111,5 @@ class _Noted(AllocationRecorder):
 def standing_for(machine: Machine, values: KnownValues) -> Iterator[Shapes]:
     """Within this context and thread, the device "meta" stands for `machine`, and can be planned for."""
     clock = Clock()
-    with standing_in("meta", lambda device: Shapes(device, machine, clock, values)):
+    with whole_without_data(), standing_in("meta", lambda device: Shapes(device, machine, clock, values)):
         yield Shapes(torch.device("meta"), machine, clock, values)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,6 +112,30 @@ attention_of_accelerators = _aten._scaled_dot_product_efficient_attention
 
 grouped_product = _aten._grouped_mm.default
 """A product of matrices for each group of rows, of columns, or of what is summed over."""
+
+
+_UNDER_WAY = threading.Lock()
+_undone: list[Any] = []
+
+
+@contextlib.contextmanager
+def whole_without_data() -> Iterator[None]:
+    """Context in which no operation is taken apart on the device "meta" that has kernels of its own on the others.
+
+    That is the derivative of `mish`: PyTorch has a kernel of it for each device with data, and none that tells shapes.
+    It holds for all threads, on that device.
+    """
+    with _UNDER_WAY:
+        library: Any = torch.library.Library("aten", "IMPL")
+        if not _undone and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mish_backward", "Meta"):
+            library.m.impl("mish_backward", "Meta", lambda gradient, given: torch.empty_like(given))
+        _undone.append(library)
+    try:
+        yield
+    finally:
+        with _UNDER_WAY:
+            # The first holds the kernel: it goes with the last that is left.
+            _undone.pop(-1)._destroy()
 
 
 def overload_names(qualified: str) -> set[str]:

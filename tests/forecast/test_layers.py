@@ -60,6 +60,14 @@ def bagged(layer, given):
     return layer(given).sin()
 
 
+def columns(layer, x):
+    return nn.functional.unfold(layer(x)[:, None], (3, 5), padding=(1, 2))
+
+
+def added(found):
+    return nn.functional.fold(found, (TOKENS, WIDTH), (3, 5), padding=(1, 2)).sin()
+
+
 def labelled(layer, x, labels):
     odds = layer(x).log_softmax(-1).transpose(0, 1)
     rows = len(labels)
@@ -118,6 +126,17 @@ LAYERS = {
     "padded bags": (
         lambda: Given(nn.EmbeddingBag(50, WIDTH, mode="sum", padding_idx=0), bagged),
         lambda: (indices(),),
+        EXACT,
+    ),
+    "mish": (
+        lambda: Given(nn.Linear(WIDTH, WIDTH), lambda layer, x: nn.functional.mish(layer(x)).sin()),
+        lambda: (tokens(),),
+        EXACT,
+    ),
+    "columns": (lambda: Given(nn.Linear(WIDTH, WIDTH), columns), lambda: (tokens(),), EXACT),
+    "columns and back": (
+        lambda: Given(nn.Linear(WIDTH, WIDTH), lambda layer, x: added(columns(layer, x))),
+        lambda: (tokens(),),
         EXACT,
     ),
     "paths of labels": (

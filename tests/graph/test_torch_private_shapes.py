@@ -114,6 +114,29 @@ def test_layers_of_lstms_have_a_function_and_a_derivative():
     assert [one.shape for one in made[:3]] == [rows.shape, weight.shape, weight.shape]
 
 
+def test_what_has_a_kernel_for_each_device_is_whole_without_data_for_a_while():
+    def called():
+        names = []
+
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                names.append(func._schema.name)
+                return func(*args, **(kwargs or {}))
+
+        given = torch.randn(4, device="meta", requires_grad=True)
+        made = torch.nn.functional.mish(given)
+        with Noting():
+            made.backward(torch.ones(4, device="meta"))
+        return "aten::mish_backward" in names
+
+    plain = called()
+    with operations.whole_without_data():
+        with operations.whole_without_data():
+            assert called()
+        assert called()
+    assert called() is plain
+
+
 @pytest.mark.parametrize("mode", range(3))
 def test_bags_of_embeddings_have_their_notes(mode):
     table, indices, offsets = torch.randn(9, 4), torch.randint(9, (12,)), torch.arange(0, 12, 3)

@@ -134,6 +134,11 @@ def _places_bytes(indices: Sequence[Any], rows: torch.Tensor) -> int:
     return rows.shape[place] * mask.dim() * torch.int64.itemsize
 
 
+def _as_much_as_images(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Columns begin as memory for as many numbers as the images have."""
+    return int(args[0].nbytes)
+
+
 _RULES: dict[Any, Scratch] = {
     lstm_layer: lstm_layer_scratch,
     lstm_layer_backward: lstm_layer_backward_scratch,
@@ -150,6 +155,7 @@ _RULES: dict[Any, Scratch] = {
     _aten.convolution.default: convolution_scratch,
     convolution: convolution_scratch,
     _aten.convolution_backward.default: convolution_backward_scratch,
+    _aten.im2col.default: _as_much_as_images,
     _aten.mm.default: _copy_of_factors,
     _aten.addmm.default: _copy_of_factors,
     _aten.native_batch_norm_backward.default: _gradient_once_more,
