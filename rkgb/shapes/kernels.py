@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.shapes import losses
 from rkgb.shapes.convolutions import CHANNELS_LAST, format_of_images
 from rkgb.shapes.cpu.bags import embedding_bag_made
 from rkgb.shapes.cpu.recurrent import lstm_layer_made
@@ -112,6 +113,7 @@ _KERNELS: Mapping[Any, Call] = {
     ctc_loss.Tensor: _ctc_loss,
     ctc_loss_backward.default: _ctc_loss_backward,
     ctc_loss_backward.Tensor: _ctc_loss_backward,
+    **losses.KEEPING,
     grouped_product: _grouped_product,
     _aten.col2im.default: _added_columns,
     all_true: _holds,

@@ -161,16 +161,53 @@ def squares(output):
     return output.pow(2).mean()
 
 
-def measured(model, given):
+def measured(model, given, loss_of=squares):
     """Bytes of a step, of which the second is measured."""
     for _ in range(2):
         model.zero_grad()
         with PeakMemory(torch.device("cpu")) as memory:
             output = model(*given)
-            loss = squares(output)
+            loss = loss_of(output)
             loss.backward()
         del output, loss
     return memory.peak_bytes
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["float", "bfloat16"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
+)
+def test_losses_take_what_shapes_tell(loss, reduction, short):
+    function = getattr(nn.functional, loss)
+
+    def compared(layer, x, wanted):
+        found = torch.sigmoid(layer(x))
+        return function(found.bfloat16() if short else found, wanted, reduction=reduction)
+
+    wanted = tokens().sigmoid()
+    model, given = Given(nn.Linear(WIDTH, WIDTH), compared), (tokens(), wanted.bfloat16() if short else wanted)
+    found = estimate(model, given, loss=torch.Tensor.sum, batches=False, time_limit=0.1)
+    assert found.eager.step_peak_bytes == pytest.approx(measured(model, given, torch.Tensor.sum), rel=EXACT)
+
+
+REDUCED = {
+    "mean of all": lambda x: x.bfloat16().mean().float(),
+    "mean of tokens": lambda x: x.bfloat16().mean(1).float(),
+    "sum in floats": lambda x: x.bfloat16().sum(-1, dtype=torch.float32),
+    "sum in doubles": lambda x: x.sum(-1, dtype=torch.float64),
+    "how many": lambda x: x * (x > 0).sum(-1, keepdim=True),
+    "places": lambda x: x * (x > 0).cumsum(-1),
+    "sum of exponentials": lambda x: x.logsumexp(1),
+    "medians": lambda x: x.median(1).values,
+}
+
+
+@pytest.mark.parametrize("reduce", REDUCED.values(), ids=REDUCED)
+def test_reductions_take_what_shapes_tell(reduce):
+    model, given = Given(nn.Linear(WIDTH, WIDTH), lambda layer, x: reduce(layer(x))), (tokens(),)
+    found = estimate(model, given, loss=squares, batches=False, time_limit=0.1)
+    assert found.eager.step_peak_bytes == pytest.approx(measured(model, given), rel=EXACT)
 
 
 LIKE_OTHERS = {"no mask", "weights and dropout", "frequencies of channels", "both ways", "no biases"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rkgb.shapes import losses
 from rkgb.shapes.convolutions import brought_into_bytes, convolution_backward_scratch, convolution_scratch
 from rkgb.shapes.cpu.bags import embedding_bag_backward_scratch
 from rkgb.shapes.cpu.recurrent import lstm_layer_backward_scratch, lstm_layer_scratch
@@ -134,8 +135,25 @@ def _places_bytes(indices: Sequence[Any], rows: torch.Tensor) -> int:
     return rows.shape[place] * mask.dim() * torch.int64.itemsize
 
 
-def _as_much_as_images(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
-    """Columns begin as memory for as many numbers as the images have."""
+def _copy_in_other_type(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """Of numbers whose sum is of another type."""
+    return _as_type(args[0], made[0].dtype) if made else 0
+
+
+def _copy_in_float(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """The same; means of short types are those of floats, and are floats first."""
+    if not made:
+        return 0
+    dtype = torch.promote_types(made[0].dtype, torch.float32)
+    return _as_type(args[0], dtype) + _as_type(made[0], dtype)
+
+
+def _as_type(given: torch.Tensor, dtype: torch.dtype) -> int:
+    return 0 if given.dtype is dtype else given.numel() * dtype.itemsize
+
+
+def _as_much_as_given(args: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    """A copy to be worked on; and columns begin as memory for as many numbers as their images have."""
     return int(args[0].nbytes)
 
 
@@ -155,7 +173,7 @@ _RULES: dict[Any, Scratch] = {
     _aten.convolution.default: convolution_scratch,
     convolution: convolution_scratch,
     _aten.convolution_backward.default: convolution_backward_scratch,
-    _aten.im2col.default: _as_much_as_images,
+    _aten.im2col.default: _as_much_as_given,
     _aten.mm.default: _copy_of_factors,
     _aten.addmm.default: _copy_of_factors,
     _aten.native_batch_norm_backward.default: _gradient_once_more,
@@ -164,4 +182,12 @@ _RULES: dict[Any, Scratch] = {
     **dict.fromkeys(softmaxes, _copy_of_scattered),
     **dict.fromkeys(softmaxes_backward, _copies_of_scattered),
     safe_softmax: _rows_of_nothing,
+    _aten.sum.default: _copy_in_other_type,
+    _aten.sum.dim_IntList: _copy_in_other_type,
+    _aten.cumsum.default: _copy_in_other_type,
+    _aten.mean.default: _copy_in_float,
+    _aten.mean.dim: _copy_in_float,
+    _aten.logsumexp.default: _as_much_as_given,
+    _aten.median.dim: _as_much_as_given,
+    **losses.SCRATCH,
 }
