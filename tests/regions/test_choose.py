@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from rkgb.replay.step_record import bitwise_equal
-from rockmate import BudgetTooSmall, (
+from rockmate import (
     ArgumentError,
     BudgetTooSmall,
     CompileError,
