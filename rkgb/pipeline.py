@@ -280,6 +280,24 @@ def _raise_the_models_own(model: torch.nn.Module, sample: Sample) -> None:
         raise own from None
 
 
+def _with_one_operation_more(
+    model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: _Check, error: Unrepeatable
+) -> tuple[BGraph, DGraph]:
+    """The same where the submodule that no graph repeats is one operation. Raises `error` where there is none."""
+    whole = check.with_opaque(filter(None, [error.path]), model)
+    if tracer == "jit" or len(whole.opaque) == len(check.opaque):
+        raise error
+    try:
+        basic, dataflow = _front_end(model, sample, tracer, whole)
+    except TraceError as other:
+        other.add_note(f"(with submodule {error.path!r} as one operation, because {error})")
+        raise other from None
+    basic.side_effects.append(
+        f"submodule {error.path!r} is one operation of the graph, and is never recomputed: {error}"
+    )
+    return basic, dataflow
+
+
 def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: _Check) -> tuple[BGraph, DGraph]:
     """The finest trace of one front end that the replay check accepts."""
     tell = check.tell
@@ -288,18 +306,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
     try:
         basic = trace(model, sample.copy(), tracer, check.opaque)
     except Unrepeatable as error:
-        whole = check.with_opaque(filter(None, [error.path]), model)
-        if tracer == "jit" or len(whole.opaque) == len(check.opaque):
-            raise
-        try:
-            basic, dataflow = _front_end(model, sample, tracer, whole)
-        except TraceError as other:
-            other.add_note(f"(with submodule {error.path!r} as one operation, because {error})")
-            raise other from None
-        basic.side_effects.append(
-            f"submodule {error.path!r} is one operation of the graph, and is never recomputed: {error}"
-        )
-        return basic, dataflow
+        return _with_one_operation_more(model, sample, tracer, check, error)
     except TraceError as error:
         if error.__cause__ is not None and not is_out_of_memory(error):
             _raise_the_models_own(model, sample)
