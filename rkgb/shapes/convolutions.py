@@ -2,12 +2,13 @@
 
 oneDNN copies images and weights into blocks of channels, but images in channels_last; what its own kernels do not take,
 it unfolds and multiplies. Which kernel computes a convolution was read from `ONEDNN_VERBOSE=1`, and what each takes is
-fitted to what was measured, with a processor that has AVX2 but not AVX-512: others have other blocks. What threads sum
-up beside each other is not counted.
+fitted to what was measured, with processors that have AVX2; those with AVX-512 have other blocks, and a few kernels of
+which less is known. What threads sum up beside each other is not counted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -18,7 +19,7 @@ import torch
 from rkgb.torch_private.operations import HALF_OF_ONEDNN, suggested_format
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
-_BLOCK = 8  # channels
+_BLOCKS = 8, 16  # channels: without AVX-512, and with it
 _COLOURS = 3
 _VOLUMES = 5  # dimensions
 _FEW_NUMBERS = 20480  # in one image, which PyTorch unfolds itself
@@ -113,7 +114,7 @@ class _Convolution:
     @property
     def is_strided(self) -> bool:
         """There is a kernel for the gradient of what strides pass over, but not for groups of few channels."""
-        is_wide = self.groups == 1 or self.images.shape[1] // self.groups > _BLOCK
+        is_wide = self.groups == 1 or self.images.shape[1] // self.groups > _block()
         return is_wide and self.has_strides
 
     @property
@@ -132,7 +133,8 @@ class _Convolution:
     def multiplies_for_weights(self) -> bool:
         """Whether the gradient of the weights is a product with what is unfolded."""
         layers = zip(self.kernel[:-1], self.images.shape[2:-1], strict=True)
-        return self.kernel[-1] > _WIDTH or any(covered > size for covered, size in layers)
+        is_high = not _is_broad() and any(covered > size for covered, size in layers)
+        return self.kernel[-1] > _WIDTH or is_high
 
     @property
     def multiplied_bytes(self) -> int:
@@ -144,46 +146,54 @@ class _Blocked(_Convolution):
     """With images that lie as they are made, channel after channel."""
 
     def forward_bytes(self) -> int:
-        if self._is_unaligned or self.padding[-1] > _PADDING:
+        if self._is_unaligned or (self.padding[-1] > _PADDING and not _is_broad()):
             at_once_bytes = torch.get_num_threads() * min(self.unfolded_bytes, _UNFOLDED_BYTES)
             return max(self.out.nbytes, at_once_bytes + _ROUNDED_BYTES)
         out_bytes = _blocked_bytes(self.out)
-        copies_bytes = self._weight_bytes + _blocked_bytes(self.images)
-        if self.groups == 1 and self.images.shape[1] < _BLOCK:  # read as they are
-            copies_bytes = self._half_blocked_weight_bytes
+        copies_bytes = self._weight_bytes(_block()) + _blocked_bytes(self.images)
+        if self.groups == 1 and self.images.shape[1] < _block():  # read as they are
+            copies_bytes = self._half_blocked_weight_bytes(_block())
         return max(copies_bytes + out_bytes - self.out.nbytes, out_bytes) + self._gathered_bytes
 
     def of_images_bytes(self) -> int:
         if self.is_strided:
-            return max(2 * self.images.nbytes, self.out.nbytes + self.weight.nbytes + self.strided_bytes)
+            weight_bytes = self._weight_bytes(_block()) if _is_broad() else self.weight.nbytes
+            return max(2 * self.images.nbytes, self.out.nbytes + weight_bytes + self.strided_bytes)
         width = (self.kernel[-1] - 1) * self.dilation[-1]
         if self._is_unaligned or width - self.padding[-1] > _BESIDE_PADDING:
             return max(self.images.nbytes, torch.get_num_threads() * self.unfolded_bytes + _ROUNDED_BYTES)
         images_bytes = _blocked_bytes(self.images)
-        copies_bytes = self._weight_bytes + _blocked_bytes(self.out)
+        copies_bytes = self._weight_bytes(_block()) + _blocked_bytes(self.out)
         return max(copies_bytes + images_bytes - self.images.nbytes, images_bytes)
 
     def of_weights_bytes(self) -> int:
         if self._is_unaligned or self.multiplies_for_weights:
             return self.multiplied_bytes
-        copies_bytes = self._weight_bytes + _blocked_bytes(self.images)
-        if self.groups == 1 and self.images.shape[1] == _COLOURS:  # read as they are
-            copies_bytes = self._half_blocked_weight_bytes
-        copies_bytes += _blocked_bytes(self.out) + self._gathered_bytes
-        return max(self._weight_bytes, copies_bytes - self.weight.nbytes)
+        channels = self.images.shape[1]
+        block = _block()
+        is_read = self.groups == 1 and (channels == _COLOURS or (channels == 1 and _is_broad()))  # as they are
+        is_plain = self.groups == 1 and not is_read and not self.has_strides
+        if is_plain and any(one.shape[1] % block for one in (self.images, self.out)):
+            block = _BLOCKS[0]  # by the kernel that needs no AVX-512
+        if is_read:
+            copies_bytes = self._half_blocked_weight_bytes(block)
+        else:
+            copies_bytes = self._weight_bytes(block) + _blocked_bytes(self.images, block)
+        copies_bytes += _blocked_bytes(self.out, block) + self._gathered_bytes
+        return max(self._weight_bytes(block), copies_bytes - self.weight.nbytes)
 
     @property
     def multiplies_for_weights(self) -> bool:
         is_wide = self.is_depthwise and self.kernel[-1] > _DEPTHWISE_WIDTH
         is_spread = self.images.dim() == _VOLUMES or any(step > 1 for step in self.dilation)
-        return is_wide or is_spread or super().multiplies_for_weights
+        return is_wide or (is_spread and not _is_broad()) or super().multiplies_for_weights
 
     @property
     def _is_unaligned(self) -> bool:
         """Groups that are not whole blocks are multiplied one by one."""
         if self.groups == 1 or self.is_depthwise:
             return False
-        return any(tensor.shape[1] // self.groups % _BLOCK != 0 for tensor in (self.images, self.out))
+        return any(tensor.shape[1] // self.groups % _block() != 0 for tensor in (self.images, self.out))
 
     @property
     def _gathered_bytes(self) -> int:
@@ -197,18 +207,17 @@ class _Blocked(_Convolution):
             return 0
         return torch.get_num_threads() * self.unfolded_bytes + _ROUNDED_BYTES
 
-    @property
-    def _weight_bytes(self) -> int:
+    def _weight_bytes(self, block: int) -> int:
         if self.is_depthwise:
-            return self._half_blocked_weight_bytes
+            return self._half_blocked_weight_bytes(block)
         if self.groups > 1:
             return self.weight.nbytes
-        return self._half_blocked_weight_bytes // self.images.shape[1] * _rounded(self.images.shape[1])
+        channels = self.images.shape[1]
+        return self._half_blocked_weight_bytes(block) // channels * _rounded(channels, block)
 
-    @property
-    def _half_blocked_weight_bytes(self) -> int:
+    def _half_blocked_weight_bytes(self, block: int) -> int:
         """In blocks of channels that are made, but not of those of the images."""
-        return self.weight[0].numel() * _rounded(self.out.shape[1]) * self.weight.itemsize
+        return self.weight[0].numel() * _rounded(self.out.shape[1], block) * self.weight.itemsize
 
 
 class _ChannelsLast(_Convolution):
@@ -280,6 +289,16 @@ def _convolved(
     return images, kind(read, out, weight, stride, padding, dilation, groups, is_transposed)
 
 
+@functools.cache
+def _is_broad() -> bool:
+    """Whether the processor has AVX-512, for which oneDNN has other kernels."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+def _block() -> int:
+    return _BLOCKS[_is_broad()]
+
+
 def _has_blocks(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes with such numbers here."""
     return dtype == torch.float32 or dtype in HALF_OF_ONEDNN
@@ -296,12 +315,13 @@ def _is_small(given: torch.Tensor) -> bool:
     return given.shape[0] == 1 and given.numel() <= _FEW_NUMBERS
 
 
-def _rounded(channels: int) -> int:
-    return ceil(channels / _BLOCK) * _BLOCK
+def _rounded(channels: int, block: int | None = None) -> int:
+    block = block or _block()
+    return ceil(channels / block) * block
 
 
-def _blocked_bytes(images: torch.Tensor) -> int:
-    return images.nbytes // images.shape[1] * _rounded(images.shape[1])
+def _blocked_bytes(images: torch.Tensor, block: int | None = None) -> int:
+    return images.nbytes // images.shape[1] * _rounded(images.shape[1], block)
 
 
 def brought_into_bytes(images: torch.memory_format, tensor: torch.Tensor) -> int:

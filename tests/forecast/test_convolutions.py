@@ -9,9 +9,10 @@ from rkgb.shapes.convolutions import convolution_backward_scratch, convolution_s
 from rockmate import PeakMemory
 
 aten = torch.ops.aten
+IS_BROAD = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX2",
-    reason="oneDNN has other kernels for processors with more, or less, than AVX2",
+    not IS_BROAD and torch.backends.cpu.get_cpu_capability() != "AVX2",
+    reason="oneDNN has other kernels for processors that have neither AVX2 nor AVX-512",
 )
 WANTED = {"both": [True, True, False], "weights": [False, True, False], "images": [True, False, False]}
 
@@ -104,7 +105,14 @@ def measured(function, args):
     return memory.peak_bytes - sum(tensor.untyped_storage().nbytes() for tensor in tensors), tensors
 
 
-def check(case, wanted=None):
+# With AVX-512: products of short numbers are of the processor's own, if it has them, and groups are another kernel's.
+OTHERWISE = {"groups of no blocks", "half precision", "half precision, one place", "half precision, each channel"}
+
+
+def check(name, wanted=None):
+    if IS_BROAD and name in OTHERWISE:
+        pytest.skip("what oneDNN's kernel for AVX-512 works with is not known")
+    case = CASES[name]
     images, weights, told = case.args()
     args = (images, weights, None, *told)
     took_bytes, made = measured(aten.convolution.default, args)
@@ -118,13 +126,13 @@ def check(case, wanted=None):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_convolution_takes_what_is_told(name):
-    check(CASES[name])
+    check(name)
 
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("name", CASES)
 def test_its_backward_takes_what_is_told(name, wanted):
-    check(CASES[name], WANTED[wanted])
+    check(name, WANTED[wanted])
 
 
 @pytest.mark.parametrize("name", ["one place", "gathered", "groups of no blocks"])
@@ -132,6 +140,6 @@ def test_each_thread_takes_its_part(name):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        check(CASES[name])
+        check(name)
     finally:
         torch.set_num_threads(threads)
