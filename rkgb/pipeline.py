@@ -15,7 +15,7 @@ import torch
 from rkgb.capture.trace import FrontEnd, Tracer, trace
 from rkgb.devices.out_of_memory import collect_failed, is_out_of_memory, out_of_memory_told
 from rkgb.devices.registry import device_of
-from rkgb.errors import ReplayMismatch, TraceError, TraceWarning
+from rkgb.errors import ReplayMismatch, RockmateError, TraceError, TraceWarning
 from rkgb.ir.bgraph import BGraph, LeafKind
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import is_ref, ref_names
@@ -283,13 +283,18 @@ def _raise_the_models_own(model: torch.nn.Module, sample: Sample) -> None:
 def _with_one_operation_more(
     model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: _Check, error: Unrepeatable
 ) -> tuple[BGraph, DGraph]:
-    """The same where the submodule that no graph repeats is one operation. Raises `error` where there is none."""
+    """The same where the submodule that no graph repeats is one operation. Raises `error` where none can be.
+
+    What else no graph repeats is the reason then, with a note of the first.
+    """
     whole = check.with_opaque(filter(None, [error.path]), model)
     if tracer == "jit" or len(whole.opaque) == len(check.opaque):
         raise error
     try:
         basic, dataflow = _front_end(model, sample, tracer, whole)
     except TraceError as other:
+        if other.__cause__ is not None and not isinstance(other.__cause__, RockmateError):  # it does not run so
+            raise error from other
         other.add_note(f"(with submodule {error.path!r} as one operation, because {error})")
         raise other from None
     basic.side_effects.append(
