@@ -132,9 +132,12 @@ class _Convolution:
     @property
     def multiplies_for_weights(self) -> bool:
         """Whether the gradient of the weights is a product with what is unfolded."""
-        layers = zip(self.kernel[:-1], self.images.shape[2:-1], strict=True)
-        is_high = not _is_broad() and any(covered > size for covered, size in layers)
-        return self.kernel[-1] > _WIDTH or is_high
+        return self.kernel[-1] > _WIDTH or (self.is_high and not _is_broad())
+
+    @property
+    def is_high(self) -> bool:
+        """Whether kernels cover more than there is in images, across rows or layers."""
+        return any(covered > size for covered, size in zip(self.kernel[:-1], self.images.shape[2:-1], strict=True))
 
     @property
     def multiplied_bytes(self) -> int:
@@ -149,31 +152,33 @@ class _Blocked(_Convolution):
         if self._is_unaligned or (self.padding[-1] > _PADDING and not _is_broad()):
             at_once_bytes = torch.get_num_threads() * min(self.unfolded_bytes, _UNFOLDED_BYTES)
             return max(self.out.nbytes, at_once_bytes + _ROUNDED_BYTES)
-        out_bytes = _blocked_bytes(self.out)
-        copies_bytes = self._weight_bytes(_block()) + _blocked_bytes(self.images)
-        if self.groups == 1 and self.images.shape[1] < _block():  # read as they are
-            copies_bytes = self._half_blocked_weight_bytes(_block())
+        block = self._block
+        out_bytes = _blocked_bytes(self.out, block)
+        copies_bytes = self._weight_bytes(block) + _blocked_bytes(self.images, block)
+        is_read = self.groups == 1 and self.images.shape[1] < block  # as they are
+        if is_read and not (_is_broad() and self._gathered_bytes):
+            copies_bytes = self._half_blocked_weight_bytes(block)
         return max(copies_bytes + out_bytes - self.out.nbytes, out_bytes) + self._gathered_bytes
 
     def of_images_bytes(self) -> int:
         if self.is_strided:
-            weight_bytes = self._weight_bytes(_block()) if _is_broad() else self.weight.nbytes
+            channels = self.images.shape[1]
+            weight_bytes = self.weight.nbytes // channels * _rounded(channels) if _is_broad() else self.weight.nbytes
             return max(2 * self.images.nbytes, self.out.nbytes + weight_bytes + self.strided_bytes)
         width = (self.kernel[-1] - 1) * self.dilation[-1]
         if self._is_unaligned or width - self.padding[-1] > _BESIDE_PADDING:
             return max(self.images.nbytes, torch.get_num_threads() * self.unfolded_bytes + _ROUNDED_BYTES)
-        images_bytes = _blocked_bytes(self.images)
-        copies_bytes = self._weight_bytes(_block()) + _blocked_bytes(self.out)
+        block = self._block
+        images_bytes = _blocked_bytes(self.images, block)
+        copies_bytes = self._weight_bytes(block) + _blocked_bytes(self.out, block)
         return max(copies_bytes + images_bytes - self.images.nbytes, images_bytes)
 
     def of_weights_bytes(self) -> int:
         if self._is_unaligned or self.multiplies_for_weights:
             return self.multiplied_bytes
-        channels = self.images.shape[1]
-        block = _block()
+        channels, block = self.images.shape[1], self._block
         is_read = self.groups == 1 and (channels == _COLOURS or (channels == 1 and _is_broad()))  # as they are
-        is_plain = self.groups == 1 and not is_read and not self.has_strides
-        if is_plain and any(one.shape[1] % block for one in (self.images, self.out)):
+        if self.groups == 1 and not is_read and channels < block and not self._gathered_bytes:
             block = _BLOCKS[0]  # by the kernel that needs no AVX-512
         if is_read:
             copies_bytes = self._half_blocked_weight_bytes(block)
@@ -184,16 +189,21 @@ class _Blocked(_Convolution):
 
     @property
     def multiplies_for_weights(self) -> bool:
-        is_wide = self.is_depthwise and self.kernel[-1] > _DEPTHWISE_WIDTH
+        is_wide = self.is_depthwise and (self.kernel[-1] > _DEPTHWISE_WIDTH or self.is_high)
         is_spread = self.images.dim() == _VOLUMES or any(step > 1 for step in self.dilation)
         return is_wide or (is_spread and not _is_broad()) or super().multiplies_for_weights
+
+    @property
+    def _block(self) -> int:
+        """Of channels: groups are whole numbers of the smaller ones."""
+        return _BLOCKS[0] if self.groups > 1 and not self.is_depthwise else _block()
 
     @property
     def _is_unaligned(self) -> bool:
         """Groups that are not whole blocks are multiplied one by one."""
         if self.groups == 1 or self.is_depthwise:
             return False
-        return any(tensor.shape[1] // self.groups % _block() != 0 for tensor in (self.images, self.out))
+        return any(tensor.shape[1] // self.groups % _BLOCKS[0] != 0 for tensor in (self.images, self.out))
 
     @property
     def _gathered_bytes(self) -> int:
@@ -205,7 +215,8 @@ class _Blocked(_Convolution):
             or any(size != places * step for size, places, step in steps)
         ):
             return 0
-        return torch.get_num_threads() * self.unfolded_bytes + _ROUNDED_BYTES
+        channels = self.images.shape[1]
+        return torch.get_num_threads() * (self.unfolded_bytes // channels * _rounded(channels)) + _ROUNDED_BYTES
 
     def _weight_bytes(self, block: int) -> int:
         if self.is_depthwise:
@@ -233,7 +244,7 @@ class _ChannelsLast(_Convolution):
     def of_weights_bytes(self) -> int:
         if self.multiplies_for_weights:
             return self._arranged_bytes - self.weight.nbytes + self.multiplied_bytes
-        has_own = self.is_depthwise and self.kernel[-1] <= _DEPTHWISE_WIDTH
+        has_own = self.is_depthwise and self.kernel[-1] <= _DEPTHWISE_WIDTH and not self.is_high
         per_group = _rounded(self.weight.shape[0] // self.groups) * _rounded(self.weight.shape[1])
         blocked_bytes = self.groups * per_group * self.kernel.numel() * self.weight.itemsize
         return self._arranged_bytes + (self.weight.nbytes if has_own else blocked_bytes)

@@ -91,6 +91,11 @@ CASES = {
     "channels last, each": Case(32, 32, groups=32, form=torch.channels_last),
     "channels last, each, wide": Case(32, 32, kernel=7, groups=32, form=torch.channels_last),
     "channels last, strides": Case(16, 32, stride=2, form=torch.channels_last),
+    "few blocks, gathered": Case(8, 16, (16, 16), kernel=1, stride=2, padding=0),
+    "few channels of many": Case(16, 8, (16, 16)),
+    "half a block": Case(8, 16, (16, 16)),
+    "groups of half a block": Case(16, 16, (16, 16), groups=2),
+    "channels last, each, higher than images": Case(128, 128, (2, 2), groups=128, form=torch.channels_last),
     "channels last, little": Case(16, 32, (2, 2), form=torch.channels_last),
 }
 LITTLE_BYTES = 700  # beside what is counted
