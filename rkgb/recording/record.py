@@ -93,8 +93,8 @@ class Recorder(DispatchMode):
         self._shapes_vary = False  # from here on, shapes may depend on data
         self._drawn: set[int] = set()  # of these, those that depend on nothing but the random numbers of the run
         self._modules = {submodule: path for path, submodule in module.named_modules()}
-        self._running: list[str] = []  # paths of the modules that are in their forward
-        self._since: list[int] = []  # for each of them, the number of nodes when it began
+        # Paths of the modules that are in their forward, and for each the number of nodes when it began.
+        self._running: list[tuple[str, int]] = []
         self._grad_enabled: bool | None = None  # as it is where an operator is called that has turned gradients off
         self.python_reads = False  # while the user's own code reads a number
         # Of what the user's code calls now, tensors of one element: where a number is wanted, they are read.
@@ -152,7 +152,7 @@ class Recorder(DispatchMode):
 
     def note_opaque(self, path: str, function: OpaqueCall, arguments: tuple[Any, ...], result: Any) -> None:
         """A call of an opaque submodule, which is one operation; `arguments` are those of `function`."""
-        self._running.append(path)
+        self._running.append((path, len(self.nodes)))
         self._note(function, arguments, {}, result, True)
         for place in function.traits.written:
             self._mark_from_data(leaves(arguments)[place])
@@ -292,34 +292,29 @@ class Recorder(DispatchMode):
 
     def source(self) -> Source:
         """The modules that run now, and the innermost line of the user's code."""
-        called = tuple(dict.fromkeys(filter(None, self._running)))
+        called = tuple(dict.fromkeys(path for path, _ in self._running if path))
         return Source(self.module_path, python_location(), called)
 
     @property
     def module_path(self) -> str:
         """The module that runs now."""
-        return self._running[-1] if self._running else ""
+        return self._running[-1][0] if self._running else ""
 
     def path_around(self, tensor: torch.Tensor) -> str:
         """The innermost of the modules that run now in whose call `tensor` was made, by itself or by what it calls."""
         name = self._names[id(tensor)][1] if self.is_known(tensor) else None
-        makers = [place for place, node in enumerate(self.nodes) if name in node.output_names]
-        around = [
-            path for path, since in zip(self._running, self._since, strict=True) if makers and since <= makers[-1]
-        ]
-        return around[-1] if around else ""
+        made_at = max((place for place, node in enumerate(self.nodes) if name in node.output_names), default=-1)
+        return next((path for path, since in reversed(self._running) if since <= made_at), "")
 
     def entered(self, submodule: torch.nn.Module, *_: Any) -> None:
         """Hook before every module's forward."""
         if is_recording(self):
-            self._running.append(self._modules.get(submodule, self.module_path))
-            self._since.append(len(self.nodes))
+            self._running.append((self._modules.get(submodule, self.module_path), len(self.nodes)))
 
     def left(self, submodule: torch.nn.Module, *_: Any) -> None:
         """Hook after it."""
         if is_recording(self) and self._running:
             self._running.pop()
-            self._since.pop()
 
 
 class _PythonReads(TorchFunctionMode):
@@ -331,9 +326,9 @@ class _PythonReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        refuse_function(name, args, self._recorder.module_path, self._recorder.path_around)
+        refuse_function(name, args, self._recorder)
         if name == "__get__":
-            refuse_attribute(func, args, self._recorder.module_path, self._recorder.path_around)
+            refuse_attribute(func, args, self._recorder)
         if name in _NUMBER_READS:
             return self._read_number(func, args, kwargs or {})
         self._note_data_within(name, args, kwargs or {})

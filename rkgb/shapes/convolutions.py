@@ -331,7 +331,7 @@ def _rounded(channels: int, block: int | None = None) -> int:
     return ceil(channels / block) * block
 
 
-def _blocked_bytes(images: torch.Tensor, block: int | None = None) -> int:
+def _blocked_bytes(images: torch.Tensor, block: int) -> int:
     return images.nbytes // images.shape[1] * _rounded(images.shape[1], block)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -212,28 +212,39 @@ _ON_GRADIENTS = {
 }
 
 
-def refuse_function(name: str, args: Any, path: str, path_around: Callable[[torch.Tensor], str]) -> None:
-    """Raise `Unrepeatable` for calls whose effect no graph can hold, by the function's name; `path` is where it runs.
+class Places(Protocol):
+    """Tells where a forward is."""
 
-    `path_around` tells the module that is to be one operation then. All that used the tensor so far must be within it:
-    its gradient is the sum of what they send.
+    @property
+    def module_path(self) -> str:
+        """The module that runs now."""
+
+    def path_around(self, tensor: torch.Tensor) -> str:
+        """The innermost of the modules that run now in whose call `tensor` was made."""
+
+
+def refuse_function(name: str, args: Any, places: Places) -> None:
+    """Raise `Unrepeatable` for calls whose effect no graph can hold, by the function's name.
+
+    It names the module that is to be one operation then. All that used the tensor so far must be within it: its
+    gradient is the sum of what they send.
     """
     if name in _ON_GRADIENTS and args[0].grad_fn is not None:
-        whole = path_around(args[0])
-        raise Unrepeatable(f"{_here(path)} forward {_ON_GRADIENTS[name]}{_or_within(whole)}.", whole)
+        whole = places.path_around(args[0])
+        raise Unrepeatable(f"{_here(places.module_path)} forward {_ON_GRADIENTS[name]}{_or_within(whole)}.", whole)
 
 
-def refuse_attribute(getter: Any, args: Any, path: str, path_around: Callable[[torch.Tensor], str]) -> None:
+def refuse_attribute(getter: Any, args: Any, places: Places) -> None:
     """Raise `Unrepeatable` for access to what no graph can follow: nodes of the autograd graph."""
     owner = getattr(getter, "__self__", None)
     if owner is torch.Tensor.grad_fn and not caller_is_torch(2):
         with without_dispatch_modes():
             differentiable = args[0].grad_fn is not None
         if differentiable:
-            whole = path_around(args[0])
+            whole = places.path_around(args[0])
             raise Unrepeatable(
-                f"{_here(path)} forward takes the grad_fn of a tensor: what it does to that node would not "
-                f"happen when the graph runs. Use a torch.autograd.Function{_or_within(whole)}.",
+                f"{_here(places.module_path)} forward takes the grad_fn of a tensor: what it does to that node would "
+                f"not happen when the graph runs. Use a torch.autograd.Function{_or_within(whole)}.",
                 whole,
             )
 

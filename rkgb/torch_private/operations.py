@@ -115,7 +115,7 @@ grouped_product = _aten._grouped_mm.default
 
 
 _UNDER_WAY = threading.Lock()
-_undone: list[Any] = []
+_open: list[Any] = []  # for each context that is open, the library of these kernels: all have the same
 
 
 @contextlib.contextmanager
@@ -126,16 +126,21 @@ def whole_without_data() -> Iterator[None]:
     It holds for all threads, on that device.
     """
     with _UNDER_WAY:
-        library: Any = torch.library.Library("aten", "IMPL")
-        if not _undone and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mish_backward", "Meta"):
-            library.m.impl("mish_backward", "Meta", lambda gradient, given: torch.empty_like(given))
-        _undone.append(library)
+        _open.append(_open[0] if _open else _kernels_without_data())
     try:
         yield
     finally:
         with _UNDER_WAY:
-            # The first holds the kernel: it goes with the last that is left.
-            _undone.pop(-1)._destroy()
+            kernels = _open.pop()
+            if not _open:
+                kernels._destroy()
+
+
+def _kernels_without_data() -> Any:
+    library: Any = torch.library.Library("aten", "IMPL")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mish_backward", "Meta"):
+        library.m.impl("mish_backward", "Meta", lambda gradient, given: torch.empty_like(given))
+    return library
 
 
 def overload_names(qualified: str) -> set[str]:

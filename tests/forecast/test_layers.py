@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rockmate import PeakMemory, estimate
+from rockmate import estimate
+from tests.forecast.test_eager_step import measured_bytes
 
 ROWS, TOKENS, WIDTH = 8, 96, 64
 
@@ -163,18 +164,6 @@ def squares(output):
     return output.pow(2).mean()
 
 
-def measured(model, given, loss_of=squares):
-    """Bytes of a step, of which the second is measured."""
-    for _ in range(2):
-        model.zero_grad()
-        with PeakMemory(torch.device("cpu")) as memory:
-            output = model(*given)
-            loss = loss_of(output)
-            loss.backward()
-        del output, loss
-    return memory.peak_bytes
-
-
 @pytest.mark.parametrize("short", [False, True], ids=["float", "bfloat16"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
@@ -190,7 +179,7 @@ def test_losses_take_what_shapes_tell(loss, reduction, short):
     wanted = tokens().sigmoid()
     model, given = Given(nn.Linear(WIDTH, WIDTH), compared), (tokens(), wanted.bfloat16() if short else wanted)
     found = estimate(model, given, loss=torch.Tensor.sum, batches=False, time_limit=0.1)
-    assert found.eager.step_peak_bytes == pytest.approx(measured(model, given, torch.Tensor.sum), rel=EXACT)
+    assert found.eager.step_peak_bytes == pytest.approx(measured_bytes(model, given, torch.Tensor.sum), rel=EXACT)
 
 
 REDUCED = {
@@ -209,7 +198,7 @@ REDUCED = {
 def test_reductions_take_what_shapes_tell(reduce):
     model, given = Given(nn.Linear(WIDTH, WIDTH), lambda layer, x: reduce(layer(x))), (tokens(),)
     found = estimate(model, given, loss=squares, batches=False, time_limit=0.1)
-    assert found.eager.step_peak_bytes == pytest.approx(measured(model, given), rel=EXACT)
+    assert found.eager.step_peak_bytes == pytest.approx(measured_bytes(model, given, squares), rel=EXACT)
 
 
 LIKE_OTHERS = {"no mask", "weights and dropout", "frequencies of channels", "both ways", "no biases"}
@@ -224,11 +213,11 @@ def test_a_step_takes_what_shapes_tell(make, given, tolerance):
     model, sample = make(), given()
     found = estimate(model, sample, loss=squares, batches=False, time_limit=0.1)
     assert not found.unplanned
-    assert found.eager.step_peak_bytes == pytest.approx(measured(model, sample), rel=tolerance)
+    assert found.eager.step_peak_bytes == pytest.approx(measured_bytes(model, sample, squares), rel=tolerance)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.ci)])
 def test_rows_of_lengths_that_are_known_are_packed(layer):
     model = Given(layer(WIDTH, WIDTH, batch_first=True), packed)
     found = estimate(model, tokens(), loss=squares, batches=False, time_limit=0.1)
-    assert found.eager.step_peak_bytes == pytest.approx(measured(model, (tokens(),)), rel=EXACT)
+    assert found.eager.step_peak_bytes == pytest.approx(measured_bytes(model, (tokens(),), squares), rel=EXACT)
