@@ -114,10 +114,10 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "plan_files": ("errors", "units", "regions", "memory", "guards", "layouts", "offload", "planning"),
         "choices": ("errors", "nn", "layouts", "planning", "plan_files"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
-        "families": ("errors", "guards", "resting", "planning", "runtime", "plan_files"),
+        "families": ("errors", "regions", "guards", "resting", "planning", "runtime", "plan_files"),
         "calls": (
-            "errors", "units", "progress", "memory", "guards", "offload", "resting", "runtime", "planning", "options",
-            "plan_files", "choices", "families",
+            "errors", "units", "progress", "regions", "memory", "guards", "offload", "resting", "runtime", "planning",
+            "options", "plan_files", "choices", "families",
         ),
         "module": (
             "errors", "progress", "proxy", "nn", "memory", "layouts", "offload", "planning", "options", "plan_files",

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-Strides = tuple[int, ...]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a tensor."""
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Compiled code: it is given a list, which it may empty, and returns what it makes."""
 
 
-class Tangent(NamedTuple):
-    """The gradient of an output, as compiled code takes it."""
+class AnySize(Protocol):
+    """For which sizes code was compiled that is given them as numbers."""
 
-    place: int  # of the output
-    sizes: tuple[int, ...]
-    strides: Strides
-    dtype: torch.dtype
+    def holds(self, layouts: Sequence[Layout], numbers: tuple[int, ...]) -> bool:
+        """Whether the code is right for inputs that lie so, where these are its numbers."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kernels:
-    """What a region was compiled to, and how the two halves hand on values."""
+    """What a region was compiled to, and how the two halves hand on values.
+
+    Code for `any_size` is given the numbers that stand for sizes first.
+    """
 
     forward: Compiled  # of all inputs: its outputs, then what is saved
     backward: Compiled | None  # of inputs that it reads, what was saved, and gradients; None where nothing has one
     read: tuple[int, ...]  # places of the inputs that the backward reads
     gradients: tuple[int | None, ...]  # for each input, the place of its gradient among what the backward returns
-    tangents: tuple[Tangent, ...]  # of the outputs that have gradients
+    tangents: tuple[int, ...]  # places of the outputs that have gradients, which lie as these outputs do
     saved: tuple[str, ...] = ()  # what the forward hands to the backward beside inputs, in words
+    any_size: AnySize | None = None  # None where it was compiled for one set of sizes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,6 +51,7 @@ class CompiledCall:
     eager: Callable[..., list[torch.Tensor]]  # the operations themselves
     outputs: int
     kernels: list[Kernels] = field(default_factory=list)  # none until it is compiled
+    numbers: list[int] = field(default_factory=list)  # that stand for its sizes, where its code is for any
 
     @property
     def __name__(self) -> str:
@@ -64,41 +68,48 @@ class CompiledCall:
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         if self.kernels:
-            made = self._compiled(self.kernels[0], inputs)
-        else:
-            made = self.eager(*inputs)
-        return made[0] if self.outputs == 1 else list(made)
+            return self.at(self.numbers, inputs)
+        return _one_or_all(self.eager(*inputs), self.outputs)
 
-    def _compiled(self, kernels: Kernels, inputs: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
+    def at(self, numbers: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
+        """What its code gives, where these `numbers` stand for the sizes of its `inputs`."""
+        kernels = self.kernels[0]
         if kernels.backward is not None and torch.is_grad_enabled():
-            made: tuple[torch.Tensor, ...] = _Halves.apply(self, *inputs)  # type: ignore[no-untyped-call]
-            return made
-        # The same code without gradients: other code might round otherwise.
-        return kernels.forward([one.detach() for one in inputs])[: self.outputs]
+            made = _Halves.apply(kernels, self.outputs, numbers, *inputs)  # type: ignore[no-untyped-call]
+        else:  # the same code without gradients: other code might round otherwise
+            made = kernels.forward([*numbers, *(one.detach() for one in inputs)])
+        return _one_or_all(made, self.outputs)
+
+
+def _one_or_all(made: Sequence[torch.Tensor], count: int) -> Any:
+    return made[0] if count == 1 else list(made[:count])
 
 
 class _Halves(torch.autograd.Function):
     """The two halves of a compiled region, as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: CompiledCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        kernels = call.kernels[0]
-        made = kernels.forward(list(inputs))
-        outputs, saved = tuple(made[: call.outputs]), made[call.outputs :]
-        ctx.kernels = kernels
+    def forward(
+        ctx: Any, kernels: Kernels, count: int, numbers: Sequence[int], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = kernels.forward([*numbers, *inputs])
+        outputs, saved = tuple(made[:count]), made[count:]
+        ctx.kernels, ctx.numbers = kernels, numbers
+        ctx.tangents = [
+            (tuple(one.shape), one.stride(), one.dtype) for one in map(outputs.__getitem__, kernels.tangents)
+        ]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(inputs[place] for place in kernels.read), *saved)
-        differentiable = {tangent.place for tangent in kernels.tangents}
-        ctx.mark_non_differentiable(*(one for place, one in enumerate(outputs) if place not in differentiable))
+        ctx.mark_non_differentiable(*(one for place, one in enumerate(outputs) if place not in kernels.tangents))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         kernels: Kernels = ctx.kernels
-        saved = list(ctx.saved_tensors)
+        saved = [*ctx.numbers, *ctx.saved_tensors]
         device = next(one for one in gradients if one is not None).device
-        for place, sizes, strides, dtype in kernels.tangents:
+        for place, (sizes, strides, dtype) in zip(kernels.tangents, ctx.tangents, strict=True):
             given = gradients[place]
             if given is None:
                 given = torch.zeros((), dtype=dtype, device=device).expand(sizes)
@@ -106,10 +117,10 @@ class _Halves(torch.autograd.Function):
         del gradients
         assert kernels.backward is not None
         made = kernels.backward(saved)
-        return (None, *(None if place is None else made[place] for place in kernels.gradients))
+        return (None, None, None, *(None if place is None else made[place] for place in kernels.gradients))
 
 
-def _lying(gradient: torch.Tensor, sizes: tuple[int, ...], strides: Strides) -> torch.Tensor:
+def _lying(gradient: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """The gradient with these strides, for which the backward was compiled."""
     if gradient.stride() == strides or all(
         size == 1 or mine == wanted for size, mine, wanted in zip(sizes, gradient.stride(), strides, strict=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from rkgb.ir.bgraph import LeafKind
+from rkgb.ir.bgraph import Leaf, LeafKind
 from rkgb.ir.blocks import Block
 from rkgb.ir.call import Ref
 from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.dgraph import DGraph, DNode
 from rkgb.ir.opaque import OpaqueCall
+from rkgb.ir.values import ValueInfo
 from rkgb.state.generators import OwnGenerator
 
 # Facts of an operation that decide nothing, or that are written down in their own way.
@@ -34,7 +35,23 @@ def canonical_form(graph: DGraph, block: Block) -> CanonicalForm:
 
     Constants count with all their elements. Takes time that grows with the block and its constants.
     """
-    writer = _Writer(graph)
+    return _form(_Writer(graph), block)
+
+
+def form_of_any_size(graph: DGraph, block: Block) -> str:
+    """Equal for blocks that differ in sizes, strides and other whole numbers alone: as `canonical_form` without them.
+
+    0 and 1 count: sizes of them are broadcast, and many an argument of them is no size.
+    """
+    return _form(_WriterOfAnySize(graph), block).digest
+
+
+def is_some_size(number: object) -> bool:
+    """Whether it is a number that `form_of_any_size` leaves out."""
+    return type(number) is int and number > 1
+
+
+def _form(writer: _Writer, block: Block) -> CanonicalForm:
     digest = hashlib.sha256()
     for op in block.ops:
         digest.update(f"{writer.operation(op)}\n".encode())
@@ -94,8 +111,9 @@ class _Writer:
         if name in self._described:
             return str(number)
         self._described.add(name)
-        info = self._graph.values[name]
-        leaf = self._graph.leaves.get(name)
+        return f"{number}:{self._facts(self._graph.values[name], self._graph.leaves.get(name))}"
+
+    def _facts(self, info: ValueInfo, leaf: Leaf | None) -> str:
         kind = "value" if leaf is None else leaf.kind.value
         # Which values share a storage decides bytes; so do constants' values, as numbers do.
         owner = self.number(info.owner)
@@ -103,9 +121,18 @@ class _Writer:
         if leaf is not None and leaf.kind is LeafKind.CONSTANT and leaf.constant is not None:
             held = _digest(leaf.constant)
         return (
-            f"{number}:{kind}:{info.dtype}:{info.shape}:{info.stride}:{info.offset}:{info.device}:"
+            f"{kind}:{info.dtype}:{info.shape}:{info.stride}:{info.offset}:{info.device}:"
             f"{info.requires_grad}:in {owner}:{info.storage_bytes}:{held}"
         )
+
+
+class _WriterOfAnySize(_Writer):
+    def write(self, tree: Any) -> str:
+        return "size" if is_some_size(tree) else super().write(tree)
+
+    def _facts(self, info: ValueInfo, leaf: Leaf | None) -> str:
+        lies = [self.write(tuple(numbers)) for numbers in (info.shape, info.stride)]
+        return f"{leaf is None}:{info.dtype}:{lies}:{info.device}:{info.requires_grad}:in {self.number(info.owner)}"
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -29,7 +29,7 @@ from rockmate.families.choice import FamilyPlans
 from rockmate.families.control import gives_the_same, step_bytes
 from rockmate.families.family import LEAST_MEMBERS, Family, family_of
 from rockmate.families.record import recorded
-from rockmate.families.siblings import siblings
+from rockmate.families.siblings import resized, siblings
 from rockmate.families.sized_plan import PlanOfSize
 from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
@@ -40,6 +40,7 @@ from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import no_progress
+from rockmate.regions.any_size import code_of, has_parts_of_one_size
 from rockmate.runtime.double_backward import DoubleBackward
 from rockmate.runtime.runner import Runner
 
@@ -119,8 +120,8 @@ class PlansBySize:
             others = [one.measured for one in alike if one is not member]
             family = family_of([member.measured, *others[: _MOST_MEASURED - 1], *beside])
         # Where stages of it were joined, the file's call has others than the family.
-        if family is None or family.base.graphs is not member.measured.graphs:
-            return None
+        if family is None or family.base.graphs is not member.measured.graphs or family.parts:
+            return None  # parts are compiled for the call of a file alone
         return recorded(family, plans.schedules) if family.base.gradients == member.measured.gradients else None
 
     def copy_for(self, twin: PlansBySize, pairs: Iterable[tuple[Specialization, Specialization]]) -> None:
@@ -221,11 +222,16 @@ class PlansBySize:
             return False
         for members in self._by_graph(one for one in planned if _may_be_family(one, pattern, traits)):
             largest = max(members, key=lambda one: one.measured.problem.keep_all_time_ms)
-            if len(members) >= LEAST_MEMBERS or largest in self._siblings:
+            lacking = LEAST_MEMBERS - len(_members_of(members))
+            if lacking <= 0 or largest in self._siblings:
                 continue
             self._siblings[largest] = []
-            samples = siblings(call, largest.measured.pattern, LEAST_MEMBERS - len(members))
+            samples = siblings(call, largest.measured.pattern, min(lacking, LEAST_MEMBERS - 1))
+            if samples and lacking == LEAST_MEMBERS:  # what was measured is of code for its sizes alone
+                samples = [resized(call, {}), *samples]
             alone = replace(request, progress=no_progress)
+            if largest.measured.regions is not None:
+                alone = replace(alone, chosen_regions=largest.measured.regions, of_any_size=True)
             # The module may take no such sizes; what is warned of was told of the plan.
             with contextlib.suppress(Exception), self._told.once(), planning(self._model):
                 self._siblings[largest] = [measure(self._model, sample, alone, largest.measured) for sample in samples]
@@ -344,14 +350,17 @@ class PlansBySize:
         ordered = [by_sizes[sizes] for sizes in sorted(by_sizes)]  # in whichever order they were used
         count = min(len(ordered), _MOST_MEASURED)
         chosen = [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
-        beside = [found for one in members for found in self._siblings.get(one, ())][: max(0, LEAST_MEMBERS - count)]
+        measured = [one.measured for one in _members_of(chosen)]
+        beside = [found for one in members for found in self._siblings.get(one, ())]
+        beside = beside[: max(0, LEAST_MEMBERS - len(measured))]
         given = next((plans for graphs, plans in self._given for one in chosen if one.measured.graphs is graphs), None)
-        if given is not None and count + len(beside) < LEAST_MEMBERS:
+        if given is not None and len(measured) + len(beside) < LEAST_MEMBERS:
             return given
         key = tuple(map(id, (*chosen, *beside)))
         if key not in self._families:
-            family = family_of([*(one.measured for one in chosen), *beside])
-            plans = None if family is None else FamilyPlans(family, [one.decisions for one in chosen])
+            family = family_of([*measured, *beside])
+            alike = [one for one in chosen if family is not None and _is_plan_of(family, one)]
+            plans = None if family is None else FamilyPlans(family, [one.decisions for one in alike])
             if plans is not None:
                 plans.look_at_losses(one.measured for one in chosen)
             self._families[key] = plans, chosen  # which lives as long, so that no other one has its place
@@ -368,6 +377,16 @@ def _may_be_family(one: Specialization, pattern: CallPattern, traits: ModuleTrai
     return all(a.but_for_sizes == b.but_for_sizes for a, b in zip(mine.traits, pattern.traits, strict=True))
 
 
+def _is_plan_of(family: Family, one: Specialization) -> bool:
+    """Whether what a plan repeats are operations of the family: compiled parts that are for one size are none."""
+    return [op.name for op in one.measured.graphs.D_graph] == [op.name for op in family.base.graphs.D_graph]
+
+
+def _members_of(members: Sequence[Specialization]) -> list[Specialization]:
+    """Those of plans of one graph by which something is known of other sizes."""
+    return [one for one in members if not has_parts_of_one_size(one.measured.graphs.D_graph)]
+
+
 def _by_graph(members: Iterable[Specialization]) -> list[list[Specialization]]:
     """Those of the same operations and decisions."""
     found: list[tuple[Any, list[Specialization]]] = []
@@ -375,7 +394,7 @@ def _by_graph(members: Iterable[Specialization]) -> list[list[Specialization]]:
         measured = one.measured
         asked = (*(measured.graphs.B_graph.questions or ()), *(measured.asked_sizes or ()))
         answers = [question.answer for question in asked]
-        operations = [op.name for op in measured.graphs.D_graph]
+        operations = [(op.name, code_of(op)) for op in measured.graphs.D_graph]
         facts = (operations, answers, measured.settings.by_place, measured.pinned)
         group = next((group for known, group in found if known == facts), None)
         if group is None:

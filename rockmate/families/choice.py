@@ -120,6 +120,7 @@ class FamilyPlans:
             waiting_ms=best.waiting_ms,
             stored_bytes=best.stored_bytes,
             layout=request.chosen_layout,
+            compiled=base.regions,
             loss_chunks=request.loss_chunks,
         )
         tier = request.tiers.on(base.device) if is_moving and request.tiers is not None else None

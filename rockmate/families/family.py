@@ -35,6 +35,7 @@ from rockmate.families.polynomials import NotWhole, Point, Polynomial, constant,
 from rockmate.families.stages import with_common_stages
 from rockmate.guards.inputs import CallPattern
 from rockmate.planning.measured import Measured, problem_of
+from rockmate.regions.any_size import AtAnySize, code_of, has_parts_of_one_size
 
 LEAST_MEMBERS = 3
 Position = tuple[int, int]  # a tensor of a call, and one of its dimensions
@@ -56,12 +57,18 @@ class Family:
     ways: Mapping[SNode, tuple[Any, ...]]  # of having data again
     problem: Mapping[str, Any]  # the fields of a `Problem`
     sizes: Mapping[Polynomial, str] = field(init=False)  # each that varies, with a value that has it
+    parts: Mapping[str, Any] = field(init=False)  # by compiled part: how its inputs lie, and its numbers
     _parts: dict[str, AtPoint] = field(default_factory=dict)  # by name, those that were asked for
     _told: dict[Point, str] = field(default_factory=dict)  # why a point is none of the family; empty where it is one
 
     def __post_init__(self) -> None:
         named = ((size, name) for name, shape in self.shapes.items() for size in shape)
         self.sizes = {size: name for size, name in named if isinstance(size, Polynomial)}
+        self.parts = {
+            name: ([self.layouts[one] for one in call.inputs], call.args[-call.function.count :])
+            for name, call in self.calls.items()
+            if isinstance(call.function, AtAnySize)
+        }
 
     def point_of(self, pattern: CallPattern) -> Point | None:
         """The sizes of such a call; None where it is none of the family."""
@@ -84,7 +91,7 @@ class Family:
         traits = self.base.pattern.traits
         return tuple(traits[tensor].shape[dimension] for ((tensor, dimension), *_) in self.positions)
 
-    def at(self, point: Point, part: Literal["problem", "traits", "shapes", "ways"]) -> Any:
+    def at(self, point: Point, part: Literal["problem", "traits", "shapes", "ways", "parts"]) -> Any:
         """A part of it at these sizes. Raises `NotWhole`."""
         if part not in self._parts:
             self._parts[part] = AtPoint(getattr(self, part))
@@ -130,6 +137,11 @@ class Family:
             for size, name in self.sizes.items():
                 if (found := size.at(point)) < _LEAST_SIZE:
                     return f"%{name} has a size of {found}"
+            for part, (layouts, numbers) in self.at(point, "parts").items():
+                function = self.calls[part].function
+                assert isinstance(function, AtAnySize)
+                if not function.holds([layout[:2] for layout in layouts], numbers):
+                    return f"%{part} was compiled for other sizes"
         except (NotWhole, ArithmeticError, ValueError) as error:
             return str(error)
         return ""
@@ -230,8 +242,10 @@ class _Alignment:
                 raise NotAligned("outputs")
             if graph.attributes or base.attributes or graph.varying or len(graph.generators) != len(base.generators):
                 raise NotAligned("attributes, shapes that depend on data, or generators")
-            if any(isinstance(op.call.function, OpaqueCall | CompiledCall) for op in graph):
+            if any(isinstance(op.call.function, OpaqueCall) for op in graph):
                 raise NotAligned("operations of which nothing is known")
+            if list(map(code_of, graph)) != list(map(code_of, base)) or has_parts_of_one_size(graph):
+                raise NotAligned("code compiled for one set of sizes")
             for name, value in base.values.items():
                 other = graph.values[name]
                 facts = ("dtype", "device", "requires_grad", "owner")
@@ -245,6 +259,13 @@ class _Alignment:
         """Calls in whose arguments something varies."""
         for nodes in zip(*(graph.nodes for graph in self._graphs), strict=True):
             calls = [node.call for node in nodes]
+            function = calls[0].function
+            if isinstance(function, CompiledCall) and function.numbers:
+                any_size = function.kernels[0].any_size
+                assert any_size is not None
+                numbers = self._aligned([tuple(one.function.numbers) for one in calls])
+                yield nodes[0].name, Call(AtAnySize(function, any_size), (*calls[0].args, *numbers))
+                continue
             args, kwargs = self._arguments(calls)
             if args is not calls[0].args or kwargs is not calls[0].kwargs:
                 yield nodes[0].name, Call(calls[0].function, args, kwargs)

@@ -349,7 +349,7 @@ def _with_regions(
 ) -> tuple[DGraph, CompiledRegions | None]:
     """The graph with parts compiled, as was asked for or as another plan has them."""
     if request.chosen_regions is not None:
-        return as_chosen(graph, request.chosen_regions, request.progress), request.chosen_regions
+        return as_chosen(graph, request.chosen_regions, request.progress, request.of_any_size)
     if not request.compile:
         return graph, None
     return with_compiled_regions(graph, model, sample, apart, request.progress, request.trials)

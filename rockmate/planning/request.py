@@ -49,6 +49,7 @@ class PlanRequest:
     compile: bool = False  # whether parts of the model are compiled where that pays
     loss_chunks: Chunks = None  # rows whose logits the model makes at once; None where it makes them whole
     chosen_regions: CompiledRegions | None = None  # those of another plan, to be compiled in this one
+    of_any_size: bool = False  # of these regions, those alone whose code is for other sizes, too
     trials: KnownTrials | None = None  # what was found of such parts before; None where nothing is kept
 
     def memory_to_rest_in(self, device: torch.device) -> SecondMemory | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import torch
 from rkgb import Block, DGraph, Sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.ir.call import bind
-from rkgb.ir.compiled import CompiledCall
+from rkgb.ir.compiled import CompiledCall, Kernels
 from rkgb.ir.dgraph import last_uses, leaf_tensors
-from rkgb.passes.equivalence import canonical_form
+from rkgb.ir.values import ValueInfo
+from rkgb.passes.equivalence import canonical_form, form_of_any_size
 from rkgb.process.autocast import without_autocast
 from rkgb.state.module_state import module_devices, module_state_kept
 from rockmate.errors import CompileError, CompileWarning
@@ -24,12 +26,15 @@ from rockmate.regions.find import Region, named_regions, regions_of
 from rockmate.regions.function import function_of, normalisations
 from rockmate.regions.join import joined
 from rockmate.regions.option import CompiledRegions, KnownTrials, RegionTrial
+from rockmate.regions.sizes import OfPattern, Pattern, RegionSizes, sizes_of
 from rockmate.regions.trial import tried
 
 _NAMED = 3  # operations of a region in its name
+_MOST_PATTERNS = 4  # of one form: beyond them each class is compiled by itself
 
 # Of this process, by digest and threads: each class is compiled once, and tried once.
 _CALLS: dict[tuple[str, int], CompiledCall] = {}
+_FORMS: dict[tuple[str, int], _Form] = {}  # of classes that differ in sizes alone
 _TRIED: dict[CompiledCall, RegionTrial] = {}
 _TOLD: set[str] = set()  # reasons against compiling
 
@@ -74,13 +79,16 @@ def _tell_failed(trials: Iterable[RegionTrial], parts: int) -> None:
     warnings.warn(f"{many}, and cannot be compiled: {'; '.join(reasons)}.", CompileWarning, stacklevel=2)
 
 
-def as_chosen(graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback) -> DGraph:
-    """`graph` with the regions compiled that were `chosen` in one like it; those that it does not have are left out.
+def as_chosen(
+    graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback, of_any_size: bool = False
+) -> tuple[DGraph, CompiledRegions]:
+    """`graph` with the regions compiled that were `chosen` in one like it, and these.
 
-    Raises `CompileError` where one cannot be compiled.
+    Regions that it does not have are left out, as are those whose code is for their sizes alone where it is to be
+    `of_any_size`. Raises `CompileError` where one cannot be compiled.
     """
     if not chosen.chosen:
-        return graph
+        return graph, chosen
     regions = named_regions(graph, [trial.operations for trial in chosen.chosen])
     calls = [_call_of(graph, region) for region in regions]
     classes = {call: region for region, call in zip(regions, calls, strict=True) if not call.kernels}
@@ -95,30 +103,86 @@ def as_chosen(graph: DGraph, chosen: CompiledRegions, progress: ProgressCallback
             ) from error
     if classes:
         progress("compile", len(classes), len(classes))
-    return joined(graph, list(zip(regions, calls, strict=True)))
+    pairs = [pair for pair in zip(regions, calls, strict=True) if not of_any_size or pair[1].kernels[0].any_size]
+    names = {tuple(op.name for op in region.ops) for region, _ in pairs}
+    trials = tuple(trial for trial in chosen.trials if trial.operations in names)
+    return joined(graph, pairs), replace(chosen, trials=trials) if of_any_size else chosen
 
 
 def _call_of(graph: DGraph, region: Region) -> CompiledCall:
     """The one of all regions like this one, compiled or not yet."""
-    block = Block([], list(region.ops), [], list(region.inputs), list(region.outputs))
-    digest = canonical_form(graph, block).digest
+    digest = canonical_form(graph, _block_of(region)).digest
     key = (digest, torch.get_num_threads())
     if key not in _CALLS:
         names = dict.fromkeys(op.call.op_name.strip("_") for op in region.ops)
         name = "_".join(["compiled", *list(names)[:_NAMED]])
         outputs = len(region.outputs) + 2 * len(normalisations(region))
         _CALLS[key] = CompiledCall(name, digest, function_of(graph, region), outputs)
+        _form_of(graph, region).seen[digest] = sizes_of(graph, region)
     return _CALLS[key]
 
 
+def _block_of(region: Region) -> Block:
+    return Block([], list(region.ops), [], list(region.inputs), list(region.outputs))
+
+
+@dataclass(eq=False, slots=True)
+class _Form:
+    """What classes of regions have in common that differ in sizes alone."""
+
+    seen: dict[str, RegionSizes] = field(default_factory=dict)  # by digest of the class
+    kernels: list[Kernels] = field(default_factory=list)  # each for all sizes of a pattern
+    refused: bool = False  # by the compiler: each class is compiled by itself
+
+
+def _form_of(graph: DGraph, region: Region) -> _Form:
+    key = (form_of_any_size(graph, _block_of(region)), torch.get_num_threads())
+    return _FORMS.setdefault(key, _Form())
+
+
 def _build(graph: DGraph, region: Region, call: CompiledCall) -> None:
+    """Compile a class of regions: by itself, or with those that differ in sizes alone, where some were seen before."""
     # Importing it imports the compiler.
     from rockmate.regions.build import kernels_of
 
-    inputs = [graph.values[name] for name in region.inputs]
-    differentiable = [graph.values[name].requires_grad for name in region.outputs]
-    differentiable += [False] * (call.outputs - len(differentiable))
-    call.kernels[:] = [kernels_of(call.eager, inputs, differentiable)]
+    form, sizes = _form_of(graph, region), sizes_of(graph, region)
+    for kernels in _kernels_of_any_size(graph, region, call, form):
+        assert isinstance(kernels.any_size, OfPattern)
+        numbers = kernels.any_size.numbers_at(sizes)
+        if numbers is not None:
+            call.kernels[:], call.numbers[:] = [kernels], numbers
+            return
+    call.numbers.clear()
+    call.kernels[:] = [kernels_of(call.eager, _inputs(graph, region), _differentiable(graph, region, call))]
+
+
+def _kernels_of_any_size(graph: DGraph, region: Region, call: CompiledCall, form: _Form) -> Iterator[Kernels]:
+    """Code of the form of a region: what there is, then what is compiled for all regions of it that were seen."""
+    from rockmate.regions.build import kernels_for
+
+    yield from form.kernels
+    if len(form.seen) < 2 or form.refused or len(form.kernels) >= _MOST_PATTERNS:
+        return
+    others = [sizes for digest, sizes in form.seen.items() if digest != call.digest]
+    try:
+        pattern = Pattern.of([*others, form.seen[call.digest]])
+        with_arguments = partial(function_of, graph, region)
+        made = kernels_for(pattern, with_arguments, _inputs(graph, region), _differentiable(graph, region, call))
+    except Exception:  # noqa: BLE001  what is compiled for its own sizes alone tells what else is wrong
+        form.refused = True
+        return
+    form.kernels.append(made)
+    yield made
+
+
+def _inputs(graph: DGraph, region: Region) -> list[ValueInfo]:
+    return [graph.values[name] for name in region.inputs]
+
+
+def _differentiable(graph: DGraph, region: Region, call: CompiledCall) -> list[bool]:
+    """Of its outputs, which have gradients: statistics of a batch have none."""
+    found = [graph.values[name].requires_grad for name in region.outputs]
+    return found + [False] * (call.outputs - len(found))
 
 
 def reason_of(error: Exception) -> str:

@@ -11,6 +11,7 @@ from rkgb import DGraph, DNode
 from rkgb.ir.call import bind
 from rkgb.passes.b_to_d import statistics_written
 from rockmate.regions.find import Region
+from rockmate.regions.sizes import with_arguments
 
 Tensors = list[torch.Tensor]
 
@@ -22,18 +23,22 @@ def normalisations(region: Region) -> list[DNode]:
     return [op for op in region.ops if statistics_written(op.call) is not None]
 
 
-def function_of(graph: DGraph, region: Region) -> Callable[..., Tensors]:
+def function_of(graph: DGraph, region: Region, arguments: Sequence[Any] = ()) -> Callable[..., Tensors]:
     """The operations of `region`, one by one, on its inputs: its outputs, then what statistics are written from.
 
     For each batch normalisation these are the batch's means and its variances, those by one less than there are values.
+    Where `arguments` are given, they stand in the places of the whole numbers in those of its operations, as
+    `rockmate.regions.sizes` has them.
     """
+    calls = [op.call for op in region.ops]
+    calls = with_arguments(calls, arguments) if arguments else calls
 
     def run(*inputs: torch.Tensor) -> Tensors:
         values: dict[str, Any] = dict(zip(region.inputs, inputs, strict=True))
         statistics: Tensors = []
-        for op in region.ops:
-            if statistics_written(op.call) is None:
-                bind(op.outputs, op.call.evaluate(values), values)
+        for op, call in zip(region.ops, calls, strict=True):
+            if statistics_written(call) is None:
+                bind(op.outputs, call.evaluate(values), values)
             else:
                 made, found = _normalised(graph, op, values)
                 bind(op.outputs, made, values)

@@ -20,7 +20,7 @@ _TURNS = 5  # of each, at least
 _MOST_TURNS = 25
 _TRIAL_S = 0.3  # beyond which there are no more turns than there must be
 # Norm of the difference over the norm: rounding, in another order of sums; units that it flips, as of a ReLU, are few.
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
@@ -132,7 +132,7 @@ def _misfit(graph: DGraph, region: Region, expected: _Step, found: _Step) -> str
         if one is not None and other is not None:
             pairs.append((one, other))
     for one, other in pairs:
-        if not _is_close(one, other):
+        if not is_close(one, other):
             return f"its numbers are others: {_distance(one, other):.1e} away"
     return ""
 
@@ -146,5 +146,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(away.norm() / size) if size > 0 else float(away.norm())
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _distance(one, other) <= _CLOSE.get(one.dtype, 1e-3)
+def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether `other` is `one` but for rounding, by the norm of the difference."""
+    return _distance(one, other) <= CLOSE.get(one.dtype, 1e-3)

@@ -67,7 +67,7 @@ class Expressions:
             args[statistics[0]] = args[statistics[1]] = None
         texts = [self._value(arg, tracker) for arg in args]
         texts += [f"{key}={self._value(value, tracker)}" for key, value in call.kwargs.items()]
-        return f"{self._function(op)}({', '.join(texts)})"
+        return f"{self._function(call)}({', '.join(texts)})"
 
     def value(self, argument: Any) -> str:
         """An argument of a call."""
@@ -82,19 +82,19 @@ class Expressions:
         text = f"{self._bind(function.__name__, submodule)}({', '.join(texts)})"
         return text if function.is_plain else f"{self._bind('tensors_in', function.parts)}({text})"
 
-    def _function(self, op: DNode) -> str:
-        function = op.call.function
+    def _function(self, call: Call) -> str:
+        function = call.function
         if isinstance(function, OpOverload):
             namespace, name = function._schema.name.split("::")
             overload = function._schema.overload_name or "default"
             if name.isidentifier() and not keyword.iskeyword(name) and not keyword.iskeyword(overload):
-                if namespace == "aten" and (least := self._with_least_code(op.call)) is not None:
+                if namespace == "aten" and (least := self._with_least_code(call)) is not None:
                     overloads = vars(self.namespace["aten"]).setdefault(name, SimpleNamespace())
                     setattr(overloads, overload, least)
                     return f"aten.{name}.{overload}"
                 return f"torch.ops.{namespace}.{name}.{overload}"
         if function not in self._functions:
-            self._functions[function] = self._bind(op.call.op_name, function)
+            self._functions[function] = self._bind(call.op_name, function)
         return self._functions[function]
 
     @staticmethod

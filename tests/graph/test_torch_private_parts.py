@@ -28,6 +28,26 @@ def test_a_function_and_its_gradients_are_one_graph():
     }
 
 
+def test_symbols_stand_for_sizes_and_what_is_asked_of_them_is_told():
+    sizes = parts.SymbolicSizes()
+
+    def make():
+        rows, columns, both = map(sizes.symbol, (3, 5, 15))
+        return [rows, columns, both, torch.empty_strided((both, 4), (4, 1), requires_grad=True)]
+
+    def folded(rows, columns, both, x):
+        return (torch.tanh(x).view(rows, columns, 4) * 2,)
+
+    graph = parts.forward_and_backward_of(folded, make, sizes)
+    inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    assert inputs == ["primals_1", "primals_2", "primals_3", "primals_4", "tangents_1"]
+    hold = sizes.conditions()
+    assert hold((3, 5, 15))
+    assert hold((7, 2, 14))
+    assert not hold((7, 2, 15))
+    assert not hold((1, 2, 2))
+
+
 @pytest.mark.ci  # seconds
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_graph_is_compiled_and_takes_a_list():

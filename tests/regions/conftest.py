@@ -18,7 +18,7 @@ def interpreted_graph(graph: GraphModule, is_backward: bool) -> Callable[[list[A
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing was compiled or tried before, and nothing is left of it."""
-    held = (choose._CALLS, choose._TRIED, choose._TOLD)
+    held = (choose._CALLS, choose._FORMS, choose._TRIED, choose._TOLD)
     for one in held:
         one.clear()
     yield

@@ -232,20 +232,75 @@ def test_what_is_pinned_is_in_no_part():
     assert all(name not in trial.operations for trial in found.trials)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
-def test_calls_of_other_sizes_train_exactly():
-    model = built(Layers, 4, 0.0)
-    planned = Rockmate(copy.deepcopy(model), rows(), 0.9, options=COMPILED)
-    for count in (100, 200, 300, 400, 500, 50, 512):
-        batch = rows(count)[:count]
-        for one in (model, planned):
-            one.zero_grad()
-            squares(one(batch)).backward()
-        for mine, theirs in zip(planned.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-    compiled = [plan.compiled for plan in planned.plans]
-    assert sum(one is not None and bool(one.chosen) for one in compiled) <= 4
+class TestCallsOfOtherSizes:
+    COUNTS = (100, 200, 300, 400, 500, 50, 412, 512, 333)
+
+    def trained(self, counts, *budgets):
+        """Modules of these budgets, whose steps all give the same to the bit, and what is eager's but for rounding."""
+        model = built(Layers)
+        planned = [Rockmate(copy.deepcopy(model), rows(), budget, options=COMPILED) for budget in budgets]
+        for count in counts:
+            gradients = gradients_of(rows(count)[:count], model, *planned)
+            for mine in gradients[1:]:
+                torch.testing.assert_close(mine, gradients[0], rtol=1e-4, atol=1e-6)
+                assert all(bitwise_equal(*pair) for pair in zip(mine, gradients[1], strict=True))
+            for one in (model, *planned):
+                one.zero_grad()
+        return planned
+
+    @pytest.mark.usefixtures("interpreted")
+    def test_they_train_as_the_parts_without_a_plan(self):
+        (tight, _) = self.trained(self.COUNTS, 0.8, "1GiB")
+        assert len(tight.plans) == len({*self.COUNTS, 512})
+        assert all(plan.compiled.chosen for plan in tight.plans)
+        assert all(plan.peak_bytes <= plan.budget_bytes for plan in tight.plans)
+
+    @pytest.mark.usefixtures("interpreted")
+    def test_each_form_is_compiled_for_all_sizes_at_once(self, monkeypatch):
+        compiled = []
+
+        def counted(graph, is_backward):
+            compiled.append(graph)
+            return interpreted_graph(graph, is_backward)
+
+        monkeypatch.setattr(build, "compiled", counted)
+        self.trained((), 0.8)
+        first = len(compiled)
+        self.trained(self.COUNTS, 0.8)
+        assert 0 < first < len(compiled) <= 2 * first
+
+    @pytest.mark.ci  # a minute
+    @pytest.mark.usefixtures("fresh")
+    def test_they_train_so_where_they_are_compiled(self):
+        (tight, _) = self.trained(self.COUNTS, 0.8, "1GiB")
+        assert len(tight.plans) == len({*self.COUNTS, 512})
+
+    @pytest.mark.usefixtures("interpreted")
+    def test_what_the_compiler_has_for_no_other_sizes_stays_as_it_is(self, monkeypatch):
+        def refused(*given):
+            raise RuntimeError("no symbols")
+
+        monkeypatch.setattr(build, "kernels_for", refused)
+        (planned,) = self.trained(self.COUNTS, 0.8)
+        assert len(planned.plans) == len({*self.COUNTS, 512})
+
+    @pytest.mark.usefixtures("interpreted")
+    def test_what_gives_other_numbers_at_other_sizes_is_not_used(self, monkeypatch):
+        def wrong(*given):
+            made = build_kernels(*given)
+            return replace(made, forward=lambda inputs: [1.01 * one for one in made.forward(inputs)])
+
+        build_kernels = build.kernels_for
+        monkeypatch.setattr(build, "kernels_for", wrong)
+        self.trained(self.COUNTS, 0.8)
+
+    @pytest.mark.usefixtures("interpreted")
+    def test_a_plan_file_of_theirs_tells_of_its_own_call(self, tmp_path):
+        (planned,) = self.trained(self.COUNTS, 0.8)
+        plan_files.save(planned.plan_file(), tmp_path / "plan.json")
+        again = Rockmate(copy.deepcopy(planned.original), rows(), plan=tmp_path / "plan.json", loss=squares)
+        assert again.plan.compiled.chosen
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -9,8 +9,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._inductor.config
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -18,20 +20,50 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-__all__ = ["compiled", "forward_and_backward_of"]
+__all__ = ["SymbolicSizes", "compiled", "forward_and_backward_of"]
+
+
+class SymbolicSizes:
+    """Numbers in the place of which symbols stand while a function is traced, and what that takes for granted."""
+
+    def __init__(self) -> None:
+        self._environment = ShapeEnv()
+        self._symbols: list[Any] = []
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
+
+    def symbol(self, number: int) -> Any:
+        """A number that is `number` for now, and may be any from 2 on."""
+        source = ConstantSource(f"number_{len(self._symbols)}")
+        symbol = self._environment.create_symbol(number, source, DimDynamic.DYNAMIC, constraint_dim=None)
+        self._symbols.append(symbol)
+        return self._environment.create_symintnode(symbol, hint=number, source=source)
+
+    def conditions(self) -> Callable[[Sequence[int]], bool]:
+        """Whether what was traced and compiled holds for other numbers, in the order of their symbols."""
+        symbols = tuple(self._symbols)
+        asked = dict.fromkeys(guard.expr for guard in self._environment.guards)
+        equal = [sympy.Eq(symbol, other) for symbol, other in self._environment.replacements.items()]
+
+        def hold(numbers: Sequence[int]) -> bool:
+            given = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
+            return min(numbers, default=2) > 1 and all(one.xreplace(given) == sympy.true for one in (*asked, *equal))
+
+        return hold
 
 
 def forward_and_backward_of(
-    function: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]]
+    function: Callable[..., Any], make_inputs: Callable[[], Sequence[Any]], sizes: SymbolicSizes | None = None
 ) -> GraphModule:
     """The graph of `function`, which returns a tuple of tensors, and of its gradients: in operations for inductor.
 
     Its inputs are those of `function`, then the gradients of its outputs that have any; its outputs are those of
     `function`, then the gradients of all inputs, None for those without. Nothing is run: tensors made in here
-    hold no data.
+    hold no data, and may have sizes that are symbols of `sizes`, which are inputs themselves.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if sizes is None else sizes.mode
+    with mode, torch.enable_grad():
         fake = tuple(make_inputs())
         graph: Any = aot_export_joint_simple(function, fake, trace_joint=True, decompositions=select_decomp_table())
     assert isinstance(graph, GraphModule)
