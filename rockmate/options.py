@@ -81,14 +81,6 @@ class PlanOptions:
             )
         return options
 
-    def refuse_compile(self, what: str) -> None:
-        """For questions whose answers are of plans that compile nothing. Raises `ArgumentError`."""
-        if self.compile:
-            raise ArgumentError(
-                f"{what} looks at plans of eager operations: leave compile out. The answer holds for "
-                "Rockmate(..., compile=True), too, but for what compiled parts save otherwise."
-            )
-
     def request(self, budget: Budget) -> PlanRequest:
         """What planning is asked for under `budget`; what a module has to do with it is still to be found.
 

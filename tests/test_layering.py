@@ -124,8 +124,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "reports", "calls",
         ),
         "queries": (
-            "errors", "units", "progress", "nn", "memory", "layouts", "offload", "runtime", "planning", "options",
-            "plan_files", "choices", "calls", "module",
+            "errors", "units", "progress", "regions", "nn", "memory", "layouts", "offload", "runtime", "planning",
+            "options", "plan_files", "choices", "calls", "module",
         ),
         "forecast": ("errors", "units", "memory", "planning", "options", "offload", "queries"),
         "observing": ("errors", "units", "forecast"),

@@ -20,6 +20,7 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.planner import measured_peak
 from rockmate.planning.real_step import run_step
+from rockmate.regions.option import is_compiled
 from rockmate.regions.trial import CLOSE, is_close
 from rockmate.runtime.runner import Runner
 
@@ -35,7 +36,7 @@ def gives_the_same(
     streams the same. The module is left as it was. Raises `GuardError` where the data take another branch than the plan
     is for.
     """
-    compiled = measured.regions is not None and bool(measured.regions.chosen)
+    compiled = is_compiled(measured.regions)
     step: Callable[..., Any] = partial(_numbers if compiled else _digests, module, measured, sample, loss)
     same: Callable[[Any, Any], bool] = _are_near if compiled else operator.eq
     with for_planning(module):

@@ -91,6 +91,11 @@ class Measured:
         return self.pattern.flags == flags and self.threads == torch.get_num_threads()
 
     @property
+    def eager_time_ms(self) -> float:
+        """Of a step that repeats nothing, and of which nothing is compiled."""
+        return self.problem.keep_all_time_ms + (0.0 if self.regions is None else self.regions.gained_ms)
+
+    @property
     def peak_now_bytes(self) -> int:
         """What a step takes as the user has the model: a fraction is of that."""
         return self.eager_peak_bytes if self.checkpointed_peak_bytes is None else self.checkpointed_peak_bytes

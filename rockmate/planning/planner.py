@@ -519,7 +519,7 @@ def _planned(
         peak_bytes=simulation.peak_bytes,
         time_ms=solution.time_ms,
         baseline_peak_bytes=measured.eager_peak_bytes,
-        baseline_time_ms=problem.keep_all_time_ms + (measured.regions.gained_ms if measured.regions else 0.0),
+        baseline_time_ms=measured.eager_time_ms,
         solver=solution.solver,
         planning_s=0.0,
         schedule=solution.schedule,

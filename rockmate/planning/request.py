@@ -52,6 +52,10 @@ class PlanRequest:
     of_any_size: bool = False  # of these regions, those alone whose code is for other sizes, too
     trials: KnownTrials | None = None  # what was found of such parts before; None where nothing is kept
 
+    def with_and_without_parts(self) -> tuple[PlanRequest, ...]:
+        """Where parts may be compiled, what is asked for with them and without: the better answer is taken."""
+        return (self, replace(self, compile=False, chosen_regions=None)) if self.compile else (self,)
+
     def memory_to_rest_in(self, device: torch.device) -> SecondMemory | None:
         """Where parameters may be that no operation reads, as under a budget for all of training; else None."""
         return None if self.tiers is None or self.scope != "total" else self.tiers.links_on(device)

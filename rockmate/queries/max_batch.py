@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,16 +12,18 @@ import torch
 from rk_solvers import Limits, Solver
 from rkgb import make_sample
 from rkgb.replay.first_call import left_as_it_was
-from rockmate.errors import ArgumentError, BudgetError
+from rockmate.errors import ArgumentError, BudgetError, BudgetTooSmall
 from rockmate.memory.budget import Budget, is_fraction
 from rockmate.memory.optimizer_state import OptimizerLike
 from rockmate.memory.split import Scope
 from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback, progress_display
 from rockmate.queries.batch_search import BatchSearch, LargestBatch
 from rockmate.queries.batches import MakeBatch, find_batch
+from rockmate.regions.option import is_compiled
 
 _START = 4  # the first batch where nobody says one: of one row alone, some layers cannot be trained
 
@@ -43,13 +46,15 @@ def max_batch(
     limits: Limits | None = None,
     progress: bool | ProgressCallback = False,
     offload: Offload | str | None = None,
+    compile: bool = False,
     options: PlanOptions | None = None,
 ) -> LargestBatch:
     """The largest batch that can be trained within a budget.
 
     Batches are measured and planned until one fits and the next larger one does not. What two of them take tells
     what others will, so that few are needed: four, mostly. The answer was measured: a real step of its plan stays
-    within the budget. The trace is compared with the module for the first batch, and by whoever follows the plan.
+    within the budget. The trace is compared with the module for the first batch, and by whoever follows the plan. With
+    `compile`, plans have compiled parts, but where a larger batch fits without.
 
     Args:
         model: a function of the batch size that returns (model, sample) or (model, sample, loss); or a module, whose
@@ -62,7 +67,7 @@ def max_batch(
         among: only these batches are tried, such as ``range(8, 1025, 8)``.
         measurements: so many batches are measured at most, once one fits; the answer may then be a few rows too small,
             and says so (`is_largest`). None: until the next larger batch was tried.
-        scope, optimizer, solver, time_limit, gap, limits, progress, offload, options: as for `Rockmate`.
+        scope, optimizer, solver, time_limit, gap, limits, progress, offload, compile, options: as for `Rockmate`.
 
     Raises:
         BudgetTooSmall: the smallest batch that can be tried does not fit.
@@ -78,9 +83,9 @@ def max_batch(
         "scope": scope,
         "optimizer": optimizer,
         "offload": offload,
+        "compile": compile,
     }
     options = PlanOptions.of(options, said, time_limit, gap)
-    options.refuse_compile("max_batch")
     if is_fraction(budget):
         raise BudgetError(
             f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
@@ -106,7 +111,35 @@ def max_batch(
         raise ArgumentError(f"measurements is {measurements!r}: give a positive number, or None for as many as needed")
     with progress_display(options.progress) as tell:
         request = replace(options.request(budget), progress=tell)
+        return _searched(make, request, allowed, measurements, start, found)
+
+
+def _searched(
+    make: MakeBatch,
+    request: PlanRequest,
+    allowed: Sequence[int],
+    measurements: int | None,
+    start: int,
+    found: str,
+) -> LargestBatch:
+    """The largest batch; where parts may be compiled, that of plans with them, unless a larger one fits without."""
+    if not request.compile:
         return BatchSearch(make, request, allowed, measurements).run(start, found)
+    without = replace(request, compile=False)
+    try:
+        best = BatchSearch(make, request, allowed, measurements).run(start, found)
+    except BudgetTooSmall:
+        return BatchSearch(make, without, allowed, measurements).run(start, found)
+    larger = allowed[bisect_right(allowed, best.batch) :]
+    if not is_compiled(best.plan_file.plan.compiled) or not larger:
+        return best
+    try:
+        other = BatchSearch(make, replace(without, budget=best.budget_bytes), larger, measurements).run(
+            larger[0], found
+        )
+    except BudgetTooSmall:
+        return best
+    return replace(other, trials=(*best.trials, *other.trials))
 
 
 def _allowed(most: int, among: Sequence[int] | None) -> Sequence[int]:

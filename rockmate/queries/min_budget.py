@@ -10,7 +10,7 @@ import torch
 from rk_solvers import Limits, Schedule, Solver, schedule_of
 from rk_solvers.bounds.peak_bound import least_peak_bytes
 from rk_solvers.transfers.reading import costs_of
-from rkgb import make_sample
+from rkgb import Sample, make_sample
 from rkgb.replay.first_call import left_as_it_was
 from rockmate.choices.module_layout import as_asked
 from rockmate.errors import ArgumentError, BudgetTooSmall
@@ -26,6 +26,7 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback, progress_display
+from rockmate.regions.option import is_compiled
 
 _PRECISION = 0.002  # of the smallest budget, as a share of the eager peak
 
@@ -65,15 +66,17 @@ def smallest_budget(
     limits: Limits | None = None,
     progress: bool | ProgressCallback = False,
     offload: Offload | str | None = None,
+    compile: bool = False,
     options: PlanOptions | None = None,
 ) -> CheapestBudget:
     """The smallest budget under which a step takes at most `slowdown` times as long as without recomputation.
 
     The model is measured once; then budgets are solved, each half way between the smallest that is fast enough and the
-    largest that is not. Times are predicted; the bytes of the answer were measured in a real step.
+    largest that is not. Times are predicted; the bytes of the answer were measured in a real step. With `compile`, that
+    is done with compiled parts and without, and the smaller budget is the answer; times are those of eager steps.
 
     Args:
-        model, sample, loss, solver, gap, limits, progress, offload, options: as for `Rockmate`.
+        model, sample, loss, solver, gap, limits, progress, offload, compile, options: as for `Rockmate`.
         slowdown: 1.1 for 10 % more time; 1 for no recomputation that costs any.
         time_limit: seconds that the search for one budget's plan may take, 15 by default.
 
@@ -86,8 +89,7 @@ def smallest_budget(
     if time_limit is None and limits is None and options is None:
         time_limit = Limits().search_s  # many budgets are solved: no extra time for one
     said = {"loss": loss, "solver": solver, "limits": limits, "progress": progress, "offload": offload}
-    options = PlanOptions.of(options, said, time_limit, gap)
-    options.refuse_compile("smallest_budget")
+    options = PlanOptions.of(options, said | {"compile": compile}, time_limit, gap)
     with progress_display(options.progress) as tell:
         request = replace(options.request(None), progress=tell)
         call = make_sample(model, sample)
@@ -97,15 +99,29 @@ def smallest_budget(
             left_as_it_was(model, call) as first,
             first.told(),
         ):
-            measured = measure(model, call, request)
-            plan, attempts = _fast_enough(measured, request, slowdown)
-            planned = _within_its_peak(measured, request, model, plan)
+            found: CheapestBudget | None = None
+            for one in request.with_and_without_parts():
+                other = _cheapest(model, call, one, slowdown, found)
+                if found is None or other.budget_bytes < found.budget_bytes:
+                    found = other
+                if not is_compiled(other.plan_file.plan.compiled):
+                    break
+    assert found is not None
+    return found
+
+
+def _cheapest(
+    model: torch.nn.Module, call: Sample, request: PlanRequest, slowdown: float, before: CheapestBudget | None
+) -> CheapestBudget:
+    measured = measure(model, call, request)
+    plan, attempts = _fast_enough(measured, request, slowdown)
+    planned = _within_its_peak(measured, request, model, plan)
     return CheapestBudget(
         budget_bytes=planned.budget_bytes,
         asked_slowdown=slowdown,
         slowdown=1 + planned.overhead,
         plan_file=plan_file_of(model, measured, planned, replace(request, budget=planned.budget_bytes)),
-        attempts=tuple(attempts),
+        attempts=(*(() if before is None else before.attempts), *attempts),
         eager_peak_bytes=measured.eager_peak_bytes,
     )
 
@@ -113,7 +129,7 @@ def smallest_budget(
 def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> tuple[Schedule, list[Attempt]]:
     """The plan of lowest peak, among those found, that takes at most so much longer; and what was tried."""
     problem, memory = measured.problem, memory_for(request, measured)
-    limit_ms = slowdown * problem.keep_all_time_ms * (1 + 1e-9)  # sums of the same times in another order
+    limit_ms = slowdown * measured.eager_time_ms * (1 + 1e-9)  # sums of the same times in another order
     best = schedule_of(problem, {})
     high = costs_of(problem, best, memory).peak_bytes
     may_move, proof_s = memory is not None, request.limits.proof_s
@@ -126,7 +142,7 @@ def _fast_enough(measured: Measured, request: PlanRequest, slowdown: float) -> t
         solution = solver_for(request, measured).solve(problem, middle)
         costs = costs_of(problem, solution.schedule, memory)
         is_fast_enough = costs.time_ms <= limit_ms
-        taken = costs.time_ms / problem.keep_all_time_ms
+        taken = costs.time_ms / measured.eager_time_ms
         attempts.append(Attempt(middle, costs.peak_bytes, taken, costs.peak_bytes <= middle, is_fast_enough))
         if is_fast_enough and costs.peak_bytes < high:
             best, high = solution.schedule, costs.peak_bytes  # a plan that does not fit this budget may be the best yet

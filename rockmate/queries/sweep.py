@@ -34,6 +34,7 @@ from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.progress import ProgressCallback, progress_display
+from rockmate.regions.option import is_compiled
 
 OURS = "auto"  # what `Rockmate` does by default: its plans are run, too
 DEFAULT_TIME_LIMIT_S = 5.0  # for each solver and budget
@@ -95,6 +96,7 @@ def sweep(
     gap: float | None = None,
     progress: bool | ProgressCallback = False,
     offload: Offload | str | None = None,
+    compile: bool = False,
     options: PlanOptions | None = None,
 ) -> Sweep:
     """Measure `model` once, and plan it for each of `budgets` by each of `solvers` (all there are, if None).
@@ -102,7 +104,8 @@ def sweep(
     The plans of "auto" are run, and hold their budgets in real steps; those of the others are predicted, on the same
     measured problem: of each, the plan for a budget is the fastest of all its plans that fit. Solvers that cannot run
     here are left out, with the reason. With `offload`, as for `Rockmate`, plans of "auto" may also move data; the other
-    solvers recompute alone.
+    solvers recompute alone. With `compile`, those of "auto" have compiled parts where they are faster so; the other
+    solvers plan eager operations.
 
     `time_limit` are the seconds for each solver and budget, 5 by default; `options` are as for `Rockmate`, of which the
     solver is left out.
@@ -115,14 +118,16 @@ def sweep(
         raise ArgumentError(f"there is no solver {unknown[0]!r}" if unknown else "a sweep needs a budget and a solver")
     if time_limit is None and options is None:
         time_limit = DEFAULT_TIME_LIMIT_S
-    options = PlanOptions.of(options, {"loss": loss, "progress": progress, "offload": offload}, time_limit, gap)
-    options.refuse_compile("a sweep")
+    said = {"loss": loss, "progress": progress, "offload": offload, "compile": compile}
+    options = PlanOptions.of(options, said, time_limit, gap)
     with progress_display(options.progress) as tell:
         request = replace(options.request(None), progress=tell, solver=OURS)
         for budget in budgets:
             check_request(replace(request, budget=budget))
         with as_asked(model, sample, request) as request, planning(model):
-            measured = measure(model, sample, request)
+            ways = [(measure(model, sample, one), one) for one in request.with_and_without_parts()]
+            measured, request = ways[-1]  # of eager operations
+            ways = [way for way in ways if way[0] is measured or is_compiled(way[0].regions)]
             resolved = sorted({resolve_budget(one, measured.peak_now_bytes, measured.device) for one in budgets})
             rows: list[SweepRow] = []
             left_out: list[tuple[str, str]] = []
@@ -130,7 +135,7 @@ def sweep(
                 tell("solvers", done, len(names))
                 try:
                     rows += (
-                        _ours(measured, request, resolved, model)
+                        _best_of([_ours(*way, resolved, model) for way in ways])
                         if name == OURS
                         else _baseline(measured, request, resolved, name)
                     )
@@ -185,6 +190,14 @@ def _ours(measured: Measured, request: PlanRequest, budgets: list[int], model: t
             )
         )
     return rows
+
+
+def _best_of(ways: list[list[SweepRow]]) -> list[SweepRow]:
+    """Of each budget the fastest plan, or the lowest peak where none fits."""
+    return [
+        replace(min(rows, key=lambda row: (row.time_ms, row.peak_bytes)), took_s=sum(row.took_s for row in rows))
+        for rows in zip(*ways, strict=True)
+    ]
 
 
 def _refused(problem: Problem, budget_bytes: int, error: BudgetTooSmall, took_s: float) -> SweepRow:

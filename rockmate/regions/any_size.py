@@ -10,7 +10,6 @@ import torch
 from rkgb import DGraph, DNode
 from rkgb.ir.compiled import AnySize, CompiledCall, Layout
 from rockmate.errors import SizeMismatch
-from rockmate.regions.option import CompiledRegions
 
 _MOST_KNOWN = 4096  # calls of one part that were looked at
 
@@ -74,8 +73,3 @@ def holds_for_other_sizes(op: DNode) -> bool:
 def has_parts_of_one_size(graph: DGraph) -> bool:
     """Whether parts of it were compiled for its sizes alone."""
     return not all(map(holds_for_other_sizes, compiled_operations(graph)))
-
-
-def is_compiled(regions: CompiledRegions | None) -> bool:
-    """Whether parts of a model are compiled."""
-    return regions is not None and bool(regions.chosen)

@@ -78,3 +78,8 @@ class CompiledRegions:
 
     def __str__(self) -> str:
         return self.told
+
+
+def is_compiled(regions: CompiledRegions | None) -> bool:
+    """Whether parts of a model are compiled."""
+    return regions is not None and bool(regions.chosen)

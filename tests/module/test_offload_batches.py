@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from rockmate import ArgumentError, PlanOptions, Rockmate, max_batch
+from rockmate import Rockmate, max_batch
 from tests.module.models import WIDTH, Layers, built
 from tests.module.steps import BRIEFLY, assert_same_training, squares, train
 from tests.where import elsewhere, placed
@@ -43,8 +43,3 @@ def test_the_second_memory_has_a_limit_there_too(quick_disk, tmp_path):
     assert (some.plan_file.plan.measured_stored_bytes or 0) <= 200 << 10
     assert some.batch < more.batch
     assert all((trial.plan.stored_bytes or 0) <= 200 << 10 for trial in some.trials if trial.fits)
-
-
-def test_compiled_parts_are_refused():
-    with pytest.raises(ArgumentError, match="leave compile out"):
-        max_batch(made, None, BUDGET_BYTES, options=PlanOptions(compile=True))

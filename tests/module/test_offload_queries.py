@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from rockmate import ArgumentError, PlanOptions, Rockmate, smallest_budget
+from rockmate import PlanOptions, Rockmate, smallest_budget
 from rockmate.queries.sweep import sweep
 from tests.module.models import Layers, built, rows
 from tests.module.steps import BRIEFLY, assert_same_training, squares, train
@@ -45,8 +45,3 @@ def test_a_sweep_has_plans_that_move_beside_others(quick_disk, tmp_path):
     assert all(found.row("greedy", budget).moves == 0 for budget in found.budgets)
     assert ours[0].time_ms < found.row("greedy", found.budgets[0]).time_ms
     assert found.proven_bytes <= found.smallest_bytes <= ours[0].measured_peak_bytes
-
-
-def test_compiled_parts_are_refused():
-    with pytest.raises(ArgumentError, match="leave compile out"):
-        smallest_budget(built(Layers), rows(), 1.1, options=PlanOptions(compile=True))

@@ -28,6 +28,8 @@ from rockmate import (
     zoo,
 )
 from rockmate.plan_files import reuse
+from rockmate.queries.batch_search import BatchSearch
+from rockmate.queries.sweep import sweep
 from rockmate.regions import build, choose
 from rockmate.regions.option import CompiledRegions, RegionTrial
 from tests.module.models import Layers, Normalised, built, rows
@@ -322,12 +324,62 @@ def test_nothing_is_compiled_unless_it_is_asked_for():
     assert choose._CALLS == {}
 
 
-def test_questions_of_eager_plans_refuse_it():
+@pytest.mark.usefixtures("interpreted")
+class TestQuestions:
+    def test_the_largest_batch_is_one_of_plans_with_compiled_parts(self):
+        def make(count):
+            return model, rows(count)[:count], squares
+
+        model = built(Layers)
+        found = max_batch(make, budget="400KiB", most=256, compile=True, limits=BRIEFLY)
+        assert found.batch == 256
+        assert found.plan_file.plan.compiled.chosen
+        assert found.plan_file.plan.measured_peak_bytes <= 400 << 10
+        options = PlanOptions(loss=squares, limits=BRIEFLY, plan_in_background=False)
+        planned = Rockmate(copy.deepcopy(model), make(found.batch)[1], plan=found.plan_file, options=options)
+        other = Rockmate(copy.deepcopy(model), make(found.batch)[1], "1GiB", options=COMPILED)
+        gradients = gradients_of(make(found.batch)[1], planned, other)
+        assert all(bitwise_equal(*pair) for pair in zip(*gradients, strict=True))
+
+    def test_where_no_compiled_batch_fits_the_answer_has_none(self, monkeypatch):
+        model = built(Layers)
+
+        def make(count):
+            return model, rows(count)[:count], squares
+
+        def run(search, start, found, run=BatchSearch.run):
+            if search._request.compile:
+                raise BudgetTooSmall("with parts", 1 << 30, "", 0)
+            return run(search, start, found)
+
+        monkeypatch.setattr(BatchSearch, "run", run)
+        found = max_batch(make, budget="400KiB", measurements=2, compile=True, limits=BRIEFLY)
+        assert found.plan_file.plan.compiled is None
+
+    @pytest.mark.parametrize("parts", ["save less", "save more"])
+    def test_the_smallest_budget_is_the_smaller_of_both(self, parts, monkeypatch):
+        if parts == "save more":
+            monkeypatch.setattr(build, "_PRICE", 0.0)
+        model = built(Layers)
+        given = {"loss": squares, "limits": BRIEFLY}
+        found = smallest_budget(model, rows(), 1.05, compile=True, **given)
+        without = smallest_budget(model, rows(), 1.05, **given)
+        assert found.budget_bytes <= without.budget_bytes * 1.01
+        assert found.plan_file.plan.measured_peak_bytes <= found.budget_bytes
+        assert found.slowdown <= 1.05 + 1e-6
+
+    def test_a_sweep_has_the_faster_plan_of_each_budget(self):
+        given = {"budgets": [0.9, 0.7, 0.1], "solvers": ["auto", "greedy"], "loss": squares}
+        found = sweep(built(Layers), rows(), compile=True, **given)
+        without = sweep(built(Layers), rows(), **given)
+        ours, theirs = ([row for row in one.rows if row.solver == "auto"] for one in (found, without))
+        assert [row.fits for row in ours] == [row.fits for row in theirs]
+        assert len(found.rows) == len(without.rows)
+        assert all(row.measured_peak_bytes <= row.budget_bytes for row in ours if row.fits)
+
+
+def test_plans_of_blocks_refuse_it():
     model = built(Layers)
-    with pytest.raises(ArgumentError, match="leave compile out"):
-        max_batch(model, lambda count: rows()[:count], "1GiB", options=COMPILED)
-    with pytest.raises(ArgumentError, match="leave compile out"):
-        smallest_budget(model, rows(), 1.1, options=COMPILED)
     with pytest.raises(ArgumentError, match="compile is an option of whole models"):
         distributed.plan_blocks(nn.Sequential(model), [rows()], "1GiB", blocks=Layers, options=COMPILED)
 

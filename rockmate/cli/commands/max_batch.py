@@ -14,6 +14,7 @@ from rockmate.cli.options import (
     BudgetText,
     Chosen,
     OutputFile,
+    compile_option,
     offload_options,
     output_options,
     solver_options,
@@ -66,6 +67,7 @@ from rockmate.units import format_bytes
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Under --scope total, whose state counts.")
 @solver_options
 @offload_options
+@compile_option
 @click.option("-o", "--output", type=OutputFile(), help="Write the plan of the answer to a file.")
 @output_options
 def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **asked: Any) -> int:
@@ -78,7 +80,7 @@ def command(chosen: Chosen, output: Path | None, as_json: bool, quiet: bool, **a
 
     For a slowdown, the model is measured once, and budgets are solved. Times are predicted.
 
-    With --offload, plans may also move data.
+    With --offload, plans may also move data; with --compile, they have compiled parts where that is better.
     """
     budget, slowdown, most = (asked.pop(name) for name in ("budget", "slowdown", "most"))
     scope, optimizer = asked.pop("scope"), asked.pop("optimizer")

@@ -13,7 +13,7 @@ import msgspec
 
 from rk_solvers import SOLVERS, Limits
 from rockmate.cli.app import examples
-from rockmate.cli.options import Chosen, OutputFile, offload_options, output_options, target_options
+from rockmate.cli.options import Chosen, OutputFile, compile_option, offload_options, output_options, target_options
 from rockmate.cli.output import DIFFERENT, GOOD, finite, table, tell, tell_json, wants_progress
 from rockmate.errors import BudgetError
 from rockmate.memory.budget import read_budget
@@ -100,6 +100,7 @@ def spread(budgets: Any, steps: int) -> list[int | float]:
     help="A search ends once no plan is faster by more than this share of the time.",
 )
 @offload_options
+@compile_option
 @click.option("-o", "--output", type=OutputFile(), help="Write all rows as JSON.")
 @click.option("--figure", type=OutputFile(), help="Draw it: .png, .pdf, .svg or .html.")
 @output_options
@@ -115,7 +116,7 @@ def command(
 
     The model is measured once. The plans of "auto", which is what Rockmate does, are run, and their peaks measured;
     those of the other solvers are predictions on the same measurements. With --offload, those of "auto" may also move
-    data. The exit status is 1 where no budget fits.
+    data; with --compile, they have compiled parts where they are faster so. The exit status is 1 where no budget fits.
     """
     if figure is not None and figure.suffix.lower() not in FIGURES:
         raise click.UsageError(f"{figure.name} is no figure: end it in {', '.join(FIGURES)}")
@@ -133,6 +134,7 @@ def command(
         time_limit=asked["time_limit"],
         gap=asked["gap"],
         offload=asked["offload"],
+        compile=asked["compile"],
         progress=wants_progress(quiet),
     )
     content = {"model": chosen.name} | _content(found)
