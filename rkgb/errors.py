@@ -20,7 +20,14 @@ class TraceError(RockmateError):
 
 
 class ReplayMismatch(TraceError):
-    """The traced operations ran, but gave other results than the module itself."""
+    """The traced operations ran, but gave other results than the module itself.
+
+    `path` is that of the submodule, called as one operation, whose call is the first to differ; "" where it is none.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class GraphError(RockmateError):

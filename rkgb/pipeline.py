@@ -295,6 +295,8 @@ def _with_one_operation_more(
     except TraceError as other:
         if other.__cause__ is not None and not isinstance(other.__cause__, RockmateError):  # it does not run so
             raise error from other
+        if isinstance(other, ReplayMismatch) and other.path == error.path:  # it does something else each time
+            raise error from other
         other.add_note(f"(with submodule {error.path!r} as one operation, because {error})")
         raise other from None
     basic.side_effects.append(
@@ -349,7 +351,7 @@ def _front_end(model: torch.nn.Module, sample: Sample, tracer: FrontEnd, check: 
         told = check.accept(dataflow, model, sample)
     except ReplayMismatch as error:
         raise ReplayMismatch(
-            " ".join([f"{error}", *(f"Besides, {effect}" for effect in basic.side_effects)])
+            " ".join([f"{error}", *(f"Besides, {effect}" for effect in basic.side_effects)]), error.path
         ) from error
     if told is not None:
         basic.side_effects.append(told)

@@ -307,11 +307,12 @@ def _cause(disturbed: bool, itself: str | None) -> str:
     return "Control flow that depends on data, or side effects in forward, are the usual causes."
 
 
-def _inexact(module: torch.nn.Module, difference: str, place: str | None, cause: str) -> ReplayMismatch:
-    cause = f"The first operation that differs is {place}. {cause}" if place else cause
+def _inexact(module: torch.nn.Module, difference: str, place: Place | None, cause: str) -> ReplayMismatch:
+    cause = f"The first operation that differs is {place.text}. {cause}" if place else cause
     return ReplayMismatch(
         f"the trace of {type(module).__name__} is not exact on fresh data: {difference}. {cause} "
-        "Rewrite that part with tensor operations, or keep it outside the module."
+        "Rewrite that part with tensor operations, or keep it outside the module.",
+        place.path if place else "",
     )
 
 
@@ -405,7 +406,14 @@ def _reference(
     )
 
 
-def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fresh: Sample, entry: str) -> str | None:
+class Place(NamedTuple):
+    """Of an operation."""
+
+    text: str
+    path: str  # of the submodule that it calls, if it calls one
+
+
+def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fresh: Sample, entry: str) -> Place | None:
     """The first operation whose result the module does not compute on `fresh` data, and its place in the source.
 
     Where all results are right and a gradient is not, the operation that reads that parameter.
@@ -439,4 +447,5 @@ def first_difference_place(graph: BGraph | DGraph, module: torch.nn.Module, fres
         place += (
             ", which draws from a generator that must be made before the first call, and be seeded outside of forward"
         )
-    return place
+    called = opaque_calls(wrong)
+    return Place(place, called[0].path if called else "")

@@ -404,7 +404,8 @@ def _place_of(difference: _Difference, training: _Training, original: torch.nn.M
         return _wrong_recomputation(planned, *wrong[0])
     graph = planned._member.measured.graphs.D_graph
     with contextlib.suppress(RockmateError, RuntimeError), for_planning(original):
-        return first_difference_place(graph, original, training.sample.copy(), difference.entry)
+        place = first_difference_place(graph, original, training.sample.copy(), difference.entry)
+        return None if place is None else place.text
     return None
 
 

@@ -1,5 +1,7 @@
 """Submodules whose calls cannot be one operation are refused with a message, and left as they were."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,3 +69,24 @@ def test_an_error_inside_leaves_the_module_as_it_was():
         rkgb.make_all_graphs(model, sample(), opaque=[model.inner])
     assert "_compiled_call_impl" not in vars(model.inner[0])
     assert not torch.nn.modules.module._global_forward_hooks
+
+
+class Reseeded(nn.Module):
+    """Goes by a number that it keeps, and draws other numbers in each call, whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(time.monotonic_ns())
+            return self.layer(x) * torch.rand(()) * self.count
+
+
+def test_what_is_not_even_itself_as_one_operation_is_refused_for_its_first_cause():
+    with pytest.raises(rkgb.TraceError, match=r"goes by a number .* attribute 'count' of submodule '1'") as caught:
+        rkgb.make_all_graphs(nn.Sequential(nn.Linear(4, 4), Reseeded()), torch.rand(2, 4))
+    assert not isinstance(caught.value, rkgb.ReplayMismatch)
