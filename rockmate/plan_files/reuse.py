@@ -37,7 +37,7 @@ from rockmate.planning.request import PlanRequest, check_request
 from rockmate.regions.option import CompiledRegions, RegionTrial
 
 _WAIT_S = 600.0  # for another rank, which traces, compiles and measures
-_MOST_COMPILED = 4  # plans of a module whose parts are compiled: that takes seconds for each
+_MOST_COMPILED = 4  # plans of a module for which parts are compiled: that takes seconds for each
 _OF_MEASURING = 32  # digits of a key that are of what is measured: as many are of what is solved
 
 
@@ -276,11 +276,11 @@ def key_of_measuring(model: torch.nn.Module, traced: Traced, request: PlanReques
 
 
 def _compiling(model: torch.nn.Module, request: PlanRequest, use_cache: bool, plans: int) -> PlanRequest:
-    """The request for a module that has so many plans already: where calls are of ever other sizes, none compiles."""
+    """The request for a module that has so many plans already: of ever other calls, code is taken that is there."""
     if not request.compile:
         return request
     trials = _TrialNotes(model) if use_cache and cache.is_enabled() else None
-    return replace(request, compile=plans < _MOST_COMPILED, trials=trials)
+    return replace(request, compiles_anew=plans < _MOST_COMPILED, trials=trials)
 
 
 class _TrialNotes:

@@ -357,7 +357,8 @@ def _with_regions(
         return as_chosen(graph, request.chosen_regions, request.progress, request.of_any_size)
     if not request.compile:
         return graph, None
-    return with_compiled_regions(graph, model, sample, apart, request.progress, request.trials)
+    trials, anew = request.trials, request.compiles_anew
+    return with_compiled_regions(graph, model, sample, apart, request.progress, trials, anew)
 
 
 def _read(

@@ -47,6 +47,7 @@ class PlanRequest:
     layout: Layout = "as given"  # which layout the weights of convolutions are to have
     chosen_layout: ChosenLayout | None = None  # which they have; None where none was asked for
     compile: bool = False  # whether parts of the model are compiled where that pays
+    compiles_anew: bool = True  # and not only where code of them is there already
     loss_chunks: Chunks = None  # rows whose logits the model makes at once; None where it makes them whole
     chosen_regions: CompiledRegions | None = None  # those of another plan, to be compiled in this one
     of_any_size: bool = False  # of these regions, those alone whose code is for other sizes, too

@@ -46,16 +46,19 @@ def with_compiled_regions(
     apart: Collection[str],
     progress: ProgressCallback,
     known: KnownTrials | None = None,
+    anew: bool = True,
 ) -> tuple[DGraph, CompiledRegions]:
     """`graph` with its regions compiled where that takes less time, or fewer bytes in no more, and all that were tried.
 
     Each class of equal regions is compiled once, and run beside its operations on what the first of them reads. What
     cannot be compiled stays as it is. Operations whose names are in `apart` are in no region. Classes that are `known`
-    are not tried again, and what is found is added there. `module`, in the mode in which it was traced, is left as it
-    was.
+    are not tried again, and what is found is added there. Where nothing is to be compiled `anew`, regions are left as
+    they are for which there is no code yet. `module`, in the mode in which it was traced, is left as it was.
     """
     started = time.perf_counter()
     regions = regions_of(graph, apart)
+    if not anew:
+        regions = [region for region in regions if _has_code(graph, region)]
     if not regions:
         return graph, CompiledRegions()
     calls = [_call_of(graph, region) for region in regions]
@@ -140,6 +143,21 @@ def _form_of(graph: DGraph, region: Region) -> _Form:
     return _FORMS.setdefault(key, _Form())
 
 
+def _has_code(graph: DGraph, region: Region) -> bool:
+    """Whether code that was compiled before holds for it."""
+    known = _CALLS.get((canonical_form(graph, _block_of(region)).digest, torch.get_num_threads()))
+    if known is not None and known.kernels:
+        return True
+    sizes = sizes_of(graph, region)
+    return any(_numbers_for(kernels, sizes) is not None for kernels in _form_of(graph, region).kernels)
+
+
+def _numbers_for(kernels: Kernels, sizes: RegionSizes) -> tuple[int, ...] | None:
+    """What code for any size is given at these; None where it does not hold for them."""
+    assert isinstance(kernels.any_size, OfPattern)
+    return kernels.any_size.numbers_at(sizes)
+
+
 def _build(graph: DGraph, region: Region, call: CompiledCall) -> None:
     """Compile a class of regions: by itself, or with those that differ in sizes alone, where some were seen before."""
     # Importing it imports the compiler.
@@ -147,8 +165,7 @@ def _build(graph: DGraph, region: Region, call: CompiledCall) -> None:
 
     form, sizes = _form_of(graph, region), sizes_of(graph, region)
     for kernels in _kernels_of_any_size(graph, region, call, form):
-        assert isinstance(kernels.any_size, OfPattern)
-        numbers = kernels.any_size.numbers_at(sizes)
+        numbers = _numbers_for(kernels, sizes)
         if numbers is not None:
             call.kernels[:], call.numbers[:] = [kernels], numbers
             return
