@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rkgb import Block, DGraph, Sample
+from rkgb import DGraph, Sample
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.ir.call import bind
-from rkgb.ir.compiled import CompiledCall, Kernels
+from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.dgraph import last_uses, leaf_tensors
-from rkgb.ir.values import ValueInfo
-from rkgb.passes.equivalence import canonical_form, form_of_any_size
 from rkgb.process.autocast import without_autocast
 from rkgb.state.module_state import module_devices, module_state_kept
 from rockmate.errors import CompileError, CompileWarning
 from rockmate.progress import ProgressCallback
+from rockmate.regions.code import build, call_of, has_code
 from rockmate.regions.find import Region, named_regions, regions_of
-from rockmate.regions.function import function_of, normalisations
 from rockmate.regions.join import joined
 from rockmate.regions.option import CompiledRegions, KnownTrials, RegionTrial
-from rockmate.regions.sizes import OfPattern, Pattern, RegionSizes, sizes_of
 from rockmate.regions.trial import tried
 
-_NAMED = 3  # operations of a region in its name
-_MOST_PATTERNS = 4  # of one form: beyond them each class is compiled by itself
-
-# Of this process, by digest and threads: each class is compiled once, and tried once.
-_CALLS: dict[tuple[str, int], CompiledCall] = {}
-_FORMS: dict[tuple[str, int], _Form] = {}  # of classes that differ in sizes alone
-_TRIED: dict[CompiledCall, RegionTrial] = {}
+_TRIED: dict[CompiledCall, RegionTrial] = {}  # in this process: each class is tried once
 _TOLD: set[str] = set()  # reasons against compiling
 
 
@@ -58,10 +48,10 @@ def with_compiled_regions(
     started = time.perf_counter()
     regions = regions_of(graph, apart)
     if not anew:
-        regions = [region for region in regions if _has_code(graph, region)]
+        regions = [region for region in regions if has_code(graph, region)]
     if not regions:
         return graph, CompiledRegions()
-    calls = [_call_of(graph, region) for region in regions]
+    calls = [call_of(graph, region) for region in regions]
     found = _Trials(graph, dict(zip(regions, calls, strict=True)), progress).run(module, sample, known)
     trials = tuple(
         replace(found[call], operations=tuple(op.name for op in region.ops))
@@ -93,12 +83,12 @@ def as_chosen(
     if not chosen.chosen:
         return graph, chosen
     regions = named_regions(graph, [trial.operations for trial in chosen.chosen])
-    calls = [_call_of(graph, region) for region in regions]
+    calls = [call_of(graph, region) for region in regions]
     classes = {call: region for region, call in zip(regions, calls, strict=True) if not call.kernels}
     for number, (call, region) in enumerate(classes.items()):
         progress("compile", number, len(classes))
         try:
-            _build(graph, region, call)
+            build(graph, region, call)
         except Exception as error:
             raise CompileError(
                 f"{region.ops[0].name} and {len(region.ops) - 1} operations after it, which the plan has compiled, "
@@ -110,96 +100,6 @@ def as_chosen(
     names = {tuple(op.name for op in region.ops) for region, _ in pairs}
     trials = tuple(trial for trial in chosen.trials if trial.operations in names)
     return joined(graph, pairs), replace(chosen, trials=trials) if of_any_size else chosen
-
-
-def _call_of(graph: DGraph, region: Region) -> CompiledCall:
-    """The one of all regions like this one, compiled or not yet."""
-    digest = canonical_form(graph, _block_of(region)).digest
-    key = (digest, torch.get_num_threads())
-    if key not in _CALLS:
-        names = dict.fromkeys(op.call.op_name.strip("_") for op in region.ops)
-        name = "_".join(["compiled", *list(names)[:_NAMED]])
-        outputs = len(region.outputs) + 2 * len(normalisations(region))
-        _CALLS[key] = CompiledCall(name, digest, function_of(graph, region), outputs)
-        _form_of(graph, region).seen[digest] = sizes_of(graph, region)
-    return _CALLS[key]
-
-
-def _block_of(region: Region) -> Block:
-    return Block([], list(region.ops), [], list(region.inputs), list(region.outputs))
-
-
-@dataclass(eq=False, slots=True)
-class _Form:
-    """What classes of regions have in common that differ in sizes alone."""
-
-    seen: dict[str, RegionSizes] = field(default_factory=dict)  # by digest of the class
-    kernels: list[Kernels] = field(default_factory=list)  # each for all sizes of a pattern
-    refused: bool = False  # by the compiler: each class is compiled by itself
-
-
-def _form_of(graph: DGraph, region: Region) -> _Form:
-    key = (form_of_any_size(graph, _block_of(region)), torch.get_num_threads())
-    return _FORMS.setdefault(key, _Form())
-
-
-def _has_code(graph: DGraph, region: Region) -> bool:
-    """Whether code that was compiled before holds for it."""
-    known = _CALLS.get((canonical_form(graph, _block_of(region)).digest, torch.get_num_threads()))
-    if known is not None and known.kernels:
-        return True
-    sizes = sizes_of(graph, region)
-    return any(_numbers_for(kernels, sizes) is not None for kernels in _form_of(graph, region).kernels)
-
-
-def _numbers_for(kernels: Kernels, sizes: RegionSizes) -> tuple[int, ...] | None:
-    """What code for any size is given at these; None where it does not hold for them."""
-    assert isinstance(kernels.any_size, OfPattern)
-    return kernels.any_size.numbers_at(sizes)
-
-
-def _build(graph: DGraph, region: Region, call: CompiledCall) -> None:
-    """Compile a class of regions: by itself, or with those that differ in sizes alone, where some were seen before."""
-    # Importing it imports the compiler.
-    from rockmate.regions.build import kernels_of
-
-    form, sizes = _form_of(graph, region), sizes_of(graph, region)
-    for kernels in _kernels_of_any_size(graph, region, call, form):
-        numbers = _numbers_for(kernels, sizes)
-        if numbers is not None:
-            call.kernels[:], call.numbers[:] = [kernels], numbers
-            return
-    call.numbers.clear()
-    call.kernels[:] = [kernels_of(call.eager, _inputs(graph, region), _differentiable(graph, region, call))]
-
-
-def _kernels_of_any_size(graph: DGraph, region: Region, call: CompiledCall, form: _Form) -> Iterator[Kernels]:
-    """Code of the form of a region: what there is, then what is compiled for all regions of it that were seen."""
-    from rockmate.regions.build import kernels_for
-
-    yield from form.kernels
-    if len(form.seen) < 2 or form.refused or len(form.kernels) >= _MOST_PATTERNS:
-        return
-    others = [sizes for digest, sizes in form.seen.items() if digest != call.digest]
-    try:
-        pattern = Pattern.of([*others, form.seen[call.digest]])
-        with_arguments = partial(function_of, graph, region)
-        made = kernels_for(pattern, with_arguments, _inputs(graph, region), _differentiable(graph, region, call))
-    except Exception:  # noqa: BLE001  what is compiled for its own sizes alone tells what else is wrong
-        form.refused = True
-        return
-    form.kernels.append(made)
-    yield made
-
-
-def _inputs(graph: DGraph, region: Region) -> list[ValueInfo]:
-    return [graph.values[name] for name in region.inputs]
-
-
-def _differentiable(graph: DGraph, region: Region, call: CompiledCall) -> list[bool]:
-    """Of its outputs, which have gradients: statistics of a batch have none."""
-    found = [graph.values[name].requires_grad for name in region.outputs]
-    return found + [False] * (call.outputs - len(found))
 
 
 def reason_of(error: Exception) -> str:
@@ -258,7 +158,7 @@ class _Trials:
             if trial.pays and not call.kernels:
                 self.progress("compile", len(found), len(set(self.calls.values())))
                 try:
-                    _build(self.graph, region, call)
+                    build(self.graph, region, call)
                 except Exception:  # noqa: BLE001  then it is tried again, and that is told
                     continue
             found[call] = trial
@@ -268,7 +168,7 @@ class _Trials:
         was_built = bool(call.kernels)  # for a plan of a file, which goes on with them
         try:
             if not was_built:
-                _build(self.graph, region, call)
+                build(self.graph, region, call)
             trial = tried(self.graph, region, call, values)
         except Exception as error:  # noqa: BLE001  whatever the compiler cannot do stays as it is
             trial = RegionTrial((), 0.0, 0.0, 0, 0, reason_of(error))

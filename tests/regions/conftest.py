@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
-from rockmate.regions import build, choose, trial
+from rockmate.regions import build, choose, code, trial
 from rockmate.regions.option import RegionTrial
 
 
@@ -18,7 +18,7 @@ def interpreted_graph(graph: GraphModule, is_backward: bool) -> Callable[[list[A
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing was compiled or tried before, and nothing is left of it."""
-    held = (choose._CALLS, choose._FORMS, choose._TRIED, choose._TOLD)
+    held = (code.CALLS, code.FORMS, choose._TRIED, choose._TOLD)
     for one in held:
         one.clear()
     yield

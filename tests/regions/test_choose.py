@@ -30,7 +30,7 @@ from rockmate import (
 from rockmate.plan_files import reuse
 from rockmate.queries.batch_search import BatchSearch
 from rockmate.queries.sweep import sweep
-from rockmate.regions import build, choose
+from rockmate.regions import build, choose, code
 from rockmate.regions.option import CompiledRegions, RegionTrial
 from tests.module.models import Layers, Normalised, built, rows
 from tests.module.random_networks import random_case
@@ -125,7 +125,7 @@ def test_a_plan_file_has_its_parts_and_compiles_them_again(tmp_path):
     model, batch = built(Layers), rows()
     planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
     plan_files.save(planned.plan_file(), tmp_path / "plan.json")
-    choose._CALLS.clear(), choose._TRIED.clear()
+    code.CALLS.clear(), choose._TRIED.clear()
     again = Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
     assert again.plan.compiled == planned.plan.compiled
     gradients = gradients_of(batch, planned, again)
@@ -136,7 +136,7 @@ def test_a_plan_file_has_its_parts_and_compiles_them_again(tmp_path):
 def test_a_plan_file_whose_parts_cannot_be_compiled_says_so(tmp_path, monkeypatch):
     model, batch = built(Layers), rows()
     plan_files.save(Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED).plan_file(), tmp_path / "plan.json")
-    choose._CALLS.clear(), choose._TRIED.clear()
+    code.CALLS.clear(), choose._TRIED.clear()
     monkeypatch.setattr(build, "compiled", without_compiler)
     with pytest.raises(CompileError, match=r"cannot be compiled here: RuntimeError: no C\+\+ compiler"):
         Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
@@ -146,7 +146,7 @@ def test_a_plan_file_whose_parts_cannot_be_compiled_says_so(tmp_path, monkeypatc
 def test_a_plan_file_of_parts_that_save_otherwise_is_another_graph_s(tmp_path, monkeypatch):
     model, batch = built(SmoothLayers), rows()
     plan_files.save(Rockmate(copy.deepcopy(model), batch, 0.9, options=COMPILED).plan_file(), tmp_path / "plan.json")
-    choose._CALLS.clear(), choose._TRIED.clear()
+    code.CALLS.clear(), choose._TRIED.clear()
     monkeypatch.setattr(build, "_PRICE", 0.0)  # as another release might divide
     with pytest.raises(PlanFileMismatch, match="compiled"):
         Rockmate(copy.deepcopy(model), batch, plan=tmp_path / "plan.json", loss=squares)
@@ -162,7 +162,7 @@ def test_the_cache_keeps_what_was_tried(tmp_path, monkeypatch):
     for _ in range(2):
         planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
         assert compiled_parts(planned).chosen
-        choose._CALLS.clear(), choose._TRIED.clear()
+        code.CALLS.clear(), choose._TRIED.clear()
     assert len(tried) == 2  # classes
 
 
@@ -321,7 +321,7 @@ def test_a_threshold_says_what_pays(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 def test_nothing_is_compiled_unless_it_is_asked_for():
     assert Rockmate(built(Layers), rows(), 0.8, loss=squares, limits=BRIEFLY).plan.compiled is None
-    assert choose._CALLS == {}
+    assert code.CALLS == {}
 
 
 @pytest.mark.usefixtures("interpreted")

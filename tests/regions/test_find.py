@@ -14,7 +14,7 @@ from rkgb.replay.step_record import bitwise_equal
 from rkgb.state.module_state import for_planning, module_devices, module_state_kept, random_states
 from rkgb.tree import leaves
 from rockmate import zoo
-from rockmate.regions.choose import _call_of
+from rockmate.regions.code import call_of
 from rockmate.regions.find import Region, regions_of
 from rockmate.regions.function import normalisations
 from rockmate.regions.join import joined
@@ -74,7 +74,7 @@ def assert_same_step_with_regions(module: nn.Module, sample: object) -> int:
     """How many regions there are; their operations run one by one."""
     graph, arguments = traced(module, sample)
     regions = regions_of(graph)
-    other = joined(graph, [(region, _call_of(graph, region)) for region in regions])
+    other = joined(graph, [(region, call_of(graph, region)) for region in regions])
     statistics = any(normalisations(region) for region in regions)
     with for_planning(module):
         expected, found = (step(one, module, arguments) for one in (graph, other))
@@ -175,11 +175,11 @@ def test_operations_that_are_set_apart_are_in_none(fresh):
 def test_equal_regions_are_of_one_class(fresh):
     graph, _ = traced(built(Normalised), torch.randn(2, 3, 8, 8))
     regions = regions_of(graph)
-    calls = [_call_of(graph, region) for region in regions]
+    calls = [call_of(graph, region) for region in regions]
     assert len(regions) > len(set(calls)) or len(regions) == 1
     graph, _ = traced(built(Layers, 6), rows())
     regions = regions_of(graph)
-    assert len({_call_of(graph, region) for region in regions}) == 2 < len(regions)  # the last one ends otherwise
+    assert len({call_of(graph, region) for region in regions}) == 2 < len(regions)  # the last one ends otherwise
 
 
 def test_regions_in_a_chain_of_thousands_are_found_in_time(fresh):
