@@ -59,7 +59,9 @@ class Accelerator(Device):
 
     def available_bytes(self) -> int:
         """What the device has free, and what its allocator holds unused."""
-        free_bytes, _ = torch.accelerator.memory.get_memory_info(self.index)
+        # PyTorch 2.9 asks the module of each kind.
+        of_any = getattr(torch.accelerator.memory, "get_memory_info", None)
+        free_bytes, _ = (of_any or self.module.mem_get_info)(self.index)
         stats = torch.accelerator.memory.memory_stats(self.index)
         return int(free_bytes + stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"])
 

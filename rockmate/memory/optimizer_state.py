@@ -181,8 +181,20 @@ def _state_after_a_step(optimizer: Optimizer, group: int, stand_in: torch.nn.Par
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": [stand_in]}]
     with torch.random.fork_rng(devices=[]):  # some optimizers draw random numbers
-        twin.step()
+        try:
+            twin.step()
+        except KeyError as error:  # state that the constructor makes, as that of Adagrad in PyTorch 2.9
+            twin = _anew(optimizer, options, stand_in, error)
+            twin.step()
     return dict(twin.state)
+
+
+def _anew(optimizer: Optimizer, options: dict[str, Any], stand_in: torch.nn.Parameter, error: Exception) -> Optimizer:
+    """An optimizer of that class and these options, for one parameter; raises `error` where it is made otherwise."""
+    try:
+        return type(optimizer)([stand_in], **{name: options[name] for name in optimizer.defaults})
+    except Exception:  # noqa: BLE001  whatever a constructor raises that is given others' arguments
+        raise error from None
 
 
 def _value(option: Any) -> Any:

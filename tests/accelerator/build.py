@@ -85,6 +85,7 @@ def _module(extension: Any) -> types.ModuleType:
     module.init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.device_count = extension.device_count
+    module.mem_get_info = extension.mem_get_info
     module.current_device = extension.current_device
     module.set_device = lambda device: extension.exchange_device(index_of(device))
     module.synchronize = lambda device=None: extension.synchronize(index_of(device))

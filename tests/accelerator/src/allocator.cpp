@@ -386,7 +386,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override { pool_of(device).reset_accumulated(); }
   void resetPeakStats(c10::DeviceIndex device) override { pool_of(device).reset_peaks(); }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+  // Not told to be an override: PyTorch 2.9 has none.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
     return {pool_of(device).free_bytes(), pool_of(device).total_bytes()};
   }
 };

@@ -145,6 +145,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [](int device) {
     return pybind11::reinterpret_steal<pybind11::object>(THPGenerator_initDefaultGenerator(default_generator(device)));
   });
+  module.def("mem_get_info", [](int device) {
+    return std::pair<size_t, size_t>(pool_of(device).free_bytes(), pool_of(device).total_bytes());
+  });
   module.def("record_history", [](int device, bool is_on) { pool_of(device).record_history(is_on); });
   module.def("records_history", [](int device) { return pool_of(device).records_history(); });
   module.def("history", [](int device) {
