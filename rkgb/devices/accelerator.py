@@ -57,13 +57,17 @@ class Accelerator(Device):
         """Whole blocks."""
         return -(-size_bytes // self.block_bytes) * self.block_bytes
 
-    def available_bytes(self) -> int:
-        """What the device has free, and what its allocator holds unused."""
+    def memory_bytes(self) -> tuple[int, int]:
+        """What the device has free, and in all."""
         # PyTorch 2.9 asks the module of each kind.
         of_any = getattr(torch.accelerator.memory, "get_memory_info", None)
-        free_bytes, _ = (of_any or self.module.mem_get_info)(self.index)
+        free_bytes, total_bytes = (of_any or self.module.mem_get_info)(self.index)
+        return int(free_bytes), int(total_bytes)
+
+    def available_bytes(self) -> int:
+        """What the device has free, and what its allocator holds unused."""
         stats = torch.accelerator.memory.memory_stats(self.index)
-        return int(free_bytes + stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"])
+        return int(self.memory_bytes()[0] + stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"])
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Libraries take scratch buffers of PyTorch's allocator when they are first used, and keep them: cuBLAS one for

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rkgb.devices.accelerator import Accelerator
 from rkgb.devices.allocation_log import AllocationLog, there_is_a_profiler
 from rkgb.devices.caching_allocator import AllocationEvent
 from rkgb.devices.out_of_memory import is_out_of_memory
@@ -235,11 +236,13 @@ def _is_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:
 
 def _machine_of(device: torch.device) -> str:
     """Its name, as `rockmate.estimate` takes one, or its memory where that is not known."""
-    if device_of(device).is_host:
+    kind = device_of(device)
+    if kind.is_host:
         return "cpu"
     ask = getattr(torch.get_device_module(device), "get_device_name", None)
     known = None if ask is None else known_name(ask(device))
-    return known or str(torch.accelerator.memory.get_memory_info(device.index)[1])
+    assert isinstance(kind, Accelerator)
+    return known or str(kind.memory_bytes()[1])
 
 
 def _addresses(tensors: Iterable[torch.Tensor], kind: str) -> dict[int, str]:

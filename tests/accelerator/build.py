@@ -86,6 +86,7 @@ def _module(extension: Any) -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module.device_count = extension.device_count
     module.mem_get_info = extension.mem_get_info
+    module._lazy_init = lambda: None  # PyTorch 2.9 takes a device without it for one that was never used
     module.current_device = extension.current_device
     module.set_device = lambda device: extension.exchange_device(index_of(device))
     module.synchronize = lambda device=None: extension.synchronize(index_of(device))
