@@ -386,6 +386,7 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
         "gap",
         "recomputed",
         "tensors moved",
+        "planned in",
     ]
     yield row(headings)
     yield row(["---", "---", *["--:"] * (len(headings) - 2)])
@@ -404,8 +405,40 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
                 "–" if gap is None else f"{100 * gap:.1f} %",
                 str(result["recomputations"] or "–"),
                 str(result["moves"] or "–"),
+                "–" if not result["planned_s"] else f"{result['planned_s']:.0f} s",
             ]
         )
+
+
+def offload_page(page: str, report: dict[str, Any]) -> str:
+    """The page of data that move with its short table replaced by that of these results. Raises `ValueError`."""
+    return between_marks(page, _short_offload_lines(report))
+
+
+def _short_offload_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Of eager's time, a line for each model and budget."""
+    links = report["circumstances"]["links"]
+    out, back = (links[way]["bytes_per_ms"] / 1e6 for way in ("out", "back"))
+    yield (
+        f"On a machine of two cores, one of them computing, with a disk that moves {out:.1f} GB/s out and {back:.1f} back, and "
+        "nothing else to do"
+    )
+    yield "([all figures](benchmarks.md#data-that-move)), steps take of eager's time:"
+    yield ""
+    ways = {
+        "recomputed": "recomputation alone",
+        "both": "beside moves",
+        "moved": "all moved by hand, whatever the peak",
+    }
+    yield row(["", *ways.values(), "seconds of planning, without moves and with"])
+    yield row(["---", *["--:"] * (len(ways) + 1)])
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for result in report["rows"]:
+        found.setdefault((result["model"], result["share"]), {})[result["way"]] = result
+    for (model, share), by_way in found.items():
+        times = [f"{by_way[way]['over_eager']:.2f}" if way in by_way else "–" for way in ways]
+        seconds = ", ".join(f"{by_way[way]['planned_s']:.0f}" for way in ("recomputed", "both") if way in by_way)
+        yield row([f"{model.removesuffix('-demo')} at {share:.2g} of eager's peak", *times, seconds])
 
 
 OFFLOAD_WAYS = {
@@ -656,6 +689,8 @@ def write_pages() -> None:
     content = json.loads(index.read_text(encoding="utf-8"))
     zoo.write_text(zoo_page(zoo.read_text(encoding="utf-8"), content), encoding="utf-8")
     write_peers()
+    offload, moved = ROOT / "docs" / "offload.md", ROOT / "benchmarks" / "results" / "offload-cpu.json"
+    offload.write_text(offload_page(offload.read_text(encoding="utf-8"), _read(moved)), encoding="utf-8")
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
     stored = [ROOT / "benchmarks" / "results" / name for name in SECTIONS]

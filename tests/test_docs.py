@@ -172,6 +172,13 @@ def test_the_page_of_peers_is_that_of_the_committed_results():
     assert page == tables.peers_page(page, results), "run python docs/make_tables.py"
 
 
+def test_the_short_table_of_data_that_move_is_that_of_the_stored_results():
+    tables = load_script("docs/make_tables.py")
+    page = (ROOT / "docs/offload.md").read_text(encoding="utf-8")
+    report = json.loads((ROOT / "benchmarks/results/offload-cpu.json").read_text(encoding="utf-8"))
+    assert page == tables.offload_page(page, report), "run python docs/make_tables.py"
+
+
 def test_a_table_shows_what_the_result_file_holds(tmp_path):
     contender = {
         "label": "rockmate 0.50",
