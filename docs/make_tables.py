@@ -420,8 +420,8 @@ def _short_offload_lines(report: dict[str, Any]) -> Iterator[str]:
     links = report["circumstances"]["links"]
     out, back = (links[way]["bytes_per_ms"] / 1e6 for way in ("out", "back"))
     yield (
-        f"On a machine of two cores, one of them computing, with a disk that moves {out:.1f} GB/s out and {back:.1f} back, and "
-        "nothing else to do"
+        f"On a machine of two cores, one of them computing, with a disk that moves {out:.1f} GB/s out and {back:.1f} "
+        "back, and nothing else to do"
     )
     yield "([all figures](benchmarks.md#data-that-move)), steps take of eager's time:"
     yield ""
