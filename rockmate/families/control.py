@@ -37,7 +37,7 @@ def gives_the_same(
     is for.
     """
     compiled = is_compiled(measured.regions)
-    step: Callable[..., Any] = partial(_numbers if compiled else _digests, module, measured, sample, loss)
+    step = partial(_step, module, measured, sample, loss, _kept if compiled else digest)
     same: Callable[[Any, Any], bool] = _are_near if compiled else operator.eq
     with for_planning(module):
         expected = if_it_fits(lambda: step(module))
@@ -66,22 +66,22 @@ def step_bytes(
     return measured_peak(module, runner, replace(measured, sample=sample), loss).allocated_bytes
 
 
-Numbers = tuple[list[torch.Tensor], list[torch.Tensor | None], list[Any]]
-"""Of a step: outputs and buffers, gradients, and random streams after it."""
+Found = tuple[list[Any], list[Any], list[Any]]
+"""Of a step: what was noted of outputs and buffers, and of gradients, and the random streams after it."""
 
 
-def _digests(*given: Any) -> list[Any]:
-    values, gradients, streams = _numbers(*given)
-    return [*(None if tensor is None else digest(tensor) for tensor in (*values, *gradients)), *streams]
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()  # the module's buffers are given back
 
 
-def _numbers(
+def _step(
     module: torch.nn.Module,
     measured: Measured,
     sample: Sample,
     loss: LossFunction | None,
+    note: Callable[[torch.Tensor], Any],
     step: Callable[..., Any],
-) -> Numbers:
+) -> Found:
     given = sample.copy()
     outputs: list[torch.Tensor] = []
 
@@ -94,13 +94,13 @@ def _numbers(
     devices = {measured.device}
     with borrowed_with_gradients(module, devices, measured.graphs.D_graph, measured.gradients):
         run_step(noted, given, loss)
-        values = [*(one.detach() for one in outputs), *(one.detach().clone() for one in module.buffers())]
+        values = [note(one.detach()) for one in (*outputs, *module.buffers())]
         gradients = [one.grad for one in (*module.parameters(), *given.tensors)]
         streams = [state.tolist() for _, state in random_states(devices) if isinstance(state, torch.Tensor)]
-        return values, [None if one is None else one.detach() for one in gradients], streams
+        return values, [None if one is None else note(one.detach()) for one in gradients], streams
 
 
-def _are_near(found: Numbers, expected: Numbers) -> bool:
+def _are_near(found: Found, expected: Found) -> bool:
     """Whether two steps differ in the rounding of other code alone: gradients by little of the norm of all of them."""
     if found[2] != expected[2] or any(
         (one is None) != (other is None) for one, other in zip(found[1], expected[1], strict=True)

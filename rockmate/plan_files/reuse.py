@@ -34,7 +34,7 @@ from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
-from rockmate.regions.option import CompiledRegions, RegionTrial
+from rockmate.regions.option import CompiledRegions, RegionTrial, is_compiled
 
 _WAIT_S = 600.0  # for another rank, which traces, compiles and measures
 _MOST_COMPILED = 4  # plans of a module for which parts are compiled: that takes seconds for each
@@ -71,7 +71,7 @@ def _compiled_or_not(
     make: Callable[[PlanRequest], tuple[Measured, LoweredPlan]], request: PlanRequest
 ) -> tuple[Measured, LoweredPlan]:
     """The plan with compiled parts, unless that without is predicted to take less time, or it is the only one."""
-    without = replace(request, compile=False, chosen_regions=None)
+    without = request.without_parts()
     told = "no plan with compiled parts is within the budget"
     try:
         measured, planned = make(request)
@@ -80,7 +80,7 @@ def _compiled_or_not(
     else:
         regions, plan = measured.regions, planned.plan
         # No plan of eager operations takes less time than the step that keeps all.
-        if regions is None or not regions.chosen or plan.time_ms <= plan.baseline_time_ms:
+        if not is_compiled(regions) or plan.time_ms <= plan.baseline_time_ms:
             return measured, planned
         eager, other = make(without)
         if plan.time_ms <= other.plan.time_ms:

@@ -55,7 +55,11 @@ class PlanRequest:
 
     def with_and_without_parts(self) -> tuple[PlanRequest, ...]:
         """Where parts may be compiled, what is asked for with them and without: the better answer is taken."""
-        return (self, replace(self, compile=False, chosen_regions=None)) if self.compile else (self,)
+        return (self, self.without_parts()) if self.compile else (self,)
+
+    def without_parts(self) -> PlanRequest:
+        """The same, where nothing is compiled."""
+        return replace(self, compile=False, chosen_regions=None)
 
     def memory_to_rest_in(self, device: torch.device) -> SecondMemory | None:
         """Where parameters may be that no operation reads, as under a budget for all of training; else None."""

@@ -125,7 +125,7 @@ def _searched(
     """The largest batch; where parts may be compiled, that of plans with them, unless a larger one fits without."""
     if not request.compile:
         return BatchSearch(make, request, allowed, measurements).run(start, found)
-    without = replace(request, compile=False)
+    without = request.without_parts()
     try:
         best = BatchSearch(make, request, allowed, measurements).run(start, found)
     except BudgetTooSmall:

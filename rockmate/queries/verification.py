@@ -39,6 +39,7 @@ from rockmate.options import PlanOptions
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
+from rockmate.regions.option import is_compiled
 from rockmate.runtime.step import Handle, Step
 from rockmate.runtime.tables import StepTables
 from rockmate.units import format_bytes
@@ -148,8 +149,8 @@ def verify(
         graph = measured.graphs.D_graph
         present = _present(original, measured)
         training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, present)
-        eager, is_compiled = training, measured.regions is not None and bool(measured.regions.chosen)
-        if is_compiled:
+        eager, has_parts = training, is_compiled(measured.regions)
+        if has_parts:
             training = replace(training, compiled=graph)
         expected, repeated = (training.run(original) for _ in range(2))
         itself = _first_difference(expected, repeated)
@@ -159,7 +160,7 @@ def verify(
         checkpoint, where = _blamed(difference, found, training, original, planned) if has_place else (None, None)
         from_given = _from_given_layout(expected, training, original)
         from_whole = _from_whole_logits(training, original)
-        from_eager = _distance(expected[0], eager.run(original)[0]) if is_compiled else None
+        from_eager = _distance(expected[0], eager.run(original)[0]) if has_parts else None
     return Verification(
         exact=difference is None,
         first_difference=None if difference is None else str(difference),

@@ -52,24 +52,13 @@ class AtAnySize:
         return True
 
 
-def compiled_operations(graph: DGraph) -> list[DNode]:
-    """Those operations of `graph` that are compiled parts."""
-    return [op for op in graph if isinstance(op.call.function, CompiledCall)]
-
-
 def code_of(op: DNode) -> int:
     """Equal for operations that run the same compiled code; of those that are no compiled part, too."""
     function = op.call.function
     return id(function.kernels[0]) if isinstance(function, CompiledCall) and function.kernels else 0
 
 
-def holds_for_other_sizes(op: DNode) -> bool:
-    """Whether the code of a compiled part may serve calls of other sizes."""
-    function = op.call.function
-    assert isinstance(function, CompiledCall)
-    return bool(function.kernels) and function.kernels[0].any_size is not None
-
-
 def has_parts_of_one_size(graph: DGraph) -> bool:
     """Whether parts of it were compiled for its sizes alone."""
-    return not all(map(holds_for_other_sizes, compiled_operations(graph)))
+    parts = [op.call.function for op in graph if isinstance(op.call.function, CompiledCall)]
+    return any(not part.kernels or part.kernels[0].any_size is None for part in parts)
