@@ -17,6 +17,7 @@ from typing import Any
 
 # On a busy machine OpenMP's threads, spinning while they wait, make small operations a hundred times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")  # kernels of all contenders, not of the last
 
 import torch
 from rich.table import Table

@@ -16,6 +16,7 @@ import os
 import tempfile
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")  # kernels of all contenders, not of the last
 
 from benchmarks.peers import compiled_parts
 from benchmarks.peers.by_model import measured_models

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")  # kernels of all contenders, not of the last
 
 from benchmarks.peers import layouts
 from benchmarks.peers.by_model import measured_models

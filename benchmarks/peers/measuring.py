@@ -289,16 +289,20 @@ def line_up(
 def time_all(
     case: Case, contenders: Sequence[Contender], rounds: int, tell: Callable[[str], None], seed: int = SEED
 ) -> None:
-    """Times a step of each in each round, in an order that is drawn anew, from `seed`. What fails in a round is out."""
+    """Times a step of each in each round, in an order that is drawn anew, from `seed`. What fails in a round is out.
+
+    Another step goes before it, as in training, where a step of the same model does: what ran before has left caches,
+    the heap and the kernels that libraries keep as it needs them.
+    """
     order = random.Random(seed)
     for turn in range(rounds):
         running = [contender for contender in contenders if contender.runs]
-        order.shuffle(running)  # what ran before leaves the caches and the heap as no other does
+        order.shuffle(running)
         for contender in running:
             tell(f"round {turn + 1} of {rounds}: {contender.label}")
             assert contender.built is not None
             try:
-                synchronise(case.device)
+                take_step(case, contender.built)
                 started = time.perf_counter()
                 case.step(contender.built.call)
                 synchronise(case.device)
