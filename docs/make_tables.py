@@ -410,11 +410,6 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def offload_page(page: str, report: dict[str, Any]) -> str:
-    """The page of data that move with its short table replaced by that of these results. Raises `ValueError`."""
-    return between_marks(page, _short_offload_lines(report))
-
-
 def _short_offload_lines(report: dict[str, Any]) -> Iterator[str]:
     """Of eager's time, a line for each model and budget."""
     links = report["circumstances"]["links"]
@@ -465,9 +460,9 @@ def model_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row(headings)
         yield row(["---", "---", *["--:"] * (len(headings) - 3), "---"])
         for result in model["rows"]:
-            ratio, error, share, ready_s = (
-                result[fact] for fact in ("time_ratio", "time_error", "peak_share", "ready_s")
-            )
+            facts = ("time_ratio", "time_error", "peak_share", "ready_s")
+            ratio, error, share, ready_s = (result[fact] for fact in facts)
+            told = (result["note"], "" if result["status"] == "close" else result["reason"])
             yield row(
                 [
                     result["label"],
@@ -478,9 +473,43 @@ def model_sections(report: dict[str, Any]) -> Iterator[str]:
                     optional_bytes(result["peak_bytes"]),
                     "–" if share is None else f"{share:.3f}",
                     "–" if ready_s is None else f"{ready_s:.0f} s",
-                    peers.escaped("; ".join(filter(None, (result["reason"], result["note"])))),
+                    peers.escaped("; ".join(filter(None, told))),
                 ]
             )
+
+
+def _short_layout_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Of eager's time as given, with the share of its peak: a line for each model."""
+    yield "Of eager's time as given, with the share of its peak ([all figures](benchmarks.md#layouts-of-convolutions)):"
+    yield ""
+    ways = {
+        "eager, channels_last": "eager, channels_last",
+        "auto": 'planned with `layout="auto"`',
+        "rockmate": "planned as given",
+        "inductor": "compiled by inductor, its own budgets",
+    }
+    yield row(["", *ways.values()])
+    yield row(["---"] * (len(ways) + 1))
+    for model in report["models"]:
+        found: dict[str, list[str]] = {way: [] for way in ways}
+        for result in model["rows"]:
+            label = result["label"]
+            way = next((way for way in ("inductor", "auto", "rockmate") if way in label), label)
+            if way in found and result["time_ratio"] is not None:
+                found[way].append(f"{result['time_ratio']:.2f} at {result['peak_share']:.2f}")
+        yield row([model["model"], *(", ".join(of_way) or "–" for of_way in found.values())])
+
+
+SHORT = {
+    "offload.md": ("offload-cpu.json", _short_offload_lines),
+    "layouts.md": ("layouts-cpu.json", _short_layout_lines),
+}
+"""By page, the results that a short table on it is of, and its lines."""
+
+
+def with_short_table(name: str, page: str, report: dict[str, Any]) -> str:
+    """The page of that name with its short table replaced by that of these results. Raises `ValueError`."""
+    return between_marks(page, SHORT[name][1](report))
 
 
 def compiled_budget_sections(report: dict[str, Any]) -> Iterator[str]:
@@ -689,8 +718,9 @@ def write_pages() -> None:
     content = json.loads(index.read_text(encoding="utf-8"))
     zoo.write_text(zoo_page(zoo.read_text(encoding="utf-8"), content), encoding="utf-8")
     write_peers()
-    offload, moved = ROOT / "docs" / "offload.md", ROOT / "benchmarks" / "results" / "offload-cpu.json"
-    offload.write_text(offload_page(offload.read_text(encoding="utf-8"), _read(moved)), encoding="utf-8")
+    for name, (results_name, _) in SHORT.items():
+        short, report = ROOT / "docs" / name, _read(ROOT / "benchmarks" / "results" / results_name)
+        short.write_text(with_short_table(name, short.read_text(encoding="utf-8"), report), encoding="utf-8")
     page = ROOT / "docs" / "benchmarks.md"
     results = list((ROOT / "benchmarks" / "results").glob("step-*.json"))
     stored = [ROOT / "benchmarks" / "results" / name for name in SECTIONS]

@@ -172,11 +172,12 @@ def test_the_page_of_peers_is_that_of_the_committed_results():
     assert page == tables.peers_page(page, results), "run python docs/make_tables.py"
 
 
-def test_the_short_table_of_data_that_move_is_that_of_the_stored_results():
+@pytest.mark.parametrize("name", ["offload.md", "layouts.md"])
+def test_a_short_table_is_that_of_the_stored_results(name):
     tables = load_script("docs/make_tables.py")
-    page = (ROOT / "docs/offload.md").read_text(encoding="utf-8")
-    report = json.loads((ROOT / "benchmarks/results/offload-cpu.json").read_text(encoding="utf-8"))
-    assert page == tables.offload_page(page, report), "run python docs/make_tables.py"
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    report = json.loads((ROOT / "benchmarks/results" / tables.SHORT[name][0]).read_text(encoding="utf-8"))
+    assert page == tables.with_short_table(name, page, report), "run python docs/make_tables.py"
 
 
 def test_a_table_shows_what_the_result_file_holds(tmp_path):
