@@ -14,7 +14,7 @@ from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
 
-_SHARE_ALONE = 1 / 2  # of the time, for the search for recomputations
+_SHARE_ALONE = 2 / 3  # of the time, for the search for recomputations
 _SHARE_OF_MOVES = 1 / 3  # of it, for that for moves: links are known by far less well than what it would gain with more
 _LEAST_S = 1.0  # for moves, where there is as much at all
 

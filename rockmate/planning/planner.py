@@ -63,12 +63,10 @@ _LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the
 _TURNS_TO_COMPARE = 3  # steps of a plan that moves data, and of one that does not
 _MOST_TURNS = 5  # of those, where they are quick
 _AGREEING = 0.01  # of a step's time: two turns that say the same to within this are enough
-_AGREEING_LATE = 0.05  # and to within this, where they took as long as turns are to take in all
 _DECIDED = 0.15  # of it: what moves data is slower by so much each time, and another turn does not make it the quicker
 _COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
-_COMPARISONS_S = 12.0  # of comparisons and searches: no other begins that would hardly end by then
-_ONE_MORE = 1.5  # times what a comparison took: what another takes, which has a search before it
+_COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
 _LATE = 0.02  # of a step's time: links are corrected where transfers cost so much more than was predicted
 _WORTH_MOVING = 0.01  # of a step's time: what is quicker by less may not be
 _BENEFIT_OF_DOUBT = 1.02  # a plan without recomputation is run if its prediction is this close to the budget
@@ -345,10 +343,8 @@ def _the_quicker(
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
     deadline = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
-        begun = time.perf_counter()
         moving, staying = (one.planned.runner_for(module, measured) for one in (tried, other))
         moving_ms, alone_ms = _steps_ms(module, moving, staying, measured, request.loss)
-        another_s = _ONE_MORE * (time.perf_counter() - begun)
         request.progress("compare", attempt + 1, _COMPARISONS)
         if moving_ms <= share * alone_ms:
             best, share = tried, moving_ms / alone_ms
@@ -360,7 +356,7 @@ def _the_quicker(
         corrected = slowed(measured.problem, solution.schedule, solution.memory, late_ms)
         assert request.tiers is not None
         request.tiers.correct(measured.device, corrected)
-        if attempt + 1 == _COMPARISONS or time.perf_counter() + another_s > deadline:
+        if attempt + 1 == _COMPARISONS or time.perf_counter() >= deadline:
             break
         again = moves_beside(alone, request, measured).solve(measured.problem, tried.target_bytes)
         if not again.schedule.offloaded or again.schedule == solution.schedule:
@@ -591,8 +587,7 @@ def _steps_ms(
 def _agree(turns: list[list[float]]) -> bool:
     """Whether turns of a step that moves data and of one that does not have told which is the quicker."""
     ratios = [moved / stayed for moved, stayed in turns]
-    agreeing = _AGREEING if sum(map(sum, turns)) < 1e3 * _COMPARE_S else _AGREEING_LATE
-    return len(ratios) > 1 and (min(ratios) > 1 + _DECIDED or max(ratios) - min(ratios) <= agreeing)
+    return len(ratios) > 1 and (min(ratios) > 1 + _DECIDED or max(ratios) - min(ratios) <= _AGREEING)
 
 
 @contextlib.contextmanager
