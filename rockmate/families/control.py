@@ -21,7 +21,7 @@ from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.planner import measured_peak
 from rockmate.planning.real_step import run_step
 from rockmate.regions.option import is_compiled
-from rockmate.regions.rounding import CLOSE, MOVES, distance, is_close, is_explained, moved
+from rockmate.regions.rounding import CLOSE, MOVES, is_as_moved, is_close, is_explained, moved
 from rockmate.runtime.runner import Runner
 
 
@@ -42,7 +42,7 @@ def gives_the_same(
     same: Callable[[Any, Any], bool] = operator.eq
     if compiled:
         same = partial(
-            _are_near, of_moved=lambda seed: _step(module, measured, _moved(sample, seed), loss, note, module)
+            _are_near, of_moved=lambda seed: _step(module, measured, moved(sample, seed), loss, note, module)
         )
     with for_planning(module):
         expected = if_it_fits(lambda: step(module))
@@ -105,16 +105,6 @@ def _step(
         return values, [None if one is None else note(one.detach()) for one in gradients], streams
 
 
-def _moved(sample: Sample, seed: int) -> Sample:
-    """A copy whose numbers are off by rounding."""
-    copy = sample.copy()
-    with torch.no_grad():
-        for tensor in copy.tensors:
-            if tensor.is_floating_point():
-                tensor.copy_(moved(tensor, seed))
-    return copy
-
-
 def _are_near(found: Found, expected: Found, of_moved: Callable[[int], Found]) -> bool:
     """Whether two steps differ in the rounding of other code alone: gradients by little of the norm of all of them.
 
@@ -130,15 +120,10 @@ def _are_near(found: Found, expected: Found, of_moved: Callable[[int], Found]) -
     if apart <= most and not far:
         return True
     moves = [of_moved(seed) for seed in range(MOVES)]
-
-    def is_as_moved(place: int) -> bool:
-        """Of a value."""
-        other = expected[0][place]
-        changed = max(distance(other, step[0][place]) for step in moves)
-        return is_explained(distance(other, found[0][place]), changed)
-
     reached = max(_gradients_apart(step, expected) for step in moves)
-    return (apart <= most or is_explained(apart, reached)) and all(map(is_as_moved, far))
+    return (apart <= most or is_explained(apart, reached)) and all(
+        is_as_moved(expected[0][place], found[0][place], (step[0][place] for step in moves)) for place in far
+    )
 
 
 def _gradients_apart(found: Found, expected: Found) -> float:

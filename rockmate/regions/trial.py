@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from rkgb import DGraph
+from rkgb import DGraph, Sample
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import bind
 from rkgb.ir.compiled import CompiledCall
 from rockmate.regions.find import Region
 from rockmate.regions.function import normalisations
 from rockmate.regions.option import RegionTrial
-from rockmate.regions.rounding import MOVES, distance, is_close, is_close_but_for_few, is_explained, moved
+from rockmate.regions.rounding import MOVES, distance, is_as_moved, is_close, is_close_but_for_few, moved
 
 _TURNS = 5  # of each, at least
 _MOST_TURNS = 25
@@ -45,8 +45,7 @@ def tried(graph: DGraph, region: Region, call: CompiledCall, values: Mapping[str
     expected, found = (_Step(run, inputs, taking, gradients) for run in (eager, compiled))
 
     def of_moved(seed: int) -> _Step:
-        there = [_leaf(moved(one, seed), one.requires_grad) for one in inputs]
-        return _Step(eager, there, taking, gradients, is_watched=False)
+        return _Step(eager, moved(Sample(tuple(inputs), {}), seed).tensors, taking, gradients, is_watched=False)
 
     reason = _misfit(graph, region, expected, found) or _other_numbers(expected, found, of_moved)
     eager_bytes, compiled_bytes = expected.saved_bytes, found.saved_bytes
@@ -143,7 +142,6 @@ def _other_numbers(expected: _Step, found: _Step, of_moved: Callable[[int], _Ste
         if one is None or other is None or is_close_but_for_few(one, other):
             continue
         moves = moves or [of_moved(seed) for seed in range(MOVES)]
-        changed = max(distance(one, new) for step in moves if (new := step.gradients[place]) is not None)
-        if not is_explained(distance(one, other), changed):
+        if not is_as_moved(one, other, (new for step in moves if (new := step.gradients[place]) is not None)):
             return f"its numbers are others: {distance(one, other):.1e} away"
     return ""

@@ -6,11 +6,15 @@ from torch import nn
 
 from rkgb import Sample
 from rockmate import CompileWarning, Rockmate
-from rockmate.families.control import _are_near, _moved
-from rockmate.regions import build, trial
-from rockmate.regions.rounding import CLOSE, distance, is_close, is_close_but_for_few, moved
+from rockmate.families.control import _are_near
+from rockmate.regions import build, rounding, trial
+from rockmate.regions.rounding import CLOSE, distance, is_close, is_close_but_for_few
 from tests.regions.conftest import interpreted_graph
 from tests.regions.test_choose import COMPILED, compiled_parts
+
+
+def moved(tensor, seed):
+    return rounding.moved(Sample((tensor,), {}), seed).tensors[0]
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -28,11 +32,11 @@ def test_what_is_moved_is_close_and_random_numbers_stay(dtype):
 
 def test_what_has_nothing_to_round_is_not_moved():
     tokens = torch.arange(5)
-    assert moved(tokens, 0) is tokens
+    assert torch.equal(moved(tokens, 0), tokens)
     sparse = torch.eye(3).to_sparse()
-    assert moved(sparse, 0) is sparse
+    assert torch.equal(moved(sparse, 0).to_dense(), sparse.to_dense())
     x = torch.randn(4, requires_grad=True)
-    sample = _moved(Sample((tokens, x), {}), 0)
+    sample = rounding.moved(Sample((tokens, x), {}), 0)
     assert torch.equal(sample.tensors[0], tokens)
     assert is_close(x, sample.tensors[1])
     assert not torch.equal(x, sample.tensors[1])
@@ -55,6 +59,21 @@ def test_each_element_of_a_small_tensor_counts():
     other = one.clone()
     other[0, 0] += 10.0
     assert not is_close_but_for_few(one, other)
+
+
+def test_what_is_expanded_is_moved_as_it_lies():
+    row = torch.randn(1, 40)
+    found = moved(row.expand(30, 40), 0)
+    assert found.stride() == (0, 1)
+    assert 0 < distance(row.expand(30, 40), found) < 1e-5
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_in_both_are_no_difference(number):
+    one = torch.randn(200, 200)
+    one[:, 0] = number
+    assert is_close_but_for_few(one, one * (1 + 1e-6))
+    assert not is_close_but_for_few(one, one * 1.01)
 
 
 class Kinked(nn.Module):
