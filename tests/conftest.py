@@ -132,4 +132,4 @@ def quick_disk(monkeypatch):
         return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes, unit_bytes=tier.unit_bytes)
 
     monkeypatch.setattr(tiers, "measured_links", links)
-    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
+    monkeypatch.setattr(planner, "steps_by_turns_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other

@@ -112,7 +112,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "options": ("errors", "progress", "nn", "memory", "layouts", "offload", "planning"),
         "plan_files": ("errors", "units", "regions", "memory", "guards", "layouts", "offload", "planning"),
-        "choices": ("errors", "nn", "layouts", "planning", "plan_files"),
+        "choices": ("errors", "nn", "regions", "layouts", "planning", "plan_files"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
         "families": ("errors", "regions", "guards", "resting", "planning", "runtime", "plan_files"),
         "calls": (

@@ -32,6 +32,7 @@ from rockmate.calls.resting import RestingParameters
 from rockmate.calls.specialization import InferenceCall, Specialization
 from rockmate.calls.told import Told
 from rockmate.choices.module_layout import ModuleLayout
+from rockmate.choices.parts import plan_with_or_without_parts
 from rockmate.errors import (
     BudgetTooSmall,
     NothingToTrain,
@@ -49,7 +50,7 @@ from rockmate.memory.optimizer_state import with_parameters
 from rockmate.options import Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.restore import request_of
-from rockmate.plan_files.reuse import plan_above, plan_again, plan_or_reuse
+from rockmate.plan_files.reuse import plan_above, plan_again
 from rockmate.planning.background import hurried
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.plan import Plan
@@ -369,12 +370,9 @@ class Specializations:
         remembered = self._remembered.find(call, request)
         if remembered is not None:
             return plan_again(self._model, remembered, call, request)
-        earlier = [
-            (member.measured, member.planned)
-            for member in self.members
-            if member.measured.was_measured_as_now()  # else what it takes may be another now
-        ]
-        return plan_or_reuse(self._model, call, request, known, self.use_cache, earlier)
+        as_now = [member for member in self.members if member.measured.was_measured_as_now()]  # it may take more else
+        earlier = [(member.measured, member.planned) for member in as_now]
+        return plan_with_or_without_parts(self._model, call, request, known, self.use_cache, earlier)
 
     # ---- calls without a plan ----------------------------------------------------------------------
 

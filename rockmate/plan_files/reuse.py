@@ -6,9 +6,8 @@ import functools
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import rk_solvers
 import rkgb
 from rkgb import RecordMismatch, Sample, make_sample
 from rkgb.profile.measure import MeasuredBlocks
-from rkgb.state.module_state import main_device, module_devices
-from rockmate.errors import BudgetTooSmall, OffloadError, PlanFileError, PoorPlanWarning
+from rockmate.errors import OffloadError, PlanFileError, PoorPlanWarning
 from rockmate.guards.checkpointing import is_switched_off
 from rockmate.memory.budget import RESERVE, is_what_is_free, read_budget, resolve_budget
 from rockmate.memory.resident import ResidentRise
@@ -28,16 +26,13 @@ from rockmate.memory.split import gradients_made, gradients_there
 from rockmate.plan_files import cache
 from rockmate.plan_files.alike import taken_over
 from rockmate.plan_files.content import PlanFile
-from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, key_of, plan_with_others, solver_text
+from rockmate.plan_files.rank_agreement import default_exchange, plan_with_others, solver_text
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
 from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
-from rockmate.regions.option import CompiledRegions, RegionTrial, is_compiled
 
-_WAIT_S = 600.0  # for another rank, which traces, compiles and measures
-_MOST_COMPILED = 4  # plans of a module for which parts are compiled: that takes seconds for each
 _OF_MEASURING = 32  # digits of a key that are of what is measured: as many are of what is solved
 
 
@@ -54,66 +49,9 @@ def plan_or_reuse(
     Of plans that were made `earlier` under the same budget, one whose graph is the same but for numbers is taken over.
 
     One of several ranks plans with the others, and takes nothing from the cache: all are to do the same.
-    Where parts may be compiled, the plan is the faster one of those with them and without.
     Raises as `measure` and `make_plan` do.
     """
     check_request(request)
-    request = _compiling(model, request, use_cache, len(earlier))
-    if request.compile:
-        exchange = default_exchange(_WAIT_S)
-        if exchange is not None:
-            request = replace(request, chosen_regions=_agreed_regions(model, sample, request, exchange))
-        return _compiled_or_not(partial(_plan_or_reuse, model, sample, known, use_cache, earlier), request)
-    return _plan_or_reuse(model, sample, known, use_cache, earlier, request)
-
-
-def _compiled_or_not(
-    make: Callable[[PlanRequest], tuple[Measured, LoweredPlan]], request: PlanRequest
-) -> tuple[Measured, LoweredPlan]:
-    """The plan with compiled parts, unless that without is predicted to take less time, or it is the only one."""
-    without = request.without_parts()
-    told = "no plan with compiled parts is within the budget"
-    try:
-        measured, planned = make(request)
-    except BudgetTooSmall:
-        measured, planned = make(without)
-    else:
-        regions, plan = measured.regions, planned.plan
-        # No plan of eager operations takes less time than the step that keeps all.
-        if not is_compiled(regions) or plan.time_ms <= plan.baseline_time_ms:
-            return measured, planned
-        eager, other = make(without)
-        if plan.time_ms <= other.plan.time_ms:
-            return measured, planned
-        measured, planned, told = eager, other, "plans without compiled parts take less time"
-    measured.regions = CompiledRegions(refused=told)
-    planned.plan = replace(planned.plan, compiled=measured.regions)
-    return measured, planned
-
-
-def _agreed_regions(
-    model: torch.nn.Module, sample: Any, request: PlanRequest, exchange: RankAgreement
-) -> CompiledRegions | None:
-    """The parts that all ranks compile: those of the first to come."""
-
-    def of_this_rank() -> str:
-        with planning(model):
-            return msgspec.json.encode(trace_model(model, sample, request).regions).decode()
-
-    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
-    calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
-    text, _ = exchange.agree(key_of(["regions", type(model).__qualname__, shapes, calls]), of_this_rank)
-    return msgspec.json.decode(text.encode(), type=CompiledRegions | None)
-
-
-def _plan_or_reuse(
-    model: torch.nn.Module,
-    sample: Any,
-    known: MeasuredBlocks,
-    use_cache: bool,
-    earlier: Sequence[tuple[Measured, LoweredPlan]],
-    request: PlanRequest,
-) -> tuple[Measured, LoweredPlan]:
     with planning(model), ResidentRise() as resident:
         traced = trace_model(model, sample, request)
         alone = default_exchange(0.0) is None
@@ -273,30 +211,6 @@ def key_of_measuring(model: torch.nn.Module, traced: Traced, request: PlanReques
         is_switched_off(),  # a fraction is of the step with the model's own checkpointing, where that is on
     ]
     return digest_of(of_measuring)
-
-
-def _compiling(model: torch.nn.Module, request: PlanRequest, use_cache: bool, plans: int) -> PlanRequest:
-    """The request for a module that has so many plans already: of ever other calls, code is taken that is there."""
-    if not request.compile:
-        return request
-    trials = _TrialNotes(model) if use_cache and cache.is_enabled() else None
-    return replace(request, compiles_anew=plans < _MOST_COMPILED, trials=trials)
-
-
-class _TrialNotes:
-    """What was found of regions of `model`, compiled and not, in the user's cache."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._here = msgspec.to_builtins(made_here(main_device(module_devices(model, []))))
-
-    def _key(self, digest: str) -> str:
-        return digest_of(["region", digest, self._here, code_digest()])
-
-    def get(self, digest: str) -> RegionTrial | None:
-        return cache.get_note(self._key(digest), RegionTrial)
-
-    def put(self, digest: str, trial: RegionTrial) -> None:
-        cache.put_note(self._key(digest), msgspec.json.encode(trial).decode())
 
 
 def digest_of(content: list[Any]) -> str:

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -60,10 +60,10 @@ _CLOSE = 0.02  # of a budget: plans for so much more are hardly faster
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
 _POOR_GAP = 0.1  # a part of the step's time that a better plan might save, and that the user should hear of
 _LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the step at least
-_TURNS_TO_COMPARE = 3  # steps of a plan that moves data, and of one that does not
+_TURNS_TO_COMPARE = 3  # steps of each of two plans
 _MOST_TURNS = 5  # of those, where they are quick
 _AGREEING = 0.01  # of a step's time: two turns that say the same to within this are enough
-_DECIDED = 0.15  # of it: what moves data is slower by so much each time, and another turn does not make it the quicker
+_DECIDED = 0.15  # of it: the first is slower by so much each time, and another turn does not make it the quicker
 _COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
 _COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
@@ -343,8 +343,8 @@ def _the_quicker(
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
     deadline = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
-        moving, staying = (one.planned.runner_for(module, measured) for one in (tried, other))
-        moving_ms, alone_ms = _steps_ms(module, moving, staying, measured, request.loss)
+        both = [(measured, one.planned) for one in (tried, other)]
+        moving_ms, alone_ms = steps_by_turns_ms(module, both, request.loss)
         request.progress("compare", attempt + 1, _COMPARISONS)
         if moving_ms <= share * alone_ms:
             best, share = tried, moving_ms / alone_ms
@@ -561,32 +561,33 @@ def measured_peak(module: torch.nn.Module, runner: Runner, measured: Measured, l
     return peak.of_training(before_bytes)
 
 
-def _steps_ms(
-    module: torch.nn.Module, moving: Runner, alone: Runner, measured: Measured, loss: LossFunction | None
+def steps_by_turns_ms(
+    module: torch.nn.Module,
+    plans: Sequence[tuple[Measured, LoweredPlan]],
+    loss: LossFunction | None,
 ) -> tuple[float, float]:
-    """Times of a step that moves data, and of one that does not, by turns. It leaves the module alone.
+    """Times of a step of two plans of `module`, by turns: that of the first is what is to prove itself.
 
-    What else the machine does only adds, so that the least of each would tell, if it did as much beside both: what
-    moves is as slow as the least times say, or as most of the turns do, whichever is slower.
+    What else the machine does only adds, so that the least of each would tell, if it did as much beside both: the
+    first is as slow as the least times say, or as most of the turns do, whichever is slower. The module is left alone.
     """
-    sample = measured.sample
-    assert sample is not None, "planning needs the sample with which the module was measured"
-    borrow = partial(borrowed_with_gradients, module, {measured.device}, measured.graphs.D_graph, measured.gradients)
 
-    def timed(runner: Runner) -> float:
-        with borrow():
-            return step_ms(runner, sample, loss, measured.device)
+    def timed(measured: Measured, runner: Runner) -> float:
+        assert measured.sample is not None, "steps need the sample with which the module was measured"
+        graph = measured.graphs.D_graph
+        with borrowed_with_gradients(module, {measured.device}, graph, measured.gradients):
+            return step_ms(runner, measured.sample, loss, measured.device)
 
     with for_planning(module):
-        steps = [partial(timed, moving), partial(timed, alone)]
+        steps = [partial(timed, measured, planned.runner_for(module, measured)) for measured, planned in plans]
         turns = by_turns(steps, _TURNS_TO_COMPARE, _MOST_TURNS, _COMPARE_S, _agree)
-    moving_ms, alone_ms = (min(times_ms) for times_ms in zip(*turns, strict=True))
-    return max(moving_ms, alone_ms * statistics.median(moved / stayed for moved, stayed in turns)), alone_ms
+    first_ms, other_ms = (min(times_ms) for times_ms in zip(*turns, strict=True))
+    return max(first_ms, other_ms * statistics.median(one / another for one, another in turns)), other_ms
 
 
 def _agree(turns: list[list[float]]) -> bool:
-    """Whether turns of a step that moves data and of one that does not have told which is the quicker."""
-    ratios = [moved / stayed for moved, stayed in turns]
+    """Whether turns of two plans have told which is the quicker."""
+    ratios = [one / another for one, another in turns]
     return len(ratios) > 1 and (min(ratios) > 1 + _DECIDED or max(ratios) - min(ratios) <= _AGREEING)
 
 

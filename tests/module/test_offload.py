@@ -76,7 +76,7 @@ def test_most_of_a_chain_moves_where_the_disk_is_quick(quick_disk):
 
 
 def test_nothing_moves_where_steps_show_that_it_is_slower(quick_disk, monkeypatch):
-    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [2.0, 1.0])
+    monkeypatch.setattr(planner, "steps_by_turns_ms", lambda *_: [2.0, 1.0])
     module = planned(built(Layers), rows(), 0.85)
     assert module.plan.recomputations > 0
     assert not module.plan.moves
@@ -92,7 +92,7 @@ def test_links_are_corrected_where_steps_take_longer_than_predicted(quick_disk, 
         told.append([late * moving.time_ms, moving.alone.time_ms])
         return told[-1]
 
-    monkeypatch.setattr(planner, "_steps_ms", steps_ms)
+    monkeypatch.setattr(planner, "steps_by_turns_ms", steps_ms)
     module = planned(built(Layers), rows(), 0.5)
     plan = module.plan
     assert plan.moves > 0

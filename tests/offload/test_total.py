@@ -146,7 +146,7 @@ def test_all_is_here_again_where_a_larger_budget_asks_for_nothing():
 
 
 def test_weights_rest_while_saved_tensors_move(monkeypatch):
-    monkeypatch.setattr(planner, "_steps_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
+    monkeypatch.setattr(planner, "steps_by_turns_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
     model = whole()
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
     module = planned(model, optimizer, 0.45)

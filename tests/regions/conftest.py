@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
+from rockmate.choices import parts
 from rockmate.regions import build, choose, code, trial
 from rockmate.regions.option import RegionTrial
 
@@ -28,10 +29,11 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """What is compiled is interpreted, and said to pay wherever it is right."""
+    """What is compiled is interpreted, and said to pay wherever it is right, steps included."""
 
     def tried(*given: Any) -> RegionTrial:
         return replace(trial.tried(*given), eager_ms=1e3, compiled_ms=1.0)
 
     monkeypatch.setattr(build, "compiled", interpreted_graph)
     monkeypatch.setattr(choose, "tried", tried)
+    monkeypatch.setattr(parts, "steps_by_turns_ms", lambda *_: (1.0, 2.0))  # with such parts, and without

@@ -27,7 +27,9 @@ from rockmate import (
     verify,
     zoo,
 )
+from rockmate.choices import parts
 from rockmate.plan_files import reuse
+from rockmate.planning import planner
 from rockmate.queries.batch_search import BatchSearch
 from rockmate.queries.sweep import sweep
 from rockmate.regions import build, choose, code
@@ -422,18 +424,72 @@ def test_where_no_plan_has_room_for_compiled_parts_there_is_one_without(monkeypa
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_the_faster_plan_is_taken(monkeypatch, is_faster):
+def test_the_plan_whose_steps_are_faster_is_taken(monkeypatch, is_faster):
+    took = (9.0, 10.0) if is_faster else (9.95, 10.0)  # what is hardly faster would be rounded otherwise for nothing
+    monkeypatch.setattr(parts, "steps_by_turns_ms", lambda *_: took)
+    planned = Rockmate(built(Layers), rows(), 0.8, options=COMPILED)
+    assert bool(compiled_parts(planned).chosen) == is_faster
+    assert is_faster or str(planned.plan.compiled) == "steps with compiled parts took 9.95 ms, and 10 ms without"
+    assert verify(planned, rows(), loss=squares).exact
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_where_no_step_can_be_run_predictions_decide(monkeypatch, is_faster):
     def slowed(measured, request, module):
         planned = make_plan(measured, request, module)
         if (measured.regions is not None) is not is_faster:
             planned.plan = replace(planned.plan, time_ms=1e6 * planned.plan.time_ms)
         return planned
 
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     make_plan = reuse.make_plan
     monkeypatch.setattr(reuse, "make_plan", slowed)
+    monkeypatch.setattr(parts, "steps_by_turns_ms", no_memory)
     planned = Rockmate(built(Layers), rows(), 0.8, options=COMPILED)
     assert bool(compiled_parts(planned).chosen) == is_faster
-    assert is_faster or str(planned.plan.compiled) == "plans without compiled parts take less time"
+    assert is_faster or str(planned.plan.compiled) == "plans without compiled parts take less time by prediction"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_steps_that_decide_leave_the_model_and_the_random_stream_alone(monkeypatch):
+    """Its parameters, statistics, gradients, and what is drawn afterwards."""
+    took = []
+
+    def steps(*given):
+        took.append(planner.steps_by_turns_ms(*given))
+        return 1.0, 2.0
+
+    monkeypatch.setattr(parts, "steps_by_turns_ms", steps)
+    model, batch = built(Normalised), torch.randn(4, 3, 16, 16)
+    squares(model(batch)).backward()
+    before = copy.deepcopy(model.state_dict())
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    drawn = torch.get_rng_state()
+    planned = Rockmate(model, batch, 0.8, options=COMPILED)
+    assert len(took) == 1
+    assert all(ms > 0 for ms in took[0])
+    assert compiled_parts(planned).chosen
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(bitwise_equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(bitwise_equal(p.grad, other) for p, other in zip(model.parameters(), gradients, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_what_steps_took_is_kept_for_the_next_start(monkeypatch, tmp_path, is_faster):
+    measured = []
+    monkeypatch.setenv("ROCKMATE_CACHE", "1")
+    monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        parts, "steps_by_turns_ms", lambda *_: measured.append(1) or ((1.0, 2.0) if is_faster else (2.0, 1.0))
+    )
+    for _ in range(2):
+        planned = Rockmate(built(Layers), rows(), 0.8, options=replace(COMPILED, cache=True))
+        assert bool(compiled_parts(planned).chosen) == is_faster
+    assert len(measured) == 1
 
 
 @pytest.mark.ci
@@ -467,7 +523,7 @@ class SmoothLayers(nn.Module):
 @pytest.mark.usefixtures("fresh")
 def test_compiled_gradients_are_as_near_to_those_of_float64_as_eager_ones(monkeypatch):
     monkeypatch.setattr(RegionTrial, "pays", property(lambda trial: not trial.refused))
-    monkeypatch.setattr(reuse, "_compiled_or_not", lambda make, request: make(request))
+    monkeypatch.setattr(parts, "chosen", lambda make, request, *_: make(request))
     model, batch = built(SmoothLayers), rows()
     exact = copy.deepcopy(model).double()
     planned = Rockmate(copy.deepcopy(model), batch, 0.9, options=COMPILED)

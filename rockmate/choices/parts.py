@@ -1,0 +1,180 @@
+"""Whether parts of a module are compiled: a plan with them and one without, and steps of both that decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from rkgb import make_sample
+from rkgb.devices.out_of_memory import if_it_fits
+from rkgb.profile.measure import MeasuredBlocks
+from rkgb.state.module_state import main_device, module_devices
+from rockmate.errors import BudgetTooSmall
+from rockmate.plan_files import cache
+from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, key_of, plan_key
+from rockmate.plan_files.record import made_here
+from rockmate.plan_files.reuse import code_digest, digest_of, plan_or_reuse
+from rockmate.planning.measured import Measured, trace_model
+from rockmate.planning.planner import LoweredPlan, planning, steps_by_turns_ms
+from rockmate.planning.request import PlanRequest, check_request
+from rockmate.regions.option import CompiledRegions, RegionTrial, is_compiled
+
+_WAIT_S = 600.0  # for another rank, which traces, compiles and measures
+_MOST_COMPILED = 4  # plans of a module for which parts are compiled: that takes seconds for each
+_WORTH_IT = 0.01  # of a step's time: what is quicker by less may not be, and is rounded otherwise for nothing
+
+Planned = tuple[Measured, LoweredPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of a step, in ms. None where steps could not be run."""
+
+    with_parts: float | None
+    without: float | None
+
+
+def plan_with_or_without_parts(
+    model: torch.nn.Module,
+    sample: Any,
+    request: PlanRequest,
+    known: MeasuredBlocks,
+    use_cache: bool,
+    earlier: Sequence[Planned] = (),
+) -> Planned:
+    """What `plan_or_reuse` finds; where parts may be compiled, the faster one of the plan with them and that without.
+
+    Steps of both decide, by turns: what the parts gain is a few percent, about as much as predictions are off by. What
+    they took is kept in the user's cache. The first of several ranks decides for all.
+
+    Raises as `plan_or_reuse` does.
+    """
+    check_request(request)
+    if not request.compile:
+        return plan_or_reuse(model, sample, request, known, use_cache, earlier)
+    keeps = use_cache and cache.is_enabled()
+    trials = _TrialNotes(model) if keeps else None
+    request = replace(request, compiles_anew=len(earlier) < _MOST_COMPILED, trials=trials)
+    exchange = default_exchange(_WAIT_S)
+    if exchange is not None:
+        request = replace(request, chosen_regions=_agreed_regions(model, sample, request, exchange))
+
+    def make(asked: PlanRequest) -> Planned:
+        return plan_or_reuse(model, sample, asked, known, use_cache, earlier)
+
+    def times(one: Planned, other: Planned) -> _Times:
+        here = str(made_here(one[0].device))
+        key = [plan_key(one[0], request), here, *(str(planned.plan.schedule) for _, planned in (one, other))]
+        return _noted_times(key, partial(_measured_times, model, sample, request, one, other), exchange, keeps)
+
+    return chosen(make, request, times, earlier)
+
+
+def chosen(
+    make: Callable[[PlanRequest], Planned],
+    request: PlanRequest,
+    times: Callable[[Planned, Planned], _Times],
+    earlier: Sequence[Planned] = (),
+) -> Planned:
+    """The plan with compiled parts, unless that without takes less time, or is the only one within the budget."""
+    without = request.without_parts()
+    try:
+        made = make(request)
+    except BudgetTooSmall:
+        return _told(make(without), "no plan with compiled parts is within the budget")
+    regions, plan = made[0].regions, made[1].plan
+    if not is_compiled(regions) or _is_taken_over(made, earlier):
+        return made
+    try:
+        other = make(without)
+    except BudgetTooSmall:
+        return made
+    if plan.exceeds or other[1].plan.exceeds:  # whichever is the nearest to the budget, where that is all there is
+        return min(made, other, key=lambda one: one[1].plan.peak_bytes)
+    found = times(made, other)
+    if found.with_parts is None or found.without is None:
+        is_slower = plan.time_ms > other[1].plan.time_ms
+        told = "plans without compiled parts take less time by prediction"
+    else:
+        is_slower = found.with_parts > (1 - _WORTH_IT) * found.without
+        told = f"steps with compiled parts took {found.with_parts:.4g} ms, and {found.without:.4g} ms without"
+    return _told(other, told) if is_slower else made
+
+
+def _told(one: Planned, why: str) -> Planned:
+    """A plan without compiled parts, and `why` there are none."""
+    measured, planned = one
+    measured.regions = CompiledRegions(refused=why)
+    planned.plan = replace(planned.plan, compiled=measured.regions)
+    return measured, planned
+
+
+def _is_taken_over(made: Planned, earlier: Sequence[Planned]) -> bool:
+    """Whether a plan is an earlier one but for numbers: that was decided already."""
+    measured, planned = made
+    return any(
+        planned.plan.schedule == other.plan.schedule and measured.problem == known.problem for known, other in earlier
+    )
+
+
+def _measured_times(model: torch.nn.Module, sample: Any, request: PlanRequest, one: Planned, other: Planned) -> _Times:
+    call = make_sample(model, sample)
+    both = [(replace(measured, sample=call), planned) for measured, planned in (one, other)]
+    request.progress("compare", 0, 1)
+    with planning(model):
+        found = if_it_fits(lambda: steps_by_turns_ms(model, both, request.loss))
+    request.progress("compare", 1, 1)
+    return _Times(None, None) if found is None else _Times(*found)
+
+
+def _noted_times(key: list[str], measure: Callable[[], _Times], exchange: RankAgreement | None, keeps: bool) -> _Times:
+    """What `measure` finds, or found in an earlier process or on another rank."""
+
+    def text() -> str:
+        return msgspec.json.encode(measure()).decode()
+
+    if exchange is not None:
+        return msgspec.json.decode(exchange.agree(key_of(["steps", *key]), text)[0].encode(), type=_Times)
+    note = digest_of(["steps with parts and without", code_digest(), *key])
+    found = cache.get_note(note, _Times) if keeps else None
+    if found is None:
+        found = measure()
+        if keeps:
+            cache.put_note(note, msgspec.json.encode(found).decode())
+    return found
+
+
+def _agreed_regions(
+    model: torch.nn.Module, sample: Any, request: PlanRequest, exchange: RankAgreement
+) -> CompiledRegions | None:
+    """The parts that all ranks compile: those of the first to come."""
+
+    def of_this_rank() -> str:
+        with planning(model):
+            return msgspec.json.encode(trace_model(model, sample, request).regions).decode()
+
+    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
+    calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
+    text, _ = exchange.agree(key_of(["regions", type(model).__qualname__, shapes, calls]), of_this_rank)
+    return msgspec.json.decode(text.encode(), type=CompiledRegions | None)
+
+
+class _TrialNotes:
+    """What was found of regions of `model`, compiled and not, in the user's cache."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._here = msgspec.to_builtins(made_here(main_device(module_devices(model, []))))
+
+    def _key(self, digest: str) -> str:
+        return digest_of(["region", digest, self._here, code_digest()])
+
+    def get(self, digest: str) -> RegionTrial | None:
+        return cache.get_note(self._key(digest), RegionTrial)
+
+    def put(self, digest: str, trial: RegionTrial) -> None:
+        cache.put_note(self._key(digest), msgspec.json.encode(trial).decode())
