@@ -627,6 +627,28 @@ def estimate_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row([one["model"], *texts[:2], errors[0], *texts[2:], errors[1], told])
 
 
+def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of small budgets: one table of what is found and proven, in percent of keep-all's time above it."""
+    cases = report["cases"]
+    where = cases[0]["circumstances"]
+    codes = ", ".join(dict.fromkeys(case["code"] for case in cases))
+    yield f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, code at {codes}."
+    yield ""
+    known = ["", "budget", "of keep-all's peak"]
+    found_in_time = ["plan", "bound", "gap", "plan, longer", "bound", "gap", "linear", "integer", "at most"]
+    yield row([*known, *found_in_time])
+    yield row(["---", *["--:"] * (len(known) + len(found_in_time) - 1)])
+    for case in cases:
+        found = [case["first"][key] for key in ("plan", "bound", "gap")]
+        if "long" in case:
+            found += [case["long"][key] for key in ("plan", "bound", "gap")]
+            found += [case["linear"]["bound"], case["integer"]["bound"], case["integer"]["value"]]
+        texts = ["–" if part is None else f"{100 * part:.1f} %" for part in found]
+        texts += ["–"] * (len(found_in_time) - len(texts))
+        budget = f"{case['budget_bytes'] / 2**20:.4g} MiB"
+        yield row([case["case"].replace("@", " at "), budget, f"{case['share']:.3f}", *texts])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -643,6 +665,7 @@ SECTIONS = {
     "chunked-loss-cpu.json": chunked_loss_sections,
     "observing-cpu.json": observing_sections,
     "largest-batches-cpu.json": largest_batch_sections,
+    "small-budgets.json": small_budget_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

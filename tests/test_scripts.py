@@ -251,7 +251,9 @@ def test_small_budgets_are_searched_and_bounded(tmp_path):
     command = ("--quick", "--cache", str(tmp_path / "problems"), "--output", str(tmp_path))
     run_script("benchmarks/small_budgets.py", *command)
     cases = json.loads((tmp_path / "small-budgets.json").read_text("utf-8"))["cases"]
-    assert [case["case"] for case in cases] == ["transformer@0.3", "hf-bert@least"]
+    assert [case["case"] for case in cases] == ["transformer@0.3", "hf-bert@least", "hf-bert@least*1.5"]
+    lines = list(load_script("docs/make_tables.py").small_budget_sections({"cases": cases}))
+    assert sum(line.startswith("| ") for line in lines) == 2 + len(cases)
     assert all(case["bracket"]["bound"] <= case["bracket"]["plan"] for case in cases)
 
 

@@ -20,7 +20,7 @@ from rk_solvers import KeepAll, SecondMemory, Solution, check, simulate
 from rk_solvers.bounds.time_bound import lower_bound_ms
 from rk_solvers.liveness import least_bytes
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
-from rk_solvers.transfers.reading import costs_of, slowed
+from rk_solvers.transfers.reading import corrected, costs_of
 from rkgb.devices.out_of_memory import if_it_fits, out_of_memory_told
 from rkgb.devices.registry import device_of
 from rkgb.process.garbage import own_garbage_collected
@@ -327,19 +327,26 @@ def _the_quicker(
     """Of plans that move data and the one that does not, as far as all are within the budget: by steps of each.
 
     What transfers cost the computation depends on what else the machine does, and is predicted by far less well than
-    what computation takes. Where steps take longer than predicted, the links are corrected, and moves looked for anew.
+    what computation takes. Where steps take another time than predicted, the links are corrected, and moves looked for
+    anew. Where none seem to pay, those are tried that would if transfers cost the computation nothing.
     """
-    budget_bytes = tried.planned.plan.budget_bytes
-    asked = _Asked(budget_bytes, tried.target_bytes, split)
-    alone = tried.solution.alone
-    if alone is None or not alone.status.fits or not _is_within(tried, request):
+    asked = _Asked(tried.planned.plan.budget_bytes, tried.target_bytes, split)
+    moves = bool(tried.solution.schedule.offloaded)
+    alone = tried.solution.alone if moves else tried.solution
+    if alone is None or not alone.schedule.recomputations or not alone.status.fits or not _is_within(tried, request):
+        return tried
+    first = memory_for(request, measured)
+    if first is None:
+        return tried
+    bound_ms = tried.solution.lower_bound_ms
+    if moves:
+        best = other = _tried_if_it_fits(measured, request, module, alone, asked, is_last=False)
+    else:
+        best, other = tried, tried
+        tried = _moving_freely(measured, request, module, alone, asked) or tried
+    if best is None or other is None or tried is other or not _is_within(other, request):
         return tried
     request.progress("compare", 0, _COMPARISONS)
-    bound_ms = tried.solution.lower_bound_ms
-    best = other = _tried_if_it_fits(measured, request, module, alone, asked, is_last=False)
-    if other is None or not _is_within(other, request):
-        return tried
-    assert best is not None
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
     deadline = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
@@ -350,15 +357,13 @@ def _the_quicker(
             best, share = tried, moving_ms / alone_ms
         solution = tried.solution
         late_ms = moving_ms / alone_ms * alone.time_ms - solution.time_ms
-        if late_ms <= _LATE * alone.time_ms:
+        if abs(late_ms) <= _LATE * alone.time_ms:
             break
         assert solution.memory is not None
-        corrected = slowed(measured.problem, solution.schedule, solution.memory, late_ms)
-        assert request.tiers is not None
-        request.tiers.correct(measured.device, corrected)
+        _take_links(request, measured, corrected(measured.problem, solution.schedule, solution.memory, late_ms))
         if attempt + 1 == _COMPARISONS or time.perf_counter() >= deadline:
             break
-        again = moves_beside(alone, request, measured).solve(measured.problem, tried.target_bytes)
+        again = moves_beside(alone, request, measured).solve(measured.problem, asked.target_bytes)
         if not again.schedule.offloaded or again.schedule == solution.schedule:
             break
         found = _tried_if_it_fits(measured, request, module, again, asked, is_last=False)
@@ -366,8 +371,43 @@ def _the_quicker(
             break
         tried = found
     best = _timed_anew(best, request, measured)
-    # Links are found to be slower than they were taken for, if at all: the bound of the first search holds.
+    if _is_lighter(memory_for(request, measured), first):
+        bound_ms = measured.problem.keep_all_time_ms  # the bound of the first search counted what transfers do not cost
     return best._replace(solution=replace(best.solution, lower_bound_ms=bound_ms))
+
+
+def _moving_freely(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, alone: Solution, asked: _Asked
+) -> _Tried | None:
+    """A plan of moves that pay if they cost the computation nothing; None where there is none, or it was not asked for.
+
+    What they cost beside a step was measured beside another computation, and may be far less.
+    """
+    links = memory_for(request, measured)
+    if links is None or isinstance(request.solver, FixedPlan) or request.follow is not None:
+        return None
+    free = replace(links, out=replace(links.out, burden=0.0), back=replace(links.back, burden=0.0))
+    if not _is_lighter(free, links):
+        return None
+    _take_links(request, measured, free)
+    found = moves_beside(alone, request, measured).solve(measured.problem, asked.target_bytes)
+    tried = None
+    if found.schedule.offloaded and found.time_ms <= (1 - _WORTH_MOVING) * alone.time_ms:
+        tried = _tried_if_it_fits(measured, request, module, found, asked, is_last=False)
+    if tried is None or not _is_within(tried, request):
+        _take_links(request, measured, links)
+        return None
+    return tried
+
+
+def _take_links(request: PlanRequest, measured: Measured, links: SecondMemory) -> None:
+    assert request.tiers is not None
+    request.tiers.correct(measured.device, links)
+
+
+def _is_lighter(one: SecondMemory | None, other: SecondMemory) -> bool:
+    """Whether transfers over the links of one cost the computation less than those over the other's."""
+    return one is not None and (one.out.burden < other.out.burden or one.back.burden < other.back.burden)
 
 
 def _timed_anew(tried: _Tried, request: PlanRequest, measured: Measured) -> _Tried:

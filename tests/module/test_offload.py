@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from rk_solvers.links import Link
 from rk_solvers.transfers.reading import costs_of
 from rkgb.devices.registry import device_of
 from rkgb.replay.step_record import bitwise_equal
@@ -99,6 +100,48 @@ def test_links_are_corrected_where_steps_take_longer_than_predicted(quick_disk, 
     assert plan.memory.out.burden == plan.memory.back.burden > 0
     assert plan.memory == module._family.request.tiers.links_on(here())
     assert plan.time_ms == pytest.approx(costs_of(module._member.measured.problem, plan.schedule, plan.memory).time_ms)
+
+
+def burdened(monkeypatch, burden):
+    """The links are quick, and said to slow the computation by that share of their time."""
+    quick = tiers.measured_links
+
+    def links(*given):
+        link = Link(1e6, burden=burden)
+        return replace(quick(*given), out=link, back=link)
+
+    monkeypatch.setattr(tiers, "measured_links", links)
+
+
+@pytest.mark.parametrize("took", [(1.0, 2.0), (2.0, 1.0)], ids=["quicker", "slower"])
+def test_moves_that_seem_to_cost_too_much_are_tried_as_if_they_cost_nothing(quick_disk, monkeypatch, took):
+    burdened(monkeypatch, 1.0)
+    tried = []
+    monkeypatch.setattr(planner, "steps_by_turns_ms", lambda *_: tried.append(1) or took)
+    module = planned(built(Layers), rows(), 0.5)
+    assert tried
+    assert (module.plan.moves > 0) == (took[0] < took[1])
+    assert module.plan.gap >= 0
+    assert verify(module, rows(), loss=squares).exact
+
+
+def test_links_are_corrected_where_steps_take_less_time_than_predicted(quick_disk, monkeypatch):
+    tried, run = [], planner._tried
+    monkeypatch.setattr(planner, "_tried", lambda *given: tried.append(given[3]) or run(*given))
+
+    burdened(monkeypatch, 0.5)
+
+    def steps_ms(*_):
+        moving = next(solution for solution in reversed(tried) if solution.schedule.offloaded)
+        alone = moving.alone or next(solution for solution in tried if not solution.schedule.offloaded)
+        return 0.9 * moving.time_ms, alone.time_ms
+
+    monkeypatch.setattr(planner, "steps_by_turns_ms", steps_ms)
+    module = planned(built(Layers), rows(), 0.5)
+    plan = module.plan
+    assert plan.moves > 0
+    assert plan.memory.out.burden < 0.5
+    assert plan.lower_bound_ms == pytest.approx(min(module._member.measured.problem.keep_all_time_ms, plan.time_ms))
 
 
 def test_nothing_moves_and_no_link_is_measured_where_all_fits(monkeypatch):

@@ -26,7 +26,7 @@ from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.moves import Base, Move
 from rk_solvers.transfers.oracle import least_time_with_moves
 from rk_solvers.transfers.placing import least_held, placed
-from rk_solvers.transfers.reading import costs_of, moves_in
+from rk_solvers.transfers.reading import corrected, costs_of, moves_in
 from rk_solvers.transfers.search import MoveSearch
 from rk_solvers.transfers.with_moves import WithMoves
 from tests.solver.instances import random_plan, random_step, resnet50
@@ -287,6 +287,24 @@ def test_a_schedule_with_moves_is_read_back_and_simulated_as_it_was_counted(seed
             simulate(problem, schedule)
         with pytest.raises(ScheduleError, match="no second memory was given"):
             costs_of(problem, schedule, None)
+
+
+def test_links_are_corrected_by_what_a_step_took_more_or_less():
+    """Transfers that took so much more are found to; a link cannot slow by less than nothing, or by more than all."""
+    problem = layers(3, 12)
+    memory = SecondMemory(Link(1e3, burden=0.2), Link(1e3, burden=0.3))
+    budget_bytes = round(0.6 * peak_and_time(problem, problem.no_recompute)[0])
+    found = search(problem, FAST).solve(budget_bytes)
+    assert found is not None
+    assert found.moves
+    schedule = found.schedule
+    took_ms = costs_of(problem, schedule, memory).time_ms
+    for late_ms in (1e-3, -1e-3):
+        links = corrected(problem, schedule, memory, late_ms)
+        assert costs_of(problem, schedule, links).time_ms == pytest.approx(took_ms + late_ms, abs=1e-6)
+    quickest, slowest = (corrected(problem, schedule, memory, late_ms) for late_ms in (-1e9, 1e9))
+    assert (quickest.out.burden, quickest.back.burden) == (0, 0)
+    assert (slowest.out.burden, slowest.back.burden) == (1, 1)
 
 
 def test_what_a_link_does_slows_what_is_computed_beside_it():

@@ -65,17 +65,17 @@ def costs_of(problem: Problem, schedule: Schedule, memory: SecondMemory | None) 
     return base.costs(moves)
 
 
-def slowed(problem: Problem, schedule: Schedule, memory: SecondMemory, late_ms: float) -> SecondMemory:
-    """The second memory whose transfers slow the computation by so much more in a step of that schedule.
+def corrected(problem: Problem, schedule: Schedule, memory: SecondMemory, late_ms: float) -> SecondMemory:
+    """The second memory whose transfers slow the computation by so much more in a step of that schedule, or less.
 
-    Raises as `moves_in`.
+    A transfer slows it by nothing at least, and by its own time at most. Raises as `moves_in`.
     """
     base, moves = moves_in(problem, schedule, memory)
     sizes = {data.name: data.size_bytes for data in problem.data}
     moving_ms = sum(memory.out.time_ms(sizes[name]) for name in schedule.offloaded)
     moving_ms += sum(memory.back.time_ms(base.size_bytes(move.gap)) for move in moves)
     more = late_ms / moving_ms if moving_ms > 0 else 0.0
-    out, back = (replace(link, burden=min(1.0, link.burden + more)) for link in (memory.out, memory.back))
+    out, back = (replace(link, burden=min(1.0, max(0.0, link.burden + more))) for link in (memory.out, memory.back))
     return replace(memory, out=out, back=back)
 
 
