@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -153,8 +154,11 @@ def rows_of(name: str, share: float, options: argparse.Namespace) -> list[Row]:
             one.step()
         peaks[way] = memory.peak_bytes
     times: dict[str, list[float]] = {way: [] for way in ways}
+    order, turn = random.Random(0), list(ways.items())
     for _ in range(2 if options.quick else options.repeats):
-        for way, one in ways.items():
+        order.shuffle(turn)
+        for way, one in turn:
+            one.step()  # as in training, where a step of the same model goes before
             device_of(device).synchronize()
             started = time.perf_counter()
             one.step()
