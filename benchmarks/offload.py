@@ -55,6 +55,7 @@ class Way:
     tier: Tier | None = None
     plan: Plan | None = None
     planned_s: float = 0.0
+    measured_s: float = 0.0  # of those: to trace the model, and to measure its operations
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Row:
     recomputations: int
     moves: int
     planned_s: float
+    measured_s: float
 
 
 def training_step(forward: Callable[..., Any], model: torch.nn.Module, entry: zoo.ZooEntry) -> Step:
@@ -118,8 +120,9 @@ def ways_of(entry: zoo.ZooEntry, share: float, folder: str, seconds: float) -> d
             started = time.perf_counter()
             planned = plan(model, entry.sample, budget, offload=offload)
         took_s = time.perf_counter() - started
-        tier = planned._member.planned.tier
-        found[name] = Way(training_step(planned, planned, entry), tier, planned.plan, took_s)
+        member = planned._member
+        step = training_step(planned, planned, entry)
+        found[name] = Way(step, member.planned.tier, planned.plan, took_s, member.measured.measuring_s)
     return found
 
 
@@ -183,6 +186,7 @@ def rows_of(name: str, share: float, options: argparse.Namespace) -> list[Row]:
                 0 if plan is None else plan.recomputations,
                 0 if plan is None else plan.moves,
                 one.planned_s,
+                one.measured_s,
             )
         )
         if one.tier is not None:
@@ -238,7 +242,8 @@ def show(rows: list[Row], speeds: str) -> None:
         predicted = "" if row.predicted_over_eager is None else f"{row.predicted_over_eager:.3f}"
         gap = "" if row.gap is None else f"{row.gap:.1%}"
         sizes = format_bytes(row.peak_bytes), format_bytes(row.stored_bytes)
-        counts = str(row.recomputations), str(row.moves), f"{row.planned_s:.0f} s"
+        seconds = f"{row.planned_s:.0f} s, {row.measured_s:.0f} s of it to measure"
+        counts = str(row.recomputations), str(row.moves), seconds
         ratio = f"{row.median_ms:.0f} ms", f"{row.over_eager:.3f}", predicted, gap
         table.add_row(row.way, *sizes, *ratio, *counts)
     console.print(table)

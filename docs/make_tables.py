@@ -386,7 +386,8 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
         "gap",
         "recomputed",
         "tensors moved",
-        "planned in",
+        "ready in",
+        "of it measuring",
     ]
     yield row(headings)
     yield row(["---", "---", *["--:"] * (len(headings) - 2)])
@@ -406,6 +407,7 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
                 str(result["recomputations"] or "–"),
                 str(result["moves"] or "–"),
                 "–" if not result["planned_s"] else f"{result['planned_s']:.0f} s",
+                "–" if not result.get("measured_s") else f"{result['measured_s']:.0f} s",
             ]
         )
 

@@ -63,6 +63,7 @@ _LEAST_STEP = 1.1  # of what one operation takes: so much a window leaves to the
 _TURNS_TO_COMPARE = 3  # steps of each of two plans
 _MOST_TURNS = 5  # of those, where they are quick
 _AGREEING = 0.01  # of a step's time: two turns that say the same to within this are enough
+_CLEAR = 0.5  # of how far two plans are apart: turns that differ by less say the same
 _DECIDED = 0.15  # of it: the first is slower by so much each time, and another turn does not make it the quicker
 _COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
@@ -628,7 +629,9 @@ def steps_by_turns_ms(
 def _agree(turns: list[list[float]]) -> bool:
     """Whether turns of two plans have told which is the quicker."""
     ratios = [one / another for one, another in turns]
-    return len(ratios) > 1 and (min(ratios) > 1 + _DECIDED or max(ratios) - min(ratios) <= _AGREEING)
+    apart = max(ratios) - min(ratios)
+    is_clear = apart <= _CLEAR * abs(1 - statistics.mean(ratios))
+    return len(ratios) > 1 and (min(ratios) > 1 + _DECIDED or apart <= _AGREEING or is_clear)
 
 
 @contextlib.contextmanager

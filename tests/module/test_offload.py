@@ -160,8 +160,10 @@ def test_real_links_and_real_steps_decide():
     [
         ([90, 90, 90], [100, 100, 100], 2),  # both say the same
         ([90, 110, 95], [100, 100, 100], 3),
+        ([88, 92, 90], [100, 100, 100], 2),  # not quite, but the plans are further apart
+        ([94, 98, 96], [100, 100, 100], 3),
         ([120, 150, 130], [100, 100, 100], 2),  # slower, whatever a third says
-        ([120, 100, 130], [100, 100, 100], 3),
+        ([105, 120, 110], [100, 100, 100], 3),
     ],
 )
 def test_turns_end_where_they_agree(moving_ms, staying_ms, turns):
