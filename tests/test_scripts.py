@@ -246,6 +246,18 @@ def test_the_speed_at_which_a_plan_is_as_slow_as_another_lies_between_two_that_w
     assert crossing_gb_per_s([(0.5, 1.2), (0.25, 1.4)]) is None
 
 
+@pytest.mark.ci
+def test_implementations_of_operations_are_compared(tmp_path):
+    run_script("benchmarks/implementations.py", "--quick", "--models", "resnet50", "--output", str(tmp_path))
+    rows = json.loads((tmp_path / "implementations-cpu.json").read_text("utf-8"))["rows"]
+    assert sum(row["count"] for row in rows) == 53  # convolutions of a ResNet-50
+    for row in rows:
+        usual, other = row["found"]
+        assert other["name"] == "without oneDNN"
+        assert other["refused"] or other["away"] < 1e-3
+        assert row["gain"] == 0 or other["ms"] < usual["ms"]
+
+
 @pytest.mark.slow
 def test_small_budgets_are_searched_and_bounded(tmp_path):
     command = ("--quick", "--cache", str(tmp_path / "problems"), "--output", str(tmp_path))
