@@ -651,6 +651,24 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row([case["case"].replace("@", " at "), budget, f"{case['share']:.3f}", *texts])
 
 
+def implementation_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of other implementations of single operations: one table of all models, and what would pay."""
+    where, rows = report["circumstances"], report["rows"]
+    yield (
+        f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, {where['processor']}; "
+        f"code at {where['code']}."
+    )
+    yield ""
+    yield row(["", "kinds of calls", "of a step's time", "kinds with another that pays", "gain, of a step"])
+    yield row(["---", *["--:"] * 4])
+    for name in dict.fromkeys(result["model"] for result in rows):
+        own = [result for result in rows if result["model"] == name]
+        share, gain = (sum(result[key] for result in own) for key in ("share", "gain"))
+        paying = [result for result in own if result["gain"] > 0]
+        told = ", ".join([str(len(paying)), *dict.fromkeys(result["best"] for result in paying)])
+        yield row([name, str(len(own)), f"{100 * share:.0f} %", told, f"{100 * gain:.2f} %"])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -668,6 +686,7 @@ SECTIONS = {
     "observing-cpu.json": observing_sections,
     "largest-batches-cpu.json": largest_batch_sections,
     "small-budgets.json": small_budget_sections,
+    "implementations-cpu.json": implementation_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

@@ -95,7 +95,8 @@ def chosen(
     except BudgetTooSmall:
         return made
     if plan.exceeds or other[1].plan.exceeds:  # whichever is the nearest to the budget, where that is all there is
-        return min(made, other, key=lambda one: one[1].plan.peak_bytes)
+        is_nearest = plan.peak_bytes <= other[1].plan.peak_bytes
+        return made if is_nearest else _told(other, "plans without compiled parts take less memory")
     found = times(made, other)
     if found.with_parts is None or found.without is None:
         is_slower = plan.time_ms > other[1].plan.time_ms
