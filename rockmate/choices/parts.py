@@ -95,7 +95,8 @@ def chosen(
     except BudgetTooSmall:
         return made
     if plan.exceeds or other[1].plan.exceeds:  # whichever is the nearest to the budget, where that is all there is
-        is_nearest = plan.peak_bytes <= other[1].plan.peak_bytes
+        ours, theirs = (one.bounded_bytes or one.peak_bytes for one in (plan, other[1].plan))
+        is_nearest = ours <= theirs
         return made if is_nearest else _told(other, "plans without compiled parts take less memory")
     found = times(made, other)
     if found.with_parts is None or found.without is None:

@@ -30,6 +30,7 @@ from rockmate import (
 from rockmate.choices import parts
 from rockmate.plan_files import reuse
 from rockmate.planning import planner
+from rockmate.planning.request import PlanRequest
 from rockmate.queries.batch_search import BatchSearch
 from rockmate.queries.sweep import sweep
 from rockmate.regions import build, choose, code
@@ -475,6 +476,26 @@ def test_steps_that_decide_leave_the_model_and_the_random_stream_alone(monkeypat
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(bitwise_equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(bitwise_equal(p.grad, other) for p, other in zip(model.parameters(), gradients, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("is_lower", [True, False])
+def test_where_no_plan_is_within_the_budget_the_one_of_lower_peak_is_taken(monkeypatch, is_lower):
+    """As in training that goes on: no step is timed, both take more than there may be."""
+    model, batch = built(Layers), rows()
+
+    def make(request):
+        measured, planned = find(model, batch, request, {}, False)
+        is_low = (measured.regions is not None) is is_lower
+        planned.plan = replace(planned.plan, measured_peak_bytes=planned.plan.budget_bytes + (1 if is_low else 2))
+        return measured, planned
+
+    find = parts.plan_or_reuse
+    request = PlanRequest(1.0, squares, compile=True, limits=BRIEFLY)
+    measured, planned = parts.chosen(make, request, lambda *_: pytest.fail("nobody runs them"))
+    assert planned.plan.exceeds
+    assert bool(planned.plan.compiled.chosen) == bool(measured.regions.chosen) == is_lower
+    assert is_lower or str(planned.plan.compiled) == "plans without compiled parts take less memory"
 
 
 @pytest.mark.usefixtures("interpreted")
