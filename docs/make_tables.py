@@ -648,7 +648,10 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
         texts = ["–" if part is None else f"{100 * part:.1f} %" for part in found]
         texts += ["–"] * (len(found_in_time) - len(texts))
         budget = f"{case['budget_bytes'] / 2**20:.4g} MiB"
-        yield row([case["case"].replace("@", " at "), budget, f"{case['share']:.3f}", *texts])
+        name, _, share = case["case"].partition("@")
+        least, _, factor = share.partition("*")
+        told = f"{factor} × {least}" if factor else share
+        yield row([f"{name} at {told}", budget, f"{case['share']:.3f}", *texts])
 
 
 def implementation_sections(report: dict[str, Any]) -> Iterator[str]:
