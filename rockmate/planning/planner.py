@@ -390,14 +390,17 @@ def _moving_freely(
     free = replace(links, out=replace(links.out, burden=0.0), back=replace(links.back, burden=0.0))
     if not _is_lighter(free, links):
         return None
-    _take_links(request, measured, free)
-    found = moves_beside(alone, request, measured).solve(measured.problem, asked.target_bytes)
     tried = None
-    if found.schedule.offloaded and found.time_ms <= (1 - _WORTH_MOVING) * alone.time_ms:
-        tried = _tried_if_it_fits(measured, request, module, found, asked, is_last=False)
-    if tried is None or not _is_within(tried, request):
-        _take_links(request, measured, links)
-        return None
+    _take_links(request, measured, free)
+    try:
+        found = moves_beside(alone, request, measured).solve(measured.problem, asked.target_bytes)
+        if found.schedule.offloaded and found.time_ms <= (1 - _WORTH_MOVING) * alone.time_ms:
+            tried = _tried_if_it_fits(measured, request, module, found, asked, is_last=False)
+        if tried is not None and not _is_within(tried, request):
+            tried = None
+    finally:
+        if tried is None:  # no step has shown anything else
+            _take_links(request, measured, links)
     return tried
 
 

@@ -125,6 +125,22 @@ def test_moves_that_seem_to_cost_too_much_are_tried_as_if_they_cost_nothing(quic
     assert verify(module, rows(), loss=squares).exact
 
 
+def test_links_are_as_measured_where_planning_is_interrupted_before_a_step(quick_disk, monkeypatch):
+    burdened(monkeypatch, 1.0)
+    tried, run = [], planner._tried
+
+    def interrupted(*given):
+        if given[3].schedule.offloaded:
+            tried.append(given[1].tiers)
+            raise KeyboardInterrupt
+        return run(*given)
+
+    monkeypatch.setattr(planner, "_tried", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        planned(built(Layers), rows(), 0.5)
+    assert tried[0].links_on(here()).out.burden == 1.0
+
+
 def test_links_are_corrected_where_steps_take_less_time_than_predicted(quick_disk, monkeypatch):
     tried, run = [], planner._tried
     monkeypatch.setattr(planner, "_tried", lambda *given: tried.append(given[3]) or run(*given))
