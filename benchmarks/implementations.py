@@ -6,18 +6,18 @@
 
 Calls of a model's step are put into classes of equal sizes and settings. Each class runs forward and backward in every
 implementation, by turns, on numbers of its own: time, bytes that autograd saves, and the most bytes at once. One pays
-that takes less time, or saves less in no more time. Their numbers are compared with those of the one that PyTorch
-chooses. What a step would gain is told as a share of its time. Nothing else should be computed on the machine.
+as a compiled part does: it takes less time, or saves less in no more time. Their numbers are compared with those of the
+one that PyTorch chooses. What a step would gain is told as a share of its time. Nothing else should be computed on the
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,12 +35,12 @@ from benchmarks.peers.models import case_named
 from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
 from rkgb.devices.registry import device_of
 from rockmate import PeakMemory
+from rockmate.regions.option import RegionTrial
 
 RESULTS = "implementations-{}.json"
 MODELS = ("gpt2", "hf-llama", "hf-bert", "vit", "resnet50", "mobilenet-v2", "unet")
 QUICK = ("hf-bert", "resnet50")
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose2d)
-WORTH = 0.02  # of an operation's time: what is quicker by less may not be
 SECONDS, TURNS = 2.0, 5  # of turns of a class, and turns at least
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -108,17 +108,6 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@contextlib.contextmanager
-def chosen_by_trials() -> Iterator[None]:
-    """cuDNN tries its algorithms for each size, and takes the quickest."""
-    was = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = was
-
-
 def implementations(call: Call, device: torch.device) -> dict[str, Context]:
     """All that PyTorch offers for a call there, by their names; first the one that it takes."""
     if call.is_attention:
@@ -130,7 +119,7 @@ def implementations(call: Call, device: torch.device) -> dict[str, Context]:
         others = {"without oneDNN": partial(torch.backends.mkldnn.flags, enabled=False)}
     else:
         others = {
-            "cuDNN, by trials": chosen_by_trials,
+            "cuDNN, by trials": partial(torch.backends.cudnn.flags, enabled=True, benchmark=True),
             "without cuDNN": partial(torch.backends.cudnn.flags, enabled=False),
         }
     return {"as it is": nullcontext, **others}
@@ -224,8 +213,7 @@ def quickest(found: Sequence[Found]) -> Found:
     paying = [
         one
         for one in found[1:]
-        if not one.refused
-        and (one.ms <= (1 - WORTH) * usual.ms or (one.saved_bytes < 0.9 * usual.saved_bytes and one.ms <= usual.ms))
+        if RegionTrial((), usual.ms, one.ms, usual.saved_bytes, one.saved_bytes, one.refused).pays
     ]
     return min(paying, key=lambda one: one.ms, default=usual)
 

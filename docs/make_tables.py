@@ -65,6 +65,11 @@ def _read(path: Path) -> dict[str, Any]:
     return report
 
 
+def machine(where: dict[str, Any]) -> str:
+    """What it was measured on."""
+    return f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, {where['processor']}"
+
+
 def bytes_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of the comparison of predicted with measured peaks: one table of all models and budgets, and the bars."""
     where = report["circumstances"]
@@ -369,10 +374,7 @@ def offload_sections(report: dict[str, Any]) -> Iterator[str]:
         f"{links[way]['bytes_per_ms'] / 1e6:.2f} GB/s {way}, at {links[way]['burden']:.0%} of a computation's time"
         for way in ("out", "back")
     )
-    yield (
-        f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, {where['processor']}; "
-        f"{where.get('second_memory', 'a file')}, {speeds}; code at {where['code']}."
-    )
+    yield (f"{machine(where)}; {where.get('second_memory', 'a file')}, {speeds}; code at {where['code']}.")
     yield ""
     headings = [
         "",
@@ -453,10 +455,7 @@ def model_sections(report: dict[str, Any]) -> Iterator[str]:
         where = model["circumstances"]
         if place:
             yield ""
-        yield (
-            f"**{model['model']}**: PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}; "
-            f"medians of {where['repeats']} steps, code at {where['code']}."
-        )
+        yield (f"**{model['model']}**: {machine(where)}; medians of {where['repeats']} steps, code at {where['code']}.")
         yield ""
         headings = ["", "gradients", "time", "of eager's", "±", "peak", "of eager's", "ready in", ""]
         yield row(headings)
@@ -519,9 +518,8 @@ def compiled_budget_sections(report: dict[str, Any]) -> Iterator[str]:
     where, model = report["circumstances"], report["model"]
     yield (
         f"GPT-2 with {model['layers']} layers of {model['width']} and dropout {model['dropout']}, {model['batch']} "
-        f"rows of {model['context']} tokens; its eager step takes {format_bytes(report['eager_bytes'])}. PyTorch "
-        f"{where['torch']}, {where['threads']} CPU threads, {where['processor']}; medians of {where['repeats']} steps, "
-        f"code at {where['code']}."
+        f"rows of {model['context']} tokens; its eager step takes {format_bytes(report['eager_bytes'])}. "
+        f"{machine(where)}; medians of {where['repeats']} steps, code at {where['code']}."
     )
     yield ""
     ways = list(dict.fromkeys(result["way"] for result in report["rows"]))
@@ -548,10 +546,7 @@ def compiled_budget_sections(report: dict[str, Any]) -> Iterator[str]:
 def chunked_loss_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of a step with whole logits and with a few rows' at a time, and the bars."""
     where, repeats = report["circumstances"], len(report["rows"][0]["times_ms"])
-    yield (
-        f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}; medians of {repeats} steps "
-        f"by turns, code at {where['code']}."
-    )
+    yield (f"{machine(where)}; medians of {repeats} steps by turns, code at {where['code']}.")
     yield ""
     yield row(["logits", "peak", "of whole", "time", "of whole", "gradients apart"])
     yield row(["---", *["--:"] * 5])
@@ -569,7 +564,7 @@ def chunked_loss_sections(report: dict[str, Any]) -> Iterator[str]:
 def observing_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of scripts as they are and watched, and the bars."""
     where = report["circumstances"]
-    yield f"PyTorch {where['torch']}, {where['threads']} CPU threads, {where['processor']}, code at {where['code']}."
+    yield f"{machine(where)}; code at {where['code']}."
     yield ""
     yield row(["script", "peak", "told", "holders add up to", "prints the same", "step", "watched", "ratio"])
     yield row(["---", *["--:"] * 7])
@@ -634,7 +629,7 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
     cases = report["cases"]
     where = cases[0]["circumstances"]
     codes = ", ".join(dict.fromkeys(case["code"] for case in cases))
-    yield f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, code at {codes}."
+    yield f"{machine(where)}; code at {codes}."
     yield ""
     known = ["", "budget", "of keep-all's peak"]
     found_in_time = ["plan", "bound", "gap", "plan, longer", "bound", "gap", "linear", "integer", "at most"]
@@ -647,7 +642,7 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
             found += [case["linear"]["bound"], case["integer"]["bound"], case["integer"]["value"]]
         texts = ["–" if part is None else f"{100 * part:.1f} %" for part in found]
         texts += ["–"] * (len(found_in_time) - len(texts))
-        budget = f"{case['budget_bytes'] / 2**20:.4g} MiB"
+        budget = format_bytes(case["budget_bytes"])
         name, _, share = case["case"].partition("@")
         least, _, factor = share.partition("*")
         told = f"{factor} × {least}" if factor else share
@@ -657,10 +652,7 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
 def implementation_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of other implementations of single operations: one table of all models, and what would pay."""
     where, rows = report["circumstances"], report["rows"]
-    yield (
-        f"PyTorch {where['torch']}, {where['threads']} CPU thread(s) of {where['cores']} cores, {where['processor']}; "
-        f"code at {where['code']}."
-    )
+    yield f"{machine(where)}; code at {where['code']}."
     yield ""
     yield row(["", "kinds of calls", "of a step's time", "kinds with another that pays", "gain, of a step"])
     yield row(["---", *["--:"] * 4])

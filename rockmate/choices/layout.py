@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from rkgb import AllGraphs, DGraph, KGraph, d_to_s
@@ -20,7 +20,7 @@ from rockmate.layouts.option import ChosenLayout, Layout, RegionLayout
 from rockmate.layouts.regions import Region, convolution_weights, regions_of, times_ms
 from rockmate.layouts.weights import give_back, lay_out, may_change
 from rockmate.plan_files import cache
-from rockmate.plan_files.rank_agreement import default_exchange, key_of
+from rockmate.plan_files.rank_agreement import default_exchange
 from rockmate.plan_files.reuse import digest_of, key_of_measuring
 from rockmate.planning.measured import Traced, trace_model
 from rockmate.planning.planner import planning
@@ -51,13 +51,9 @@ def choose_layout(
     if exchange is None:
         return _chosen_alone(model, sample, request, asked, known, use_cache)
     shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
-    key = key_of(["layout", asked, type(model).__qualname__, shapes])
-    text, _ = exchange.agree(key, lambda: _text(_chosen_alone(model, sample, request, asked, known, False)))
-    return msgspec.json.decode(text.encode(), type=ChosenLayout)
-
-
-def _text(chosen: ChosenLayout) -> str:
-    return msgspec.json.encode(chosen).decode()
+    alone = partial(_chosen_alone, model, sample, request, asked, known, use_cache=False)
+    found: ChosenLayout = exchange.agree_on(["layout", asked, type(model).__qualname__, shapes], ChosenLayout, alone)
+    return found
 
 
 def _chosen_alone(
@@ -72,12 +68,7 @@ def _chosen_alone(
     with planning(model):
         traced = trace_model(model, sample, request)
         key = _kept_under(model, traced, request, asked) if use_cache and cache.is_enabled() else None
-        found = None if key is None else cache.get_note(key, ChosenLayout)
-        if found is None:
-            found = _measured_in_both(model, traced, request, asked, known)
-            if key is not None:
-                cache.put_note(key, _text(found))
-    return found
+        return cache.noted(key, ChosenLayout, partial(_measured_in_both, model, traced, request, asked, known))
 
 
 def _kept_under(model: torch.nn.Module, traced: Traced, request: PlanRequest, asked: Layout) -> str:

@@ -16,7 +16,7 @@ from rkgb.profile.measure import MeasuredBlocks
 from rkgb.state.module_state import main_device, module_devices
 from rockmate.errors import BudgetTooSmall
 from rockmate.plan_files import cache
-from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, key_of, plan_key
+from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, plan_key
 from rockmate.plan_files.record import made_here
 from rockmate.plan_files.reuse import code_digest, digest_of, plan_or_reuse
 from rockmate.planning.measured import Measured, trace_model
@@ -54,9 +54,9 @@ def plan_with_or_without_parts(
 
     Raises as `plan_or_reuse` does.
     """
-    check_request(request)
     if not request.compile:
         return plan_or_reuse(model, sample, request, known, use_cache, earlier)
+    check_request(request)
     keeps = use_cache and cache.is_enabled()
     trials = _TrialNotes(model) if keeps else None
     request = replace(request, compiles_anew=len(earlier) < _MOST_COMPILED, trials=trials)
@@ -70,7 +70,12 @@ def plan_with_or_without_parts(
     def times(one: Planned, other: Planned) -> _Times:
         here = str(made_here(one[0].device))
         key = [plan_key(one[0], request), here, *(str(planned.plan.schedule) for _, planned in (one, other))]
-        return _noted_times(key, partial(_measured_times, model, sample, request, one, other), exchange, keeps)
+        measure = partial(_measured_times, model, sample, request, one, other)
+        if exchange is not None:
+            agreed: _Times = exchange.agree_on(["steps", *key], _Times, measure)
+            return agreed
+        note = digest_of(["steps with parts and without", code_digest(), *key])
+        return cache.noted(note if keeps else None, _Times, measure)
 
     return chosen(make, request, times, earlier)
 
@@ -134,36 +139,20 @@ def _measured_times(model: torch.nn.Module, sample: Any, request: PlanRequest, o
     return _Times(None, None) if found is None else _Times(*found)
 
 
-def _noted_times(key: list[str], measure: Callable[[], _Times], exchange: RankAgreement | None, keeps: bool) -> _Times:
-    """What `measure` finds, or found in an earlier process or on another rank."""
-
-    def text() -> str:
-        return msgspec.json.encode(measure()).decode()
-
-    if exchange is not None:
-        return msgspec.json.decode(exchange.agree(key_of(["steps", *key]), text)[0].encode(), type=_Times)
-    note = digest_of(["steps with parts and without", code_digest(), *key])
-    found = cache.get_note(note, _Times) if keeps else None
-    if found is None:
-        found = measure()
-        if keeps:
-            cache.put_note(note, msgspec.json.encode(found).decode())
-    return found
-
-
 def _agreed_regions(
     model: torch.nn.Module, sample: Any, request: PlanRequest, exchange: RankAgreement
 ) -> CompiledRegions | None:
     """The parts that all ranks compile: those of the first to come."""
 
-    def of_this_rank() -> str:
+    def of_this_rank() -> CompiledRegions | None:
         with planning(model):
-            return msgspec.json.encode(trace_model(model, sample, request).regions).decode()
+            return trace_model(model, sample, request).regions
 
     shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
     calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
-    text, _ = exchange.agree(key_of(["regions", type(model).__qualname__, shapes, calls]), of_this_rank)
-    return msgspec.json.decode(text.encode(), type=CompiledRegions | None)
+    content = ["regions", type(model).__qualname__, shapes, calls]
+    agreed: CompiledRegions | None = exchange.agree_on(content, CompiledRegions | None, of_this_rank)
+    return agreed
 
 
 class _TrialNotes:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -128,6 +128,16 @@ def put_note(key: str, text: str) -> None:
         notes = sorted(_files(f"*{_NOTE}"), key=lambda path: path.stat().st_mtime)
         for path in notes[:-_MOST_NOTES]:
             path.unlink(missing_ok=True)
+
+
+def noted(key: str | None, kind: type[Noted], find: Callable[[], Noted]) -> Noted:
+    """What was noted under `key`, else what `find` gives, which is noted then. Nothing is where there is no key."""
+    found = None if key is None else get_note(key, kind)
+    if found is None:
+        found = find()
+        if key is not None:
+            put_note(key, msgspec.json.encode(found).decode())
+    return found
 
 
 def drop(key: str) -> None:

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 
 from rk_solvers import Problem, Solver
@@ -93,6 +94,11 @@ class RankAgreement:
             if not stale:
                 raise _raised(content)
             attempt += 1  # it failed before this rank came: what was wrong may be over
+
+    def agree_on(self, content: Any, kind: Any, find: Callable[[], Any]) -> Any:
+        """What `find` gives, of that kind, on the first rank to come for `content`. Raises as `agree`."""
+        text, _ = self.agree(key_of(content), lambda: msgspec.json.encode(find()).decode())
+        return msgspec.json.decode(text.encode(), type=kind)
 
     def _make(self, place: str, make: Callable[[], str]) -> str:
         try:

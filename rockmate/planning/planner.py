@@ -340,23 +340,25 @@ def _the_quicker(
     if first is None:
         return tried
     bound_ms = tried.solution.lower_bound_ms
+    moving: _Tried | None = tried
+    other: _Tried | None = tried
     if moves:
-        best = other = _tried_if_it_fits(measured, request, module, alone, asked, is_last=False)
+        other = _tried_if_it_fits(measured, request, module, alone, asked, is_last=False)
     else:
-        best, other = tried, tried
-        tried = _moving_freely(measured, request, module, alone, asked) or tried
-    if best is None or other is None or tried is other or not _is_within(other, request):
+        moving = _moving_freely(measured, request, module, alone, asked, first)
+    if moving is None or other is None or not _is_within(other, request):
         return tried
+    best = other
     request.progress("compare", 0, _COMPARISONS)
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
     deadline = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
-        both = [(measured, one.planned) for one in (tried, other)]
+        both = [(measured, one.planned) for one in (moving, other)]
         moving_ms, alone_ms = steps_by_turns_ms(module, both, request.loss)
         request.progress("compare", attempt + 1, _COMPARISONS)
         if moving_ms <= share * alone_ms:
-            best, share = tried, moving_ms / alone_ms
-        solution = tried.solution
+            best, share = moving, moving_ms / alone_ms
+        solution = moving.solution
         late_ms = moving_ms / alone_ms * alone.time_ms - solution.time_ms
         if abs(late_ms) <= _LATE * alone.time_ms:
             break
@@ -370,7 +372,7 @@ def _the_quicker(
         found = _tried_if_it_fits(measured, request, module, again, asked, is_last=False)
         if found is None or not _is_within(found, request):
             break
-        tried = found
+        moving = found
     best = _timed_anew(best, request, measured)
     if _is_lighter(memory_for(request, measured), first):
         bound_ms = measured.problem.keep_all_time_ms  # the bound of the first search counted what transfers do not cost
@@ -378,14 +380,18 @@ def _the_quicker(
 
 
 def _moving_freely(
-    measured: Measured, request: PlanRequest, module: torch.nn.Module, alone: Solution, asked: _Asked
+    measured: Measured,
+    request: PlanRequest,
+    module: torch.nn.Module,
+    alone: Solution,
+    asked: _Asked,
+    links: SecondMemory,
 ) -> _Tried | None:
     """A plan of moves that pay if they cost the computation nothing; None where there is none, or it was not asked for.
 
     What they cost beside a step was measured beside another computation, and may be far less.
     """
-    links = memory_for(request, measured)
-    if links is None or isinstance(request.solver, FixedPlan) or request.follow is not None:
+    if isinstance(request.solver, FixedPlan) or request.follow is not None:
         return None
     free = replace(links, out=replace(links.out, burden=0.0), back=replace(links.back, burden=0.0))
     if not _is_lighter(free, links):

@@ -179,6 +179,7 @@ def test_real_links_and_real_steps_decide():
         ([88, 92, 90], [100, 100, 100], 2),  # not quite, but the plans are further apart
         ([94, 98, 96], [100, 100, 100], 3),
         ([120, 150, 130], [100, 100, 100], 2),  # slower, whatever a third says
+        ([120, 100, 130], [100, 100, 100], 3),
         ([105, 120, 110], [100, 100, 100], 3),
     ],
 )
