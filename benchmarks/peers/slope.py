@@ -22,20 +22,25 @@ def loss_of(case: Case, built: Built) -> float:
 def slope_by_norm(case: Case, built: Built, gradients: dict[str, Tensor]) -> float:
     """The loss's slope along these gradients, by central differences with the same seed, relative to their norm.
 
-    It is 1 for the gradients of the loss, and less for gradients of which a part is noise. The parameters are changed
-    in place, and put back to the bit.
+    It is 1 for the gradients of the loss, and less for gradients of which a part is noise. Differences over two
+    distances are extrapolated to none (Richardson): what a curved loss adds goes with the square of the distance. The
+    parameters are changed in place, and put back to the bit.
     """
     values = {name: value.detach() for name, value in built.weights.named_parameters() if name in gradients}
     before = {name: value.clone() for name, value in values.items()}
     square = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
     distance = SHARE * abs(loss_of(case, built)) / square if square else 0.0
-    losses = []
-    try:
+
+    def slope_over(step: float) -> float:
+        losses = []
         for sign in (1, -1):
             for name, value in values.items():
-                value.copy_(before[name] + sign * distance * gradients[name])
+                value.copy_(before[name] + sign * step * gradients[name])
             losses.append(loss_of(case, built))
+        return (losses[0] - losses[1]) / (2 * step * square)
+
+    try:
+        return (4 * slope_over(distance / 2) - slope_over(distance)) / 3 if square else 1.0
     finally:
         for name, value in values.items():
             value.copy_(before[name])
-    return (losses[0] - losses[1]) / (2 * distance * square) if square else 1.0
