@@ -40,8 +40,8 @@ from rkgb.devices.registry import device_of
 from rockmate import BudgetTooSmall, PeakMemory, Rockmate, reduce_fragmentation, verify, zoo
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan
-from rockmate.planning.real_step import run_step
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.real_step import run_step
 from rockmate.units import format_bytes
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)

@@ -42,9 +42,9 @@ from rockmate.offload import file_tier
 from rockmate.offload.file_tier import FileTier
 from rockmate.offload.tiers import Tiers
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
+from rockmate.planning.lowered import planned_as
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import planned_as
 from rockmate.planning.request import PlanRequest
 
 MODELS = ("gpt2-demo", "llama-demo", "bert-demo", "resnet50-demo", "unet-demo")

@@ -664,6 +664,22 @@ def implementation_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row([name, str(len(own)), f"{100 * share:.0f} %", told, f"{100 * gain:.2f} %"])
 
 
+def in_place_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of operations that may write into their input: one table of all models."""
+    where, rows = report["circumstances"], report["rows"]
+    yield f"{machine(where)}; code at {where['code']}."
+    yield ""
+    yield row(["", "operations", "of a step's time", "gain, of a step", "most by", "largest result"])
+    yield row(["---", *["--:"] * 5])
+    for name in dict.fromkeys(result["model"] for result in rows):
+        own = [result for result in rows if result["model"] == name]
+        count, share, gain = (sum(result[key] for result in own) for key in ("count", "share", "gain"))
+        best = max(own, key=lambda result: result["gain"])
+        most = f"{best['operation']}, {100 * best['gain']:.2f} %" if best["gain"] > 0 else "–"
+        largest = format_bytes(max(result["result_bytes"] for result in own))
+        yield row([name, str(count), f"{100 * share:.1f} %", f"{100 * gain:.2f} %", most, largest])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -682,6 +698,7 @@ SECTIONS = {
     "largest-batches-cpu.json": largest_batch_sections,
     "small-budgets.json": small_budget_sections,
     "implementations-cpu.json": implementation_sections,
+    "in-place-cpu.json": in_place_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

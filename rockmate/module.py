@@ -35,10 +35,10 @@ from rockmate.options import PlanOptions, Shapes
 from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.files import load, save
 from rockmate.planning.costs import LossFunction
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.pins import Pins, check_pins
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback, no_progress
 from rockmate.proxy import ModuleProxy

@@ -125,11 +125,16 @@ def quick_disk(monkeypatch):
     """Links that move all at once, and steps that show so: what moves then does not depend on the machine's disk."""
     from rk_solvers import Link, SecondMemory
     from rockmate.offload import tiers
-    from rockmate.planning import planner
+    from rockmate.offload.file_tier import FileTier
+    from rockmate.offload.host_tier import HostTier
+    from rockmate.offload.tier import Traffic
+    from rockmate.planning.trying import moving
 
     def links(tier, device):
         tier.send(torch.ones(1, device=device).untyped_storage()).wait_sent()  # there is one
         return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes, unit_bytes=tier.unit_bytes)
 
     monkeypatch.setattr(tiers, "measured_links", links)
-    monkeypatch.setattr(planner, "steps_by_turns_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
+    for tier in (FileTier, HostTier):  # what transfers within steps show is the machine's
+        monkeypatch.setattr(tier, "traffic", lambda _: (Traffic(), Traffic()))
+    monkeypatch.setattr(moving, "steps_by_turns_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other

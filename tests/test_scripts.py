@@ -258,6 +258,16 @@ def test_implementations_of_operations_are_compared(tmp_path):
         assert row["gain"] == 0 or other["ms"] < usual["ms"]
 
 
+@pytest.mark.ci
+def test_operations_are_compared_with_their_forms_in_place(tmp_path):
+    run_script("benchmarks/in_place.py", "--quick", "--models", "hf-bert", "--output", str(tmp_path))
+    rows = json.loads((tmp_path / "in-place-cpu.json").read_text("utf-8"))["rows"]
+    assert {row["operation"].split()[0] for row in rows} >= {"add"}  # of residual branches
+    for row in rows:
+        assert row["count"] > 0
+        assert row["gain"] == 0 or row["in_place_ms"] < row["ms"]
+
+
 @pytest.mark.slow
 def test_small_budgets_are_searched_and_bounded(tmp_path):
     command = ("--quick", "--cache", str(tmp_path / "problems"), "--output", str(tmp_path))

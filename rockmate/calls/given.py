@@ -21,8 +21,8 @@ from rockmate.plan_files.content import FamilyRecord, PlanFile
 from rockmate.plan_files.kept_families import kept_family
 from rockmate.plan_files.restore import restore
 from rockmate.planning.fixed_plan import PortablePlan
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 
 Planned = tuple[Measured, LoweredPlan]

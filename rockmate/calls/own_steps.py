@@ -17,7 +17,7 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits
 from rockmate.memory.split import Residents
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.real_step import own_step_bytes
+from rockmate.planning.trying.real_step import own_step_bytes
 
 _MOST = 64  # steps that are remembered
 # Attention grows with the square of a length; no usual operation grows faster.

@@ -17,9 +17,9 @@ from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.memory.split import gradient_is_there, gradients_made, gradients_there, parameter_at
 from rockmate.plan_files.alike import covers
 from rockmate.planning.fixed_plan import PortablePlan
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.refusal import tell_of_lack
 from rockmate.runtime.runner import Runner
 

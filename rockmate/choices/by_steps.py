@@ -14,8 +14,9 @@ from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.devices.registry import device_of
 from rockmate.layouts.weights import give_back, lay_out
 from rockmate.planning.measured import Traced, borrowed_with_gradients, problem_of
-from rockmate.planning.real_step import by_turns, run_step, step_ms
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.real_step import run_step, step_ms
+from rockmate.planning.trying.turns import by_turns
 
 _TURNS = 3  # timed steps in each layout
 _MOST_TURNS = 9  # of those, where steps are quick

@@ -18,8 +18,8 @@ from rockmate.layouts.data_parallel import HELD, is_held
 from rockmate.layouts.option import ChosenLayout
 from rockmate.layouts.weights import give_back, lay_out, layout_kept, lies_so
 from rockmate.nn.chunked_logits import chunks_of, logits_made
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import LoweredPlan
 from rockmate.planning.request import PlanRequest
 
 Planned = tuple[Measured, LoweredPlan]

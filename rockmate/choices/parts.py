@@ -19,9 +19,11 @@ from rockmate.plan_files import cache
 from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, plan_key
 from rockmate.plan_files.record import made_here
 from rockmate.plan_files.reuse import code_digest, digest_of, plan_or_reuse
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured, trace_model
-from rockmate.planning.planner import LoweredPlan, planning, steps_by_turns_ms
+from rockmate.planning.planner import planning
 from rockmate.planning.request import PlanRequest, check_request
+from rockmate.planning.trying.turns import steps_by_turns_ms
 from rockmate.regions.option import CompiledRegions, RegionTrial, is_compiled
 
 _WAIT_S = 600.0  # for another rank, which traces, compiles and measures
@@ -133,8 +135,9 @@ def _measured_times(model: torch.nn.Module, sample: Any, request: PlanRequest, o
     call = make_sample(model, sample)
     both = [(replace(measured, sample=call), planned) for measured, planned in (one, other)]
     request.progress("compare", 0, 1)
+    predicted = one[1].plan.time_ms / other[1].plan.time_ms
     with planning(model):
-        found = if_it_fits(lambda: steps_by_turns_ms(model, both, request.loss))
+        found = if_it_fits(lambda: steps_by_turns_ms(model, both, request.loss, predicted))
     request.progress("compare", 1, 1)
     return _Times(None, None) if found is None else _Times(*found)
 

@@ -14,7 +14,7 @@ from rkgb.torch_private.compiler.partitioners import partitioner_of
 from rockmate.compile.partitioner import Partitioner
 from rockmate.errors import ArgumentError, BudgetTooSmall
 from rockmate.planning.costs import LossFunction
-from rockmate.planning.real_step import peak_of
+from rockmate.planning.trying.real_step import peak_of
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 4  # to compile

@@ -34,11 +34,12 @@ from rockmate.plan_files.rank_agreement import default_exchange, key_of, plan_ke
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
 from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import LoweredPlan, make_plan
-from rockmate.planning.real_step import StepFunction, real_peak_bytes, warm_step
+from rockmate.planning.planner import make_plan
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.real_step import StepFunction, real_peak_bytes, warm_step
 from rockmate.units import format_bytes
 
 _ATTEMPTS = 5  # corrections of the account by real steps

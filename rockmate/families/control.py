@@ -18,8 +18,8 @@ from rkgb.state.module_state import for_planning, random_states
 from rkgb.tree import leaves
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
-from rockmate.planning.planner import measured_peak
-from rockmate.planning.real_step import run_step
+from rockmate.planning.trying.real_step import run_step
+from rockmate.planning.trying.tried import measured_peak
 from rockmate.regions.option import is_compiled
 from rockmate.regions.rounding import CLOSE, MOVES, is_as_moved, is_close, is_explained, moved
 from rockmate.runtime.runner import Runner

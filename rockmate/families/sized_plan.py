@@ -16,8 +16,8 @@ from rockmate.families.family import Family
 from rockmate.families.polynomials import Point
 from rockmate.guards.attributes import BoundSettings
 from rockmate.planning.fixed_plan import PortablePlan
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import LoweredPlan
 from rockmate.resting.tensor import changes
 from rockmate.runtime.codegen import CompiledProgram, compile_program
 from rockmate.runtime.lowering import make_program

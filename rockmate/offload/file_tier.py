@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from rockmate.errors import OffloadError
 from rockmate.offload.extents import Extents
 from rockmate.offload.large_pages import make_ready
 from rockmate.offload.scratch_file import ScratchFile, free_bytes
-from rockmate.offload.tier import Parcel, Tier
+from rockmate.offload.tier import Parcel, Tier, Traffic
 from rockmate.units import format_bytes
 
 _PIECE_BYTES = 8 << 20  # at once: longer ones are no faster
@@ -83,6 +84,10 @@ class FileTier(Tier):
         with self._lock:
             taken_bytes = 0 if self._opened is None else self._opened.extents.end_bytes - self.held_bytes
         return free_bytes(self.folder) + max(0, taken_bytes)
+
+    def traffic(self) -> tuple[Traffic, Traffic]:
+        opened = self._opened
+        return (Traffic(), Traffic()) if opened is None else (opened.out.traffic, opened.back.traffic)
 
     def close(self) -> None:
         with self._lock:
@@ -179,9 +184,11 @@ class _Direction:
         self.file = file
         self.staging = mmap.mmap(-1, _STAGED_BYTES)
         self.staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self.staging))
+        self.traffic = Traffic()
 
     def write(self, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
         """The one in the list, which is empty then: who waits for this is to be the last who has it."""
+        begun = time.perf_counter()
         storage = storages.pop()
         middle = storage.data_ptr() + layout.head_bytes
         for offset, size_bytes in _pieces(layout.middle_bytes):
@@ -189,9 +196,11 @@ class _Direction:
         if layout.head_bytes + layout.tail_bytes:
             self._copy_ends(storage.data_ptr(), layout, into_memory=False)
             self.file.write(self._ends(layout), layout.place + layout.middle_bytes)
+        self._count(layout, begun)
 
     def read(self, storages: list[torch.UntypedStorage], layout: _Layout) -> None:
         """Into the one in the list, which is empty then."""
+        begun = time.perf_counter()
         storage = storages.pop()
         make_ready(storage.data_ptr(), layout.size_bytes)
         middle = storage.data_ptr() + layout.head_bytes
@@ -205,6 +214,10 @@ class _Direction:
         if layout.head_bytes + layout.tail_bytes:
             self.file.read(self._ends(layout), layout.place + layout.middle_bytes)
             self._copy_ends(storage.data_ptr(), layout, into_memory=True)
+        self._count(layout, begun)
+
+    def _count(self, layout: _Layout, begun: float) -> None:
+        self.traffic = self.traffic.and_one(layout.size_bytes, 1e3 * (time.perf_counter() - begun))
 
     def _ends(self, layout: _Layout) -> memoryview:
         blocks = -(-(layout.head_bytes + layout.tail_bytes) // self.file.block_bytes)

@@ -6,13 +6,13 @@ for. The stream that computes is the current one at `send`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import torch
 
 from rkgb.devices.registry import device_of
 from rockmate.errors import OffloadError
-from rockmate.offload.tier import Parcel, Tier
+from rockmate.offload.tier import Parcel, Tier, Traffic
 from rockmate.units import format_bytes
 
 # PyTorch's allocator of pinned memory rounds up to powers of two, so that whole buffers could take twice their size.
@@ -31,6 +31,8 @@ class HostTier(Tier):
         self.name = "pinned memory of the host"
         self.out = torch.Stream(device)
         self.back = torch.Stream(device)
+        self.sent = _Counted()
+        self.returned = _Counted()
         self._idle: defaultdict[int, list[_Piece]] = defaultdict(list)  # by size
 
     def send(self, storage: torch.UntypedStorage) -> Parcel:
@@ -55,6 +57,9 @@ class HostTier(Tier):
         # The rest of the machine needs some, and pinned memory cannot be swapped out.
         idle_bytes = sum(size_bytes * len(pieces) for size_bytes, pieces in self._idle.items())
         return device_of(torch.device("cpu")).available_bytes() // 2 + idle_bytes
+
+    def traffic(self) -> tuple[Traffic, Traffic]:
+        return self.sent.so_far(), self.returned.so_far()
 
     def close(self) -> None:
         self._idle.clear()
@@ -81,6 +86,31 @@ class HostTier(Tier):
             ) from error
 
 
+class _Counted:
+    """Transfers of one stream, with the times that it spent on them."""
+
+    def __init__(self) -> None:
+        self._over = Traffic()
+        self._begun: deque[tuple[torch.Event, torch.Event, int]] = deque()  # those that may not be over
+
+    def add(self, start: torch.Event, end: torch.Event, size_bytes: int) -> None:
+        """One more, between the two."""
+        self._begun.append((start, end, size_bytes))
+        while self._begun[0][1].query() and len(self._begun) > 1:
+            self._take_first()
+
+    def so_far(self) -> Traffic:
+        """All that were begun, once they are over."""
+        while self._begun:
+            self._begun[0][1].synchronize()
+            self._take_first()
+        return self._over
+
+    def _take_first(self) -> None:
+        start, end, size_bytes = self._begun.popleft()
+        self._over = self._over.and_one(size_bytes, float(start.elapsed_time(end)))
+
+
 class _Piece:
     """Some pinned memory, and what is to be over before it is written again."""
 
@@ -102,10 +132,12 @@ class _HostParcel(Parcel):
         for piece in pieces:
             if piece.free_from is not None:
                 _wait(tier.out, piece.free_from)  # another stream may still read what was there
+        begun = _event(tier.out)
         with tier.out:
             for part, piece in self._parts(storage):
                 piece.memory[: part.numel()].copy_(part, non_blocking=True)
         self._sent = _event(tier.out)
+        tier.sent.add(begun, self._sent, self._size_bytes)
 
     def wait_sent(self) -> None:
         if self._source is not None:
@@ -119,10 +151,12 @@ class _HostParcel(Parcel):
         back = self._tier.back
         self._target = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
         _wait(back, _event(self._compute))  # what was there before may still be read; it has waited for what was sent
+        begun = _event(back)
         with back:
             for part, piece in self._parts(self._target):
                 part.copy_(piece.memory[: part.numel()], non_blocking=True)
         self._returned = _event(back)
+        self._tier.returned.add(begun, self._returned, self._size_bytes)
 
     def take(self) -> torch.UntypedStorage:
         self.recall()
@@ -161,8 +195,8 @@ def _wait(stream: torch.Stream, event: torch.Event) -> None:
 
 
 def _event(stream: torch.Stream) -> torch.Event:
-    """All that `stream` has been told to do."""
-    event = torch.Event(stream.device)
+    """All that `stream` has been told to do; it tells when that was over."""
+    event = torch.Event(stream.device, enable_timing=True)
     event.record(stream)
     return event
 

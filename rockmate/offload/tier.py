@@ -66,6 +66,25 @@ class Parcel(abc.ABC):
         """Let go of it in both memories, wherever it is. What is on its way is waited for by nobody."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one direction has moved so far."""
+
+    transfers: int = 0
+    size_bytes: int = 0
+    busy_ms: float = 0.0
+
+    def and_one(self, size_bytes: int, busy_ms: float) -> Traffic:
+        """With one transfer more."""
+        return Traffic(self.transfers + 1, self.size_bytes + size_bytes, self.busy_ms + busy_ms)
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What was moved between the two."""
+        return Traffic(
+            self.transfers - earlier.transfers, self.size_bytes - earlier.size_bytes, self.busy_ms - earlier.busy_ms
+        )
+
+
 class Tier(abc.ABC):
     """A second memory, with a budget of its own."""
 
@@ -89,6 +108,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Give all back that it has taken; parcels that are there cannot be had any more. More than once is no harm."""
+
+    @abc.abstractmethod
+    def traffic(self) -> tuple[Traffic, Traffic]:
+        """What it has moved so far, out and back; transfers that were begun may be waited for."""
 
     def watch_most(self) -> None:
         """Let `most_held_bytes` be of what comes from now on."""

@@ -44,8 +44,8 @@ from rockmate.guards.numbers import (
     numbers_in,
 )
 from rockmate.guards.tracked import NotFollowed, Uses, uses_of
+from rockmate.planning.lowered import LoweredPlan, planned_as
 from rockmate.planning.measured import Measured, Traced, problem_of
-from rockmate.planning.planner import LoweredPlan, planned_as
 
 Place = tuple[str, tuple[Any, ...]]  # the name of an operation, and which of its arguments
 _OPERANDS = ("number", "float", "Tensor")  # kinds of arguments that may be computed anew

@@ -33,6 +33,7 @@ from rockmate.plan_files.difference import report
 from rockmate.plan_files.record import graph_record, made_here
 from rockmate.planning.costs import LossCost, LossFunction
 from rockmate.planning.fixed_plan import FixedPlan, PortablePlan
+from rockmate.planning.lowered import LoweredPlan, planned_as
 from rockmate.planning.measured import (
     Measured,
     Traced,
@@ -42,8 +43,9 @@ from rockmate.planning.measured import (
     refuse_without_backward,
     trace_model,
 )
-from rockmate.planning.planner import LoweredPlan, make_plan, measured_peak, planned_as, planning
+from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.tried import measured_peak
 from rockmate.units import format_apart, format_bytes
 
 _DAMAGED = "what the file tells of its costs does not belong to its graph: get the file anew, or plan the module again."

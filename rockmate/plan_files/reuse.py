@@ -29,8 +29,9 @@ from rockmate.plan_files.content import PlanFile
 from rockmate.plan_files.rank_agreement import default_exchange, plan_with_others, solver_text
 from rockmate.plan_files.record import graph_record, made_here, plan_file_of
 from rockmate.plan_files.restore import restore_traced
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured, Traced, measure_traced, measured_above, trace_model
-from rockmate.planning.planner import LoweredPlan, make_plan, planning, poor_plan_text
+from rockmate.planning.planner import make_plan, planning, poor_plan_text
 from rockmate.planning.request import PlanRequest, check_request
 
 _OF_MEASURING = 32  # digits of a key that are of what is measured: as many are of what is solved

@@ -43,8 +43,8 @@ from rockmate.memory.split import (
 )
 from rockmate.planning.costs import LossCost, assumed_loss_cost, build_problem, measure_loss
 from rockmate.planning.pins import check_pins, pinned_operations, reading_what_is_written
-from rockmate.planning.real_step import eager_peak_bytes
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.real_step import eager_peak_bytes
 from rockmate.regions.choose import as_chosen, with_compiled_regions
 from rockmate.regions.option import CompiledRegions
 from rockmate.runtime.windows import parameters_that_may_rest

@@ -17,9 +17,10 @@ from rockmate.module import Rockmate
 from rockmate.plan_files import PlanFile
 from rockmate.plan_files.rank_agreement import plan_with_others
 from rockmate.plan_files.restore import restore
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured, measure
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import LoweredPlan, make_plan, planning
+from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.planning.share import Share
 from rockmate.progress import progress_display

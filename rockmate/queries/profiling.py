@@ -21,8 +21,8 @@ from rockmate.module import Rockmate
 from rockmate.plan_files.content import PlanFile
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import measure
-from rockmate.planning.real_step import peak_of, run_step
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.real_step import peak_of, run_step
 from rockmate.progress import ProgressCallback
 
 Phase = Literal["forward", "backward"]

@@ -16,8 +16,8 @@ from rockmate.guards.checkpointing import OwnCheckpointing
 from rockmate.memory.peak import MemoryUse, PeakMemory
 from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import measure
-from rockmate.planning.real_step import StepFunction, run_step, warm_step
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying.real_step import StepFunction, run_step, warm_step
 from rockmate.reports.comparison import scaled_to
 from rockmate.reports.measured import MeasuredStep, MeasuredSteps
 

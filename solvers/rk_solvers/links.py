@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,10 @@ class Link:
     def time_ms(self, size_bytes: int) -> float:
         """Of one transfer, in milliseconds."""
         return self.latency_ms + size_bytes / self.bytes_per_ms
+
+    def taking(self, times: float) -> Link:
+        """The same where each transfer takes so many times as long."""
+        return replace(self, bytes_per_ms=self.bytes_per_ms / times, latency_ms=self.latency_ms * times)
 
     def slowing_ms(self, size_bytes: int) -> float:
         """What one transfer adds to the time of the computation beside it: counted where it begins."""

@@ -13,6 +13,7 @@ from rockmate.errors import OffloadError
 from rockmate.offload import host_tier
 from rockmate.offload.host_tier import HostTier
 from rockmate.offload.speed import measured_links
+from rockmate.offload.tier import Traffic
 from tests.module.moving import moving
 from tests.module.steps import assert_same_training, train
 
@@ -109,6 +110,24 @@ def test_links_are_measured_as_slow_as_they_are(tier, device, extension):
     for link in (memory.out, memory.back):
         assert link.bytes_per_ms <= 1.05e6  # the copies of the device take their time: never faster, but for a clock
     assert tier.held_bytes == 0
+
+
+def test_what_each_direction_moves_is_counted_with_its_own_time(tier, device, extension):
+    given = [on_host(7).to(device) for _ in range(3)]
+    torch.accelerator.synchronize()
+    extension.set_copy_rate(SLOW)
+    kept_busy(device)  # a transfer waits for that, which is no time of the link's
+    parcels = [tier.send(tensor.untyped_storage()) for tensor in given]
+    out, back = tier.traffic()
+    assert (out.transfers, out.size_bytes, back) == (3, 3 * SIZE, Traffic())
+    least_ms = 1e3 * 3 * SIZE / SLOW
+    assert 0.9 * least_ms < out.busy_ms < 2 * least_ms
+    for parcel in parcels:
+        parcel.wait_sent()
+        parcel.recall()
+        parcel.take()
+    assert tier.traffic()[0] == out
+    assert (tier.traffic()[1].transfers, tier.traffic()[1].size_bytes) == (3, 3 * SIZE)
 
 
 # ---- every wait ----------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from rk_solvers.problem import Recompute
 from rk_solvers.transfers.moves import Base, Costs
 from rk_solvers.transfers.placing import least_held, placed
 from rockmate.offload.tier import Tier
+from rockmate.planning.lowered import planned_as
 from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import measured_peak, planned_as
+from rockmate.planning.trying.tried import measured_peak
 from rockmate.runtime.runner import Runner
 from tests.module.steps import Loss, measured_for, squares
 

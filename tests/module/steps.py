@@ -17,8 +17,9 @@ from rkgb.devices.allocation_log import AllocationLog
 from rkgb.replay.step_record import bitwise_equal
 from rkgb.tree import leaves
 from rockmate import BudgetTooSmall, Plan, Rockmate
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured, measure
-from rockmate.planning.planner import LoweredPlan, make_plan
+from rockmate.planning.planner import make_plan
 from rockmate.planning.request import PlanRequest
 from rockmate.runtime.codegen import compile_program
 from rockmate.runtime.lowering import Program, make_program

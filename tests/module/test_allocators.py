@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import rockmate.planning.planner
+import rockmate.planning.trying.tried
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.cuda import Cuda, with_expandable_segments
 from rkgb.devices.registry import device_of
@@ -28,7 +28,7 @@ from rockmate.memory.allocators import (
     fragmentation_text,
     start_peak,
 )
-from rockmate.planning.real_step import warm_step
+from rockmate.planning.trying.real_step import warm_step
 from tests.module.steps import squares
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -225,7 +225,7 @@ def test_a_plan_on_the_cpu_knows_no_reserved_bytes(network):
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_gaps_are_told_to_who_asked_for_the_plan(network, monkeypatch, expandable):
-    monkeypatch.setattr(rockmate.planning.planner, "real_peak_bytes", lambda *_: StepPeak(GIB, 3 * GIB))
+    monkeypatch.setattr(rockmate.planning.trying.tried, "real_peak_bytes", lambda *_: StepPeak(GIB, 3 * GIB))
     expandable_segments(monkeypatch, expandable)
     monkeypatch.setattr(Cpu, "gaps_advice", Cuda.gaps_advice)
     with pytest.warns(FragmentationWarning) as told:

@@ -21,7 +21,7 @@ from rkgb.state.attributes import Snapshot, outline
 from rkgb.tree import leaves
 from rockmate import BudgetTooSmall, Rockmate
 from rockmate.errors import PlanFileMismatch, ReplanWarning
-from rockmate.planning.real_step import peak_of
+from rockmate.planning.trying.real_step import peak_of
 from tests.module.steps import FEW_ROUNDS, measured_for, peak_of_step, runner_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")

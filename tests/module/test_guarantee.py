@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from rk_solvers import Greedy, KeepAll
 from rkgb.devices.allocation_log import AllocationLog
 from rockmate import BudgetTooSmall, Rockmate, zoo
-from rockmate.planning import planner
 from rockmate.planning.measured import Measured
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying import tried
 from tests.module.models import WIDTH, Layers, Normalised, Tied, TwoHeads, built, images, rows, tokens
 from tests.module.steps import measured_for, rockmate_from, squares
 from tests.where import here
@@ -354,13 +354,13 @@ def test_the_bytes_that_a_refusal_names_are_enough_though_a_search_finds_that_pl
 
 def test_the_bytes_that_a_refusal_names_are_enough_though_more_is_predicted(monkeypatch):
     """As where a step takes less than its operations by themselves: these bytes were measured."""
-    real = planner.measured_peak
+    real = tried.measured_peak
 
     def measured_peak(*given):
         peak = real(*given)
         return replace(peak, allocated_bytes=int(0.9 * peak.allocated_bytes))
 
-    monkeypatch.setattr(planner, "measured_peak", measured_peak)
+    monkeypatch.setattr(tried, "measured_peak", measured_peak)
     module, batch = built(Layers), rows(0)
     with pytest.raises(BudgetTooSmall) as refusal:
         Rockmate(module, batch, 1, loss=squares, solver=QUICK, cache=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkgb.pipeline
-import rockmate.planning.planner
+import rockmate.planning.trying.tried
 from rkgb import TraceError
 from rkgb.devices.out_of_memory import is_out_of_memory
 from rkgb.ir.sample import make_sample
@@ -217,7 +217,7 @@ def test_what_does_not(error):
 
 def test_a_budget_of_more_than_there_is_is_refused_before_the_step_runs(monkeypatch):
     network = built(Layers)
-    monkeypatch.setattr("rockmate.planning.planner.device_of", free_is(10_000))
+    monkeypatch.setattr("rockmate.planning.trying.tried.device_of", free_is(10_000))
     with pytest.raises(BudgetError, match=r"is more than there is: a step would take .* and 9\.77 KiB are free on cpu"):
         Rockmate(network, rows(), "1TiB", loss=squares)
 
@@ -234,8 +234,8 @@ def test_where_gaps_leave_no_memory_for_a_plan_s_step_one_that_takes_less_is_mad
             raise no_memory()
         return measured(*args)
 
-    measured = rockmate.planning.planner.measured_peak
-    monkeypatch.setattr(rockmate.planning.planner, "measured_peak", measured_peak)
+    measured = rockmate.planning.trying.tried.measured_peak
+    monkeypatch.setattr(rockmate.planning.trying.tried, "measured_peak", measured_peak)
     plan = Rockmate(model, sample, 0.8, loss=squares, limits=FEW_ROUNDS).plan
     assert plan.budget_bytes == unhindered.budget_bytes
     assert plan.peak_bytes < 0.95 * unhindered.budget_bytes
@@ -246,7 +246,7 @@ def test_where_no_plan_s_step_finds_memory_the_allocator_s_error_is_raised(monke
     def measured_peak(*args):
         raise no_memory()
 
-    monkeypatch.setattr(rockmate.planning.planner, "measured_peak", measured_peak)
+    monkeypatch.setattr(rockmate.planning.trying.tried, "measured_peak", measured_peak)
     with pytest.raises(RuntimeError) as caught:
         Rockmate(built(Layers), rows(), 0.8, loss=squares, limits=FEW_ROUNDS)
     assert is_out_of_memory(caught.value)

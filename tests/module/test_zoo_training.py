@@ -7,8 +7,9 @@ import pytest
 
 from rk_solvers import Greedy, Schedule, check, peak_and_time, simulate
 from rockmate import BudgetTooSmall, Rockmate, zoo
+from rockmate.planning.lowered import LoweredPlan
 from rockmate.planning.measured import Measured
-from rockmate.planning.planner import LoweredPlan, make_plan
+from rockmate.planning.planner import make_plan
 from rockmate.planning.request import PlanRequest
 from rockmate.zoo import ZooEntry
 from tests.module.steps import Trained, assert_same_training, measured_for, peak_of_step, rockmate_from, train, wrapped

@@ -25,7 +25,7 @@ from rockmate.offload import scratch_file
 from rockmate.offload.file_tier import FileTier
 from rockmate.offload.scratch_file import ScratchFile
 from rockmate.offload.speed import measured_links
-from rockmate.offload.tier import Shape
+from rockmate.offload.tier import Shape, Traffic
 
 MIB = 1 << 20
 SIZES = [0, 1, 511, 512, 513, 4096, 100_003, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 20 * MIB + 7]
@@ -66,6 +66,22 @@ def test_all_sizes_come_back_as_they_were(tmp_path, monkeypatch, cached):
         assert torch.equal(there_and_back(tier, given), given)
     assert (tier.held_bytes, tier.most_held_bytes) == (0, max(SIZES))
     tier.close()
+
+
+def test_what_each_direction_moves_is_counted(tier):
+    assert tier.traffic() == (Traffic(), Traffic())
+    parcel = tier.send(some_bytes(2 * MIB).untyped_storage())
+    parcel.wait_sent()
+    out, back = tier.traffic()
+    assert (out.transfers, out.size_bytes) == (1, 2 * MIB)
+    assert out.busy_ms > 0
+    assert back == Traffic()
+    parcel.take()
+    there_and_back(tier, some_bytes(100))
+    for before, after in zip((out, back), tier.traffic(), strict=True):
+        more = after.since(before)
+        assert (after.transfers, after.size_bytes) == (2, 2 * MIB + 100)
+        assert 0 < more.busy_ms <= after.busy_ms
 
 
 def test_memory_at_any_address_is_written_and_read(tier):

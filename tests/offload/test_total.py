@@ -11,7 +11,7 @@ import torch
 from rk_solvers import Limits, Link, SecondMemory
 from rockmate import PeakMemory, Rockmate
 from rockmate.offload import tiers
-from rockmate.planning import planner
+from rockmate.planning.trying import moving
 from rockmate.resting.optimizer import OffloadedOptimizer
 from rockmate.resting.tensor import rested_of
 from tests.offload.lora import LoraModel, batch, next_token_loss, trained
@@ -146,7 +146,7 @@ def test_all_is_here_again_where_a_larger_budget_asks_for_nothing():
 
 
 def test_weights_rest_while_saved_tensors_move(monkeypatch):
-    monkeypatch.setattr(planner, "steps_by_turns_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
+    monkeypatch.setattr(moving, "steps_by_turns_ms", lambda *_: [1.0, 2.0])  # of the plan that moves, and of the other
     model = whole()
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
     module = planned(model, optimizer, 0.45)

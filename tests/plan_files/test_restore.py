@@ -78,7 +78,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("rkgb.profile.measure._measure", refuse)
     monkeypatch.setattr("rockmate.planning.planner._solve", refuse)
-    monkeypatch.setattr("rockmate.planning.planner.real_peak_bytes", refuse)
+    monkeypatch.setattr("rockmate.planning.trying.tried.real_peak_bytes", refuse)
     monkeypatch.setattr("rockmate.planning.measured.eager_peak_bytes", refuse)
 
 

@@ -29,8 +29,8 @@ from rockmate import (
 )
 from rockmate.choices import parts
 from rockmate.plan_files import reuse
-from rockmate.planning import planner
 from rockmate.planning.request import PlanRequest
+from rockmate.planning.trying import turns
 from rockmate.queries.batch_search import BatchSearch
 from rockmate.queries.sweep import sweep
 from rockmate.regions import build, choose, code
@@ -460,7 +460,7 @@ def test_steps_that_decide_leave_the_model_and_the_random_stream_alone(monkeypat
     took = []
 
     def steps(*given):
-        took.append(planner.steps_by_turns_ms(*given))
+        took.append(turns.steps_by_turns_ms(*given))
         return 1.0, 2.0
 
     monkeypatch.setattr(parts, "steps_by_turns_ms", steps)

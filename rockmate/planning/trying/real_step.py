@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -72,25 +72,6 @@ def step_ms(step: StepFunction, sample: Sample, loss: LossFunction | None, devic
     run_step(step, fresh, loss)
     device_of(device).synchronize()
     return 1e3 * (time.perf_counter() - started)
-
-
-def by_turns(
-    steps: Sequence[Callable[[], float]],
-    least: int,
-    most: int,
-    seconds: float,
-    is_enough: Callable[[list[list[float]]], bool] | None = None,
-) -> list[list[float]]:
-    """Times of these steps in ms, turn by turn: `least` turns, and up to `most` while the `seconds` last.
-
-    Fewer where the turns so far are enough.
-    """
-    started, times_ms = time.perf_counter(), list[list[float]]()
-    while len(times_ms) < least or (len(times_ms) < most and time.perf_counter() < started + seconds):
-        times_ms.append([step() for step in steps])
-        if is_enough is not None and is_enough(times_ms):
-            break
-    return times_ms
 
 
 def _for_a_step(step: StepFunction, sample: Sample, device: torch.device) -> Sample:

@@ -1,0 +1,1 @@
+"""Plans on real steps: what one takes, and which of two is the quicker."""
