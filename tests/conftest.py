@@ -130,7 +130,7 @@ def quick_disk(monkeypatch):
     from rockmate.offload.tier import Traffic
     from rockmate.planning.trying import moving
 
-    def links(tier, device):
+    def links(tier, device, *_):
         tier.send(torch.ones(1, device=device).untyped_storage()).wait_sent()  # there is one
         return SecondMemory(Link(1e9), Link(1e9), tier.limit_bytes, unit_bytes=tier.unit_bytes)
 

@@ -18,9 +18,11 @@ from rockmate.errors import OffloadError
 from rockmate.offload.tier import Tier
 from rockmate.units import format_bytes
 
-_LARGE_BYTES = 32 << 20
+_LARGE_BYTES = 32 << 20  # of the largest storages that are moved, and of all where nobody knows how large those will be
+_LEAST_BYTES = 256 << 10  # of the same: what is smaller takes the latency
 _SMALL_BYTES = 4 << 10
 _AT_ONCE = 4  # as in a step: the next one waits for the link, and nobody for the one before
+_MOST_AT_ONCE = 32  # of smaller ones, which take little time
 _ROUNDS = 3  # what else the machine does adds to times: the middle of each counts
 _SIDE = 256  # of the matrices that are multiplied beside: in the caches, as most of a step's time is
 _ADDED = 1 << 20  # numbers that are added beside: beyond the caches, as what is between products
@@ -28,23 +30,30 @@ _ALONE_S = 0.1  # of computation with nothing moved beside
 _OF_ROOM = 0.9  # of what is free in the second memory: others may want some
 
 
-def measured_links(tier: Tier, device: torch.device) -> SecondMemory:
+def measured_links(tier: Tier, device: torch.device, typical_bytes: int = _LARGE_BYTES) -> SecondMemory:
     """Both links of `tier` for storages on `device`, as they are now, beside a computation.
 
-    It takes about a second where a link moves 1 GB/s. Raises `OffloadError` where nothing can be moved.
+    Most of what is moved is to have about `typical_bytes`: a file is read into memory of 2 MiB at half the speed at
+    which it is read into 32 MiB, whose pages are large. It takes about a second where a link moves 1 GB/s. Raises
+    `OffloadError` where nothing can be moved.
     """
-    large_bytes = _LARGE_BYTES if tier.limit_bytes is None else min(_LARGE_BYTES, tier.limit_bytes // _AT_ONCE)
+    large_bytes = min(max(typical_bytes, _LEAST_BYTES), _LARGE_BYTES)
+    if tier.limit_bytes is not None:
+        large_bytes = min(large_bytes, tier.limit_bytes // _AT_ONCE)
     if large_bytes < 2 * _SMALL_BYTES:
         raise OffloadError(
             f"a limit of {format_bytes(tier.limit_bytes or 0)} in {tier.name} leaves nothing to move: raise it, or "
             "leave offload out."
         )
+    count = min(_MOST_AT_ONCE, _AT_ONCE * _LARGE_BYTES // large_bytes)
+    if tier.limit_bytes is not None:
+        count = min(count, tier.limit_bytes // large_bytes)
     for size_bytes in (large_bytes, _SMALL_BYTES):  # a file grows, threads start, memory is pinned
-        _moved_ms(tier, device, size_bytes)
+        _moved_ms(tier, device, size_bytes, count)
     with _Beside(device) as beside:
         alone_ms = beside.rounds_ms(_ALONE_S)
-        small = [_moved_ms(tier, device, _SMALL_BYTES) for _ in range(_ROUNDS)]
-        large = [_moved_ms(tier, device, large_bytes, beside) for _ in range(_ROUNDS)]
+        small = [_moved_ms(tier, device, _SMALL_BYTES, _AT_ONCE) for _ in range(_ROUNDS)]
+        large = [_moved_ms(tier, device, large_bytes, count, beside) for _ in range(_ROUNDS)]
     out, back = (
         _link(
             _middle([getattr(one, way).moved_ms for one in small]),
@@ -90,10 +99,10 @@ def _link(small_ms: float, large_ms: float, large_bytes: int, burden: float) -> 
     return Link(bytes_per_ms, max(0.0, small_ms - _SMALL_BYTES / bytes_per_ms), burden)
 
 
-def _moved_ms(tier: Tier, device: torch.device, size_bytes: int, beside: _Beside | None = None) -> _Ways:
-    """Time out and back of each of some storages that are moved at once."""
+def _moved_ms(tier: Tier, device: torch.device, size_bytes: int, count: int, beside: _Beside | None = None) -> _Ways:
+    """Time out and back of each of `count` storages that are moved at once."""
     at = device_of(device)
-    storages = [torch.ones(size_bytes, dtype=torch.uint8, device=device).untyped_storage() for _ in range(_AT_ONCE)]
+    storages = [torch.ones(size_bytes, dtype=torch.uint8, device=device).untyped_storage() for _ in range(count)]
     at.synchronize()
     begun = _Mark.now(beside)
     parcels = [tier.send(storage) for storage in storages]
@@ -110,7 +119,7 @@ def _moved_ms(tier: Tier, device: torch.device, size_bytes: int, beside: _Beside
     back = _Mark.now(beside)
     for parcel in parcels:
         parcel.drop()
-    return _Ways(begun.way_to(there), there.way_to(back))
+    return _Ways(begun.way_to(there, count), there.way_to(back, count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +133,9 @@ class _Mark:
     def now(cls, beside: _Beside | None) -> _Mark:
         return cls(time.perf_counter(), 0.0 if beside is None else beside.rounds)
 
-    def way_to(self, other: _Mark) -> _Way:
+    def way_to(self, other: _Mark, count: int) -> _Way:
         passed_ms, rounds = 1e3 * (other.at_s - self.at_s), other.rounds - self.rounds
-        return _Way(passed_ms / _AT_ONCE, passed_ms / rounds if rounds else None)
+        return _Way(passed_ms / count, passed_ms / rounds if rounds else None)
 
 
 class _Beside:

@@ -42,14 +42,16 @@ class Tiers:
                 self._tiers[device] = _opened(self.option, device)
             return self._tiers[device]
 
-    def links_on(self, device: torch.device) -> SecondMemory | None:
+    def links_on(self, device: torch.device, typical_bytes: int | None = None) -> SecondMemory | None:
         """Both of its links, measured once. None, and a warning, where there is none and "auto" was said.
 
+        They are measured by moving storages of `typical_bytes`, or large ones where nobody knows what will be moved.
         Raises `OffloadError` where another one was asked for, and nothing can be moved there.
         """
         if device not in self._links:
             try:
-                self._links[device] = measured_links(self.on(device), device)
+                known = () if typical_bytes is None else (typical_bytes,)
+                self._links[device] = measured_links(self.on(device), device, *known)
             except OffloadError as error:
                 if self.option.where != "auto":
                     raise

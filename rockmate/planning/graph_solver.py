@@ -92,7 +92,20 @@ def with_memory(plan: FixedPlan, request: PlanRequest, measured: Measured) -> Fi
 
 def memory_for(request: PlanRequest, measured: Measured) -> SecondMemory | None:
     """The second memory for steps on the device, with its links as they were measured; None where nothing may move."""
-    return None if request.tiers is None else request.tiers.links_on(measured.device)
+    if request.tiers is None:
+        return None
+    return request.tiers.links_on(measured.device, _typical_bytes(measured.problem))
+
+
+def _typical_bytes(problem: Problem) -> int:
+    """Of a data: half of all bytes are of data that are at most so large."""
+    sizes = sorted(data.size_bytes for data in problem.data)
+    summed, half = 0, sum(sizes) / 2
+    for size_bytes in sizes:
+        summed += size_bytes
+        if summed >= half:
+            return size_bytes
+    return 0
 
 
 def moving_solver(chain: Chain | None, memory: SecondMemory, search_s: float) -> Solver:

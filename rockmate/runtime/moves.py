@@ -18,6 +18,7 @@ from rk_solvers import Schedule
 from rk_solvers.schedule import Backward, Compute, Leave, Offload, Recall
 from rkgb import KGraph
 from rkgb.ir.profiles import SavedKind
+from rkgb.ir.sgraph import SNode
 from rockmate.errors import OffloadError, OffloadWarning
 from rockmate.offload.tier import Parcel, Shape, Tier
 from rockmate.runtime.step import Handle, Step
@@ -61,9 +62,10 @@ def moves_of(graph: KGraph, schedule: Schedule, forgotten: Mapping[str, set[int]
 
 
 def _place_lines(moves: Moves, graph: KGraph, schedule: Schedule) -> None:
-    last_op = {comp.name: comp.node.ops[-1].name for comp in graph.forward}
     position = {op.name: place for place, op in enumerate(graph.sgraph.dgraph.nodes)}
-    latest: dict[str, str] = {}  # by data: the operation of its last line
+    made_by = {comp.name: _last_that_computes(graph, comp.node) for comp in graph.forward}
+    touching = _touching(graph, set(schedule.offloaded))
+    latest: dict[str, str] = {}  # by data: the last operation that touches it so far, or that one of its lines is after
     trigger = _triggers(graph)
     computed = ""
     remaining = len(graph.forward)
@@ -71,6 +73,8 @@ def _place_lines(moves: Moves, graph: KGraph, schedule: Schedule) -> None:
     for op in schedule.ops:
         if isinstance(op, Compute) and remaining:
             computed, remaining = op.name, remaining - 1
+            for name, touched in touching.get(computed, ()):
+                latest[name] = max(touched, latest.get(name, touched), key=position.__getitem__)
         elif isinstance(op, Backward):
             place = trigger.get(op.name)
             lines = moves.at_end if place is None else moves.before_stage.setdefault(place, [])
@@ -79,13 +83,34 @@ def _place_lines(moves: Moves, graph: KGraph, schedule: Schedule) -> None:
         elif isinstance(op, Offload | Leave | Recall):
             line = op.word, op.name
             if remaining:
-                # Nodes overlap: views of what one makes may come later than operations of the nodes after it.
-                place = max(last_op[computed], latest.get(op.name, last_op[computed]), key=position.__getitem__)
+                # Nodes overlap: views of what one makes may come later than operations of the nodes after it. Only
+                # those of the data itself are waited for.
+                place = max(made_by[computed], latest.get(op.name, made_by[computed]), key=position.__getitem__)
                 latest[op.name] = place
                 moves.after_op.setdefault(place, []).append(line)
             else:
                 waiting.append(line)
     moves.before_stage = {place: lines for place, lines in moves.before_stage.items() if lines}
+
+
+def _last_that_computes(graph: KGraph, node: SNode) -> str:
+    """The last operation of a node that is no view."""
+    owner = graph.sgraph.dgraph.owner
+    computing = [op for op in node.ops if op.written or any(owner(name) == name for name in op.output_names)]
+    return (computing or node.ops)[-1].name
+
+
+def _touching(graph: KGraph, moved: set[str]) -> dict[str, list[tuple[str, str]]]:
+    """By computation of the forward: data among the `moved`, each with an operation that reads, views or saves it."""
+    owner = graph.sgraph.dgraph.owner
+    found: dict[str, list[tuple[str, str]]] = {}
+    for comp in graph.forward:
+        for op in comp.node.ops:
+            profile = graph.op_profiles.get(op.name)
+            touched = {owner(name) for name in (*op.inputs, *op.output_names)}
+            touched |= {tensor.source for tensor in profile.saved} if profile is not None else set()
+            found.setdefault(comp.name, []).extend((name, op.name) for name in sorted(touched & moved))
+    return found
 
 
 def _triggers(graph: KGraph) -> dict[str, str]:

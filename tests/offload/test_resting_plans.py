@@ -32,7 +32,7 @@ class Fast(Tiers):
     def on(self, device):
         return self.tier
 
-    def links_on(self, device):
+    def links_on(self, device, *_):
         return SecondMemory(Link(1e7), Link(1e7), None, self.tier.staging_bytes)
 
 

@@ -24,7 +24,7 @@ BRIEFLY = Limits(search_s=0.5, extra_s=0.0, rounds=1)
 def links(monkeypatch):
     """A disk that no computation waits for, without staging: that is as large as the model."""
     monkeypatch.setattr(tiers.FileTier, "staging_bytes", 0)
-    monkeypatch.setattr(tiers, "measured_links", lambda tier, _: SecondMemory(Link(1e7), Link(1e7), tier.limit_bytes))
+    monkeypatch.setattr(tiers, "measured_links", lambda tier, *_: SecondMemory(Link(1e7), Link(1e7), tier.limit_bytes))
 
 
 def loss_of(logits):

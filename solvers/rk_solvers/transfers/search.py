@@ -21,7 +21,7 @@ from rk_solvers.problem import Chain, Problem, Recompute
 from rk_solvers.schedule import Schedule
 from rk_solvers.solver import Solver
 from rk_solvers.transfers.chain_program import ChainProgram
-from rk_solvers.transfers.improving import Found, Improver, met, tried, without_needless
+from rk_solvers.transfers.improving import Found, Improver, met, tried, with_slack, without_needless
 from rk_solvers.transfers.moves import Base, Costs, Move
 
 _LEVELS = 8
@@ -74,6 +74,7 @@ class MoveSearch:
             again = tried(best.base, best.gaps, budget_bytes)  # improvements are placed in the quick ways
             best = min((one for one in (best, again) if one is not None), key=_time_ms)
         best = without_needless(best, budget_bytes, time.monotonic() + _TRIM_S * self.time_limit_s)
+        best = with_slack(best, budget_bytes)
         return Moved(best.base.schedule(best.moves), best.costs, tuple(best.moves), best.base.recompute)
 
     def _found(self, keep_all: Base, budget_bytes: int) -> Iterator[Found | None]:

@@ -26,45 +26,6 @@ _MORE_S = 2.0  # that a search, once it is over, waits for the bound
 _BESIDE = 0.5  # of the bound's seconds: a search that is shorter has none beside it
 
 
-class BoundAside:
-    """`lower_bound_with_moves_ms` in a process of its own, for as long as this context lasts.
-
-    `yielding`, it is computed when nothing else has to be done.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        memory: SecondMemory,
-        limit_s: float,
-        chain: Chain | None,
-        *,
-        yielding: bool = False,
-    ) -> None:
-        self._arguments = problem, budget_bytes, memory, limit_s, chain, False
-        self._limit_s = limit_s
-        self._aside = SideProcess(yielding=yielding)
-
-    def __enter__(self) -> BoundAside:
-        if self._limit_s > 0:
-            self._aside.start(self._limit_s + _START_S, lower_bound_with_moves_ms, *self._arguments)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._aside.close()
-
-    def told_ms(self) -> float | None:
-        """The bound if it is there by now, or soon; None where it is not, or there were no seconds for it."""
-        if self._limit_s <= 0:
-            return None
-        until = time.monotonic() + _MORE_S
-        while not self._aside.answered() and time.monotonic() < until:
-            time.sleep(0.02)
-        found: float | None = self._aside.wait(None) if self._aside.answered() else None
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class WithMoves(Solver):
     """`alone` solves first, with all the time that it takes; then plans that move data are looked for.
@@ -132,9 +93,14 @@ class WithMoves(Solver):
 
     def _with_bound(self, search: MoveSearch, problem: Problem, budget_bytes: int) -> tuple[Moved | None, float | None]:
         """What is found, and the bound if it is there not long after."""
-        with BoundAside(problem, budget_bytes, self.memory, self.bound_s, self.chain) as bound:
+        with SideProcess() as aside:
+            arguments = problem, budget_bytes, self.memory, self.bound_s, self.chain, False
+            aside.start(self.bound_s + _START_S, lower_bound_with_moves_ms, *arguments)
             found = search.solve(budget_bytes)
-            return found, bound.told_ms()
+            until = time.monotonic() + _MORE_S
+            while not aside.answered() and time.monotonic() < until:
+                time.sleep(0.02)
+            return found, aside.wait(None) if aside.answered() else None
 
     def _without_proof(self, problem: Problem, solution: Solution) -> Solution:
         """What is proven of plans that move nothing says little of others."""
