@@ -1,7 +1,8 @@
 """State that the first call of a module makes: buffers that it registers, codebooks that it starts from data.
 
 No plan of a module before that call holds after it. It is found by two calls, which are taken back: what the first
-changes, and the second does not. Where the first writes nothing at all, it is the only one.
+changes, and the second does not. Where the first writes nothing at all, or nothing but averages of batch
+normalisations, it is the only one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rkgb.state.attributes import Snapshot, attributes_of
 from rkgb.state.generators import GeneratorsMet, MeetingGenerators
 from rkgb.state.module_state import for_planning, module_devices, state_kept
 from rkgb.torch_private.identity import storage_key
+from rkgb.torch_private.modules import BatchNorm
 from rkgb.tree import attributes_of as parts_of
 from rkgb.tree import is_tensor, leaves
 
@@ -161,6 +163,8 @@ def _compare_calls(first: FirstCall, watch: _Watch) -> None:
         if states[0].is_untouched_in(states[1]) and not watch.before:
             first.is_still = True
             return  # a second call would find what the first did
+        if not watch.before and states[0].is_as_but_for(_averages(module), states[1]):
+            return  # which a second call would change again
         early = set(watch.before)
         watch.seen.clear()
         with watch:
@@ -175,6 +179,16 @@ def _compare_calls(first: FirstCall, watch: _Watch) -> None:
         *then.news(before.values, then.values, later.values),
         *(f"parameter {name!r}" for name, p in module.named_parameters() if p in early and p not in watch.seen),
     ]
+
+
+def _averages(module: torch.nn.Module) -> frozenset[str]:
+    """Names in a `_State` of what PyTorch's own batch normalisations average over all calls."""
+    found = []
+    for path, part in module.named_modules():
+        if type(part).forward is BatchNorm.forward and part.training:
+            dot = f"{path}." if path else ""
+            found += [f"the value of buffer {dot + name!r}" for name in part._buffers]
+    return frozenset(found)
 
 
 def _call_on_other_data(module: torch.nn.Module, sample: Sample) -> None:
@@ -229,6 +243,13 @@ class _State:
     def is_untouched_in(self, later: _State) -> bool:
         """Whether nothing was even written since, as far as can be seen."""
         return self.is_as(later) and self._versions == later._versions
+
+    def is_as_but_for(self, names: frozenset[str], later: _State) -> bool:
+        """Whether the module is the same later, but for values of these names."""
+        if self.structure != later.structure or self.values.keys() != later.values.keys():
+            return False
+        changed = {name for name, value in self.values.items() if later.values[name] != value}
+        return changed <= names and self.is_known and later.is_known and self._contents == later._contents
 
     def _look_into(self, value: Any) -> Any:
         """What stands for `value` in a comparison; what it holds is compared as well."""

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rkgb import ModelError, RockmateError, TraceError, make_all_graphs
+from rkgb.ir.sample import make_sample
+from rkgb.replay import first_call
 from rockmate import ReplanWarning, Rockmate, max_batch, verify
 from rockmate.queries.measured_rockmate import MeasuredRockmate
 from tests.module.steps import FEW_ROUNDS
@@ -438,3 +440,43 @@ def test_a_buffer_that_grows_with_the_longest_rows_is_that_of_eager_training(per
         assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in eager.parameters())))
         assert torch.equal(model.table, eager.table)
     assert planned.state_dict().keys() == eager.state_dict().keys()
+
+
+class Averages(Layers):
+    """Batch normalisation, and something that its first call alone may change."""
+
+    def __init__(self, change=lambda module: None, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.norm, self.change = norm(16), change
+        self.register_buffer("started", torch.zeros(()))
+
+    def between(self, h):
+        self.change(self)
+        return self.norm(h)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def start(module):
+    with torch.no_grad():
+        module.started.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "calls", "made"),
+    [((), 1, False), ((start,), 2, True), ((lambda module: None, OwnNorm), 2, False)],
+    ids=["averages alone", "a flag", "one of the user's own"],
+)
+def test_a_second_call_is_made_where_the_first_changes_more_than_averages(monkeypatch, given, calls, made):
+    seen, call = [], first_call.call_saving_nothing
+    monkeypatch.setattr(first_call, "call_saving_nothing", lambda *given: seen.append(1) or call(*given))
+    module = Averages(*given)
+    before = copy.deepcopy(module.state_dict())
+    with first_call.left_as_it_was(module, make_sample(module, torch.randn(8, 16))) as first:
+        assert bool(first.made) == made
+        assert not first.is_still
+    assert len(seen) == calls
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -84,6 +84,18 @@ def test_the_code_says_what_moves_and_when(tier):
     assert "step.watch('" in code
 
 
+def test_lines_come_after_what_computes_and_not_after_views_of_it_for_later(tier):
+    """What a projection makes is viewed once more after attention: what it has read is sent long before that."""
+    entry = zoo.get("gpt2-tiny")
+    lines = [
+        line.strip() for line in moving(entry.model, entry.sample, tier, loss=entry.loss).runner.source.split("\n")
+    ]
+    sent = lines.index("step.offload('layer_norm_0')")
+    projected = next(place for place, line in enumerate(lines) if line.startswith("linear_0 = "))
+    attended = next(place for place, line in enumerate(lines) if line.startswith("softmax_0 = "))
+    assert projected < sent < attended
+
+
 def test_a_graph_is_walked_twice(tier):
     model = built(Layers)
     eager, step = copy.deepcopy(model), moving(model, rows(), tier)

@@ -23,6 +23,7 @@ from rk_solvers.groups import normalise
 from rk_solvers.links import Link, SecondMemory
 from rk_solvers.transfers import with_moves
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
+from rk_solvers.transfers.improving import Found, with_slack
 from rk_solvers.transfers.moves import Base, Move
 from rk_solvers.transfers.oracle import least_time_with_moves
 from rk_solvers.transfers.placing import least_held, placed
@@ -89,6 +90,46 @@ def test_the_checker_counts_what_solvers_count_and_placed_moves_are_within_the_b
         assert found.waiting_ms == pytest.approx(costs.waiting_ms, rel=1e-9, abs=1e-9)
         moved += len(moves)
     assert moved > len(seeds)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 400), marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_transfers_get_what_room_there_is_and_take_no_more_time(seeds):
+    eased = 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        problem, _ = random_step(seed)
+        memory = random_memory(chance, 200)
+        base = Base(problem, normalise(problem, random_plan(problem, seed)), memory)
+        gaps = [gap for gap in base.gaps if chance.random() < 0.6]
+        least_bytes = int(least_held(base, gaps).max(initial=0))
+        budget_bytes = chance.randint(least_bytes, max(least_bytes, int(base.curve.max(initial=0))))
+        moves = placed(base, gaps, budget_bytes)
+        found = Found(base, gaps, moves, base.costs(moves))
+        eased_plan = with_slack(found, budget_bytes)
+        costs = check(problem, base.schedule(eased_plan.moves), budget_bytes, memory)
+        assert costs.time_ms <= found.costs.time_ms * (1 + 1e-12)
+        assert [move.gap for move in eased_plan.moves] == [move.gap for move in moves]
+        for before, after in zip(moves, eased_plan.moves, strict=True):
+            assert before.left <= after.left < after.recalled <= before.recalled
+        eased += eased_plan.moves != moves
+    assert eased > len(seeds) / 4
+
+
+def test_a_transfer_has_time_to_spare_where_there_is_room_for_it_alone():
+    """Let go of later and taken back earlier where the budget is wide; within the least that it takes, neither."""
+    problem = replace(layers(0, 6), base_bytes=0)
+    link = Link(1e6, latency_ms=0.01)
+    base = Base(problem, problem.no_recompute, SecondMemory(link, link))
+    gap = max(base.gaps, key=lambda gap: gap.after - gap.before)
+    moves = [Move(gap, gap.before, gap.after)]
+    found = Found(base, [gap], moves, base.costs(moves))
+    least_bytes = found.costs.peak_bytes
+    wide = with_slack(found, int(base.curve.max())).moves[0]
+    assert gap.before < wide.left < wide.recalled < gap.after
+    narrow = with_slack(found, least_bytes)
+    assert check(problem, base.schedule(narrow.moves), least_bytes, base.memory).peak_bytes == least_bytes
 
 
 SCHEDULE = """

@@ -99,8 +99,8 @@ def the_quicker(
         links = solution.memory
         if not is_as_predicted:
             links = _as_in_steps(links, before, _traffic(moving))
-            late_ms = took_ms - costs_of(measured.problem, solution.schedule, links).time_ms
-            links = corrected(measured.problem, solution.schedule, links, late_ms)
+        late_ms = took_ms - costs_of(measured.problem, solution.schedule, links).time_ms
+        links = corrected(measured.problem, solution.schedule, links, late_ms)
         free.show(links)
         if moving_ms <= share * alone_ms:
             best, links_of_best, share = moving, links, moving_ms / alone_ms
