@@ -497,7 +497,8 @@ def _short_layout_lines(report: dict[str, Any]) -> Iterator[str]:
             label = result["label"]
             way = next((way for way in ("inductor", "auto", "rockmate") if way in label), label)
             if way in found and result["time_ratio"] is not None:
-                found[way].append(f"{result['time_ratio']:.2f} at {result['peak_share']:.2f}")
+                told = " (wrong gradients)" if result["status"] == "wrong" else ""
+                found[way].append(f"{result['time_ratio']:.2f} at {result['peak_share']:.2f}{told}")
         yield row([model["model"], *(", ".join(of_way) or "–" for of_way in found.values())])
 
 
