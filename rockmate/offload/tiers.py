@@ -27,6 +27,7 @@ class Tiers:
         self.option = option
         self._tiers: dict[torch.device, Tier] = {}
         self._links: dict[torch.device, SecondMemory | None] = {}
+        self._shown: set[torch.device] = set()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Tiers], tuple[Offload]]:
@@ -59,9 +60,18 @@ class Tiers:
                 warnings.warn(f"no data are moved: {error}", OffloadWarning, stacklevel=2)
         return self._links[device]
 
-    def correct(self, device: torch.device, links: SecondMemory) -> None:
-        """Take the links of that device for what steps have shown them to be."""
+    def take(self, device: torch.device, links: SecondMemory) -> None:
+        """Let these be the links of that device."""
         self._links[device] = links
+
+    def show(self, device: torch.device, links: SecondMemory) -> None:
+        """Steps have shown the links of that device to be so."""
+        self._links[device] = links
+        self._shown.add(device)
+
+    def are_shown(self, device: torch.device) -> bool:
+        """Whether steps have shown what the links of that device are."""
+        return device in self._shown
 
 
 def _opened(option: Offload, device: torch.device) -> Tier:

@@ -80,14 +80,14 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
     """
     started = time.perf_counter()
     budget_bytes, split = _resolved(measured, request)
-    with FreeLinks(request, measured, round(_BENEFIT_OF_DOUBT * budget_bytes)) as links:
+    with FreeLinks(request, measured, round(_BENEFIT_OF_DOUBT * budget_bytes)):
         tried = _tried_within(measured, request, module, budget_bytes, split)
         tried = _or_that_of_a_refusal(tried, measured, request, module, split)
         whole = _is_the_whole_step(request) and measured.checkpointed_peak_bytes is None
         if whole and (request.scope == "reserved" or tried.peak.allocated_bytes > budget_bytes):
             tried = _tried_as_eager(measured, request, module, split)
             budget_bytes = tried.planned.plan.budget_bytes
-        tried = the_quicker(measured, request, module, tried, Asked(budget_bytes, tried.target_bytes, split), links)
+        tried = the_quicker(measured, request, module, tried, Asked(budget_bytes, tried.target_bytes, split))
     tried = timed_anew(tried, request, measured)
     planned, solution, target_bytes, peak, _ = tried
     if bounded_bytes(peak, request) > budget_bytes and not request.may_exceed:

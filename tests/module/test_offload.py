@@ -190,6 +190,23 @@ def test_links_have_the_speeds_of_transfers_within_steps(quick_disk, monkeypatch
     assert links.back.bytes_per_ms == pytest.approx((2 << 20) / 16.0 / moving._TO_SPARE)
 
 
+def test_what_steps_have_shown_of_links_is_not_forgotten_for_the_next_plan(quick_disk, monkeypatch):
+    burdened(monkeypatch, 0.5)
+    monkeypatch.setattr(moving, "steps_by_turns_ms", lambda _, plans, *__: [1.3 * one.plan.time_ms for _, one in plans])
+    module = planned(built(Layers), rows(), 0.5)
+    request, measured = module._family.request, module._member.measured
+    shown = request.tiers.links_on(here())
+    assert module.plan.moves > 0
+    assert request.tiers.are_shown(here())
+    with moving.FreeLinks(request, measured, 1):
+        assert request.tiers.links_on(here()) == shown
+    fresh = replace(request, tiers=copy.deepcopy(request.tiers))
+    with moving.FreeLinks(fresh, measured, 1):
+        assert fresh.tiers.links_on(here()).out.burden == 0
+    assert fresh.tiers.links_on(here()).out.burden == 0.5
+    assert not fresh.tiers.are_shown(here())
+
+
 def test_a_link_that_moved_nothing_in_a_step_is_as_measured():
     links = SecondMemory(Link(1e6, 0.5), Link(2e6))
     nothing, some = Traffic(), Traffic(2, 4_000_000, 10.0)

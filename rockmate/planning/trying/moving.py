@@ -36,41 +36,31 @@ class FreeLinks:
 
     What they cost was measured beside another computation, and is often far less; and what a step of few transfers
     shows of it is mostly noise. So plans that move much come first. Where no step has shown anything, links are as they
-    were measured afterwards. Nothing is changed for a plan that is given, nor where all fits `budget_bytes`.
+    were measured afterwards. Nothing is changed where steps have shown it before, for a plan that is given, nor where
+    all fits `budget_bytes`.
     """
 
     def __init__(self, request: PlanRequest, measured: Measured, budget_bytes: int) -> None:
         is_given = isinstance(request.solver, FixedPlan) or request.follow is not None
-        self._request, self._measured = request, measured
-        problem = measured.problem
+        problem, tiers, device = measured.problem, request.tiers, measured.device
         fits = peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes
-        self.first = None if is_given or fits else memory_for(request, measured)  # as measured
-        self.are_shown = False
+        self._tiers = None if tiers is None or is_given or fits or tiers.are_shown(device) else tiers
+        self._measured_links = None if self._tiers is None else memory_for(request, measured)
+        self._device = device
 
-    def __enter__(self) -> FreeLinks:
-        if self.first is not None:
-            out, back = (replace(link.taking(_TO_SPARE), burden=0.0) for link in (self.first.out, self.first.back))
-            self.take(replace(self.first, out=out, back=back))
-        return self
+    def __enter__(self) -> None:
+        links = self._measured_links
+        if self._tiers is not None and links is not None:
+            out, back = (replace(link.taking(_TO_SPARE), burden=0.0) for link in (links.out, links.back))
+            self._tiers.take(self._device, replace(links, out=out, back=back))
 
     def __exit__(self, *_: object) -> None:
-        if self.first is not None and not self.are_shown:
-            self.take(self.first)
-
-    def take(self, links: SecondMemory) -> None:
-        """Let these be the links of the device."""
-        assert self._request.tiers is not None
-        self._request.tiers.correct(self._measured.device, links)
-
-    def show(self, links: SecondMemory) -> None:
-        """Steps have shown them to be so."""
-        self.are_shown = True
-        self.take(links)
+        links = self._measured_links
+        if self._tiers is not None and links is not None and not self._tiers.are_shown(self._device):
+            self._tiers.take(self._device, links)
 
 
-def the_quicker(
-    measured: Measured, request: PlanRequest, module: torch.nn.Module, tried: Tried, asked: Asked, free: FreeLinks
-) -> Tried:
+def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Module, tried: Tried, asked: Asked) -> Tried:
     """Of plans that move data and the one that does not, as far as all are within the budget: by steps of each.
 
     What transfers take, and what they cost the computation, depends on what else the machine does, and is predicted by
@@ -80,6 +70,7 @@ def the_quicker(
     alone = tried.solution.alone if tried.solution.schedule.offloaded else None
     if alone is None or not alone.schedule.recomputations or not alone.status.fits or not is_within(tried, request):
         return tried
+    assert request.tiers is not None
     moving, first = tried, memory_for(request, measured)
     other = try_if_it_fits(measured, request, module, alone, asked, is_last=False)
     if other is None or not is_within(other, request):
@@ -101,7 +92,7 @@ def the_quicker(
             links = _as_in_steps(links, before, _traffic(moving))
         late_ms = took_ms - costs_of(measured.problem, solution.schedule, links).time_ms
         links = corrected(measured.problem, solution.schedule, links, late_ms)
-        free.show(links)
+        request.tiers.show(measured.device, links)
         if moving_ms <= share * alone_ms:
             best, links_of_best, share = moving, links, moving_ms / alone_ms
         if is_as_predicted or attempt + 1 == _COMPARISONS or time.perf_counter() >= deadline:
@@ -114,7 +105,7 @@ def the_quicker(
             break
         moving = found
     if links_of_best is not None:
-        free.show(links_of_best)  # not those of a plan that is not taken
+        request.tiers.show(measured.device, links_of_best)  # not those of a plan that is not taken
     bound_ms, now = tried.solution.lower_bound_ms, memory_for(request, measured)
     if first is not None and now is not None and _is_faster(now, first):
         bound_ms = measured.problem.keep_all_time_ms  # what was proven counted more time than transfers take
