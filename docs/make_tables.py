@@ -681,6 +681,26 @@ def in_place_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row([name, str(count), f"{100 * share:.1f} %", f"{100 * gain:.2f} %", most, largest])
 
 
+def transfer_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of what transfers take: a table of links by sizes, one of a computation beside them, and the bars."""
+    where = report["circumstances"]
+    yield f"{machine(where)}; code at {where['code']}."
+    yield ""
+    yield row(["storages of", "out", "back", "of processors, out", "of processors, back"])
+    yield row(["--:"] * 5)
+    for link in report["links"]:
+        speeds = [f"{link[key]:.2f} GB/s" for key in ("out_gb_s", "back_gb_s")]
+        busy = [f"{link[key]:.2f} s for a GB" for key in ("processor_out_s_gb", "processor_back_s_gb")]
+        yield row([format_bytes(link["size_bytes"]), *speeds, *busy])
+    yield ""
+    yield row(["moved beside a computation", "its time, of that alone"])
+    yield row(["--:"] * 2)
+    for beside in report["beside"]:
+        yield row([f"{beside['moved_gb_s']:.2f} GB/s", f"{beside['slower']:.3f}"])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -700,6 +720,7 @@ SECTIONS = {
     "small-budgets.json": small_budget_sections,
     "implementations-cpu.json": implementation_sections,
     "in-place-cpu.json": in_place_sections,
+    "transfers-cpu.json": transfer_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 
