@@ -30,9 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.operations import Argument, measured_classes
 from benchmarks.peers.case import Case
 from benchmarks.peers.models import case_named
-from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
+from benchmarks.reporting import console, new_table
 from rkgb.devices.registry import device_of
 from rockmate import PeakMemory
 from rockmate.regions.option import RegionTrial
@@ -44,29 +45,6 @@ CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose2d
 SECONDS, TURNS = 2.0, 5  # of turns of a class, and turns at least
 
 Context = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A tensor among the arguments of a call."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    has_gradient: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Argument:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-    def made(self, device: torch.device) -> torch.Tensor:
-        """One like it."""
-        made = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
-        if self.dtype.is_floating_point:
-            made.normal_()
-        else:
-            made.fill_(True)
-        return made.requires_grad_(self.has_gradient)
 
 
 @dataclass(frozen=True)
@@ -270,18 +248,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
 
 def main() -> None:
     """Try all classes of all models, and write what was found after each model."""
-    parser = option_parser(__doc__, "tiny models, whose times mean nothing")
-    parser.set_defaults(threads=1)
-    parser.add_argument("--models", nargs="+", help=f"of benchmarks/peers/models.py (default: {' '.join(MODELS)})")
-    parser.add_argument("--device", default="cpu", help="where they run (default cpu)")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    for name in options.models or (QUICK if options.quick else MODELS):
-        rows += rows_of(name, options)
-        report = {"circumstances": circumstances(options) | {"code": code_version()}, "rows": rows}
-        write_report(options.output, RESULTS.format(torch.device(options.device).type), report, quietly=True)
-    console.print(table(rows))
+    measured_classes(__doc__, MODELS, QUICK, RESULTS, rows_of, table)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from benchmarks.operations import Argument, measured_classes
 from benchmarks.peers.models import case_named
-from benchmarks.reporting import circumstances, code_version, console, new_table, option_parser, write_report
+from benchmarks.reporting import console, new_table
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, Ref, is_ref
 from rkgb.ir.dgraph import DNode, last_uses
@@ -41,24 +42,6 @@ MODELS = ("gpt2", "hf-llama", "hf-bert", "vit", "resnet50", "mobilenet-v2", "une
 QUICK = ("hf-bert", "resnet50")
 SECONDS, TURNS = 0.3, 30  # of turns of a class, and turns at least
 COMMUTATIVE = ("add", "mul")  # their second argument may be written into as well
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor among the arguments of an operation."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, value: ValueInfo) -> Operand:
-        return cls(value.shape, value.stride, value.dtype)
-
-    def made(self, device: torch.device) -> torch.Tensor:
-        """One like it."""
-        made = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
-        return made.normal_() if self.dtype.is_floating_point else made.fill_(1)
 
 
 @dataclass(frozen=True)
@@ -116,10 +99,11 @@ def _in_place_form(function: Any) -> Any:
 
 
 def _candidate(call: Call, in_place: Any, values: dict[str, ValueInfo], result_bytes: int) -> Candidate:
-    def operand(ref: Ref) -> Operand:
-        return Operand.of(values[ref.name])
+    def argument(ref: Ref) -> Argument:
+        value = values[ref.name]
+        return Argument(value.shape, value.stride, value.dtype, has_gradient=False)
 
-    args, kwargs = map_leaves(operand, (call.args, call.kwargs), is_ref)
+    args, kwargs = map_leaves(argument, (call.args, call.kwargs), is_ref)
     args = tuple(tuple(one) if isinstance(one, list) else one for one in args)
     sizes = "×".join(map(str, args[0].sizes))
     return Candidate(f"{call.op_name} {sizes}", call.function, in_place, args, tuple(kwargs.items()), result_bytes)
@@ -137,7 +121,7 @@ def tried(one: Candidate, device: torch.device, seconds: float) -> Found:
     """Both forms by turns. The new tensor is let go before the next is made, as in a step that keeps nothing."""
 
     def given(value: Any) -> Any:
-        return value.made(device) if isinstance(value, Operand) else value
+        return value.made(device) if isinstance(value, Argument) else value
 
     torch.manual_seed(0)
     args, kwargs = [given(value) for value in one.args], {name: given(value) for name, value in one.kwargs}
@@ -197,18 +181,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
 
 def main() -> None:
     """Try all classes of all models, and write what was found after each model."""
-    parser = option_parser(__doc__, "tiny models, whose times mean nothing")
-    parser.set_defaults(threads=1)
-    parser.add_argument("--models", nargs="+", help=f"of benchmarks/peers/models.py (default: {' '.join(MODELS)})")
-    parser.add_argument("--device", default="cpu", help="where they run (default cpu)")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    for name in options.models or (QUICK if options.quick else MODELS):
-        rows += rows_of(name, options)
-        report = {"circumstances": circumstances(options) | {"code": code_version()}, "rows": rows}
-        write_report(options.output, RESULTS.format(torch.device(options.device).type), report, quietly=True)
-    console.print(table(rows))
+    measured_classes(__doc__, MODELS, QUICK, RESULTS, rows_of, table)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _compare_calls(first: FirstCall, watch: _Watch) -> None:
         if states[0].is_untouched_in(states[1]) and not watch.before:
             first.is_still = True
             return  # a second call would find what the first did
-        if not watch.before and states[0].is_as_but_for(_averages(module), states[1]):
+        if not watch.before and states[0].is_as(states[1], but_for=_averages(module)):
             return  # which a second call would change again
         early = set(watch.before)
         watch.seen.clear()
@@ -235,21 +235,19 @@ class _State:
         self._held.append(value)
         return (type(value).__name__, id(value), len(leaves(value)))
 
-    def is_as(self, other: _State) -> bool:
-        """Whether the module was the same then, as far as can be seen: all that its attributes hold, too."""
-        same = self.structure == other.structure and self.values == other.values
-        return same and self.is_known and other.is_known and self._contents == other._contents
+    def is_as(self, other: _State, but_for: frozenset[str] = frozenset()) -> bool:
+        """Whether the module was the same then, as far as can be seen: all that its attributes hold, too.
+
+        Values of the names `but_for` may be others.
+        """
+        if self.structure != other.structure or self.values.keys() != other.values.keys():
+            return False
+        changed = {name for name, value in self.values.items() if other.values[name] != value}
+        return changed <= but_for and self.is_known and other.is_known and self._contents == other._contents
 
     def is_untouched_in(self, later: _State) -> bool:
         """Whether nothing was even written since, as far as can be seen."""
         return self.is_as(later) and self._versions == later._versions
-
-    def is_as_but_for(self, names: frozenset[str], later: _State) -> bool:
-        """Whether the module is the same later, but for values of these names."""
-        if self.structure != later.structure or self.values.keys() != later.values.keys():
-            return False
-        changed = {name for name, value in self.values.items() if later.values[name] != value}
-        return changed <= names and self.is_known and later.is_known and self._contents == later._contents
 
     def _look_into(self, value: Any) -> Any:
         """What stands for `value` in a comparison; what it holds is compared as well."""

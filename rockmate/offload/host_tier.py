@@ -132,11 +132,11 @@ class _HostParcel(Parcel):
         for piece in pieces:
             if piece.free_from is not None:
                 _wait(tier.out, piece.free_from)  # another stream may still read what was there
-        begun = _event(tier.out)
+        begun = _event(tier.out, timed=True)
         with tier.out:
             for part, piece in self._parts(storage):
                 piece.memory[: part.numel()].copy_(part, non_blocking=True)
-        self._sent = _event(tier.out)
+        self._sent = _event(tier.out, timed=True)
         tier.sent.add(begun, self._sent, self._size_bytes)
 
     def wait_sent(self) -> None:
@@ -151,11 +151,11 @@ class _HostParcel(Parcel):
         back = self._tier.back
         self._target = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
         _wait(back, _event(self._compute))  # what was there before may still be read; it has waited for what was sent
-        begun = _event(back)
+        begun = _event(back, timed=True)
         with back:
             for part, piece in self._parts(self._target):
                 part.copy_(piece.memory[: part.numel()], non_blocking=True)
-        self._returned = _event(back)
+        self._returned = _event(back, timed=True)
         self._tier.returned.add(begun, self._returned, self._size_bytes)
 
     def take(self) -> torch.UntypedStorage:
@@ -194,9 +194,9 @@ def _wait(stream: torch.Stream, event: torch.Event) -> None:
     stream.wait_event(event)
 
 
-def _event(stream: torch.Stream) -> torch.Event:
-    """All that `stream` has been told to do; it tells when that was over."""
-    event = torch.Event(stream.device, enable_timing=True)
+def _event(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
+    """All that `stream` has been told to do; `timed`, it tells when that was over, which takes the stream longer."""
+    event = torch.Event(stream.device, enable_timing=timed)
     event.record(stream)
     return event
 

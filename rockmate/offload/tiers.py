@@ -66,7 +66,7 @@ class Tiers:
 
     def show(self, device: torch.device, links: SecondMemory) -> None:
         """Steps have shown the links of that device to be so."""
-        self._links[device] = links
+        self.take(device, links)
         self._shown.add(device)
 
     def are_shown(self, device: torch.device) -> bool:

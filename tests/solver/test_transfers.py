@@ -24,7 +24,7 @@ from rk_solvers.links import Link, SecondMemory
 from rk_solvers.transfers import with_moves
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.improving import Found, with_slack
-from rk_solvers.transfers.moves import Base, Move
+from rk_solvers.transfers.moves import Base, Gap, Move
 from rk_solvers.transfers.oracle import least_time_with_moves
 from rk_solvers.transfers.placing import least_held, placed
 from rk_solvers.transfers.reading import corrected, costs_of, moves_in
@@ -60,6 +60,17 @@ def random_memory(chance: random.Random, fastest: float) -> SecondMemory:
     return SecondMemory(out, back, staging_bytes=chance.choice([0, 5]), unit_bytes=chance.choice([1, 1, 7]))
 
 
+def random_moves(seed: int) -> tuple[Base, list[Gap], int, int]:
+    """Some gaps of a random problem and plan, the least that they take, and a budget from there on."""
+    chance = random.Random(seed)
+    problem, _ = random_step(seed)
+    memory = random_memory(chance, 200)
+    base = Base(problem, normalise(problem, random_plan(problem, seed)), memory)
+    gaps = [gap for gap in base.gaps if chance.random() < 0.6]
+    least_bytes = int(least_held(base, gaps).max(initial=0))
+    return base, gaps, least_bytes, chance.randint(least_bytes, max(least_bytes, int(base.curve.max(initial=0))))
+
+
 def search(problem, memory, **options):
     return MoveSearch(problem, memory, lambda _: Oracle(), time_limit_s=0.3, **options)
 
@@ -73,13 +84,8 @@ def search(problem, memory, **options):
 def test_the_checker_counts_what_solvers_count_and_placed_moves_are_within_the_budget(seeds):
     moved = 0
     for seed in seeds:
-        chance = random.Random(seed)
-        problem, _ = random_step(seed)
-        memory = random_memory(chance, 200)
-        base = Base(problem, normalise(problem, random_plan(problem, seed)), memory)
-        gaps = [gap for gap in base.gaps if chance.random() < 0.6]
-        least_bytes = int(least_held(base, gaps).max(initial=0))
-        budget_bytes = chance.randint(least_bytes, max(least_bytes, int(base.curve.max(initial=0))))
+        base, gaps, least_bytes, budget_bytes = random_moves(seed)
+        problem, memory = base.problem, base.memory
         moves = placed(base, gaps, budget_bytes)
         assert placed(base, gaps, least_bytes - 1) is None
         schedule, costs = base.schedule(moves), base.costs(moves)
@@ -98,17 +104,11 @@ def test_the_checker_counts_what_solvers_count_and_placed_moves_are_within_the_b
 def test_transfers_get_what_room_there_is_and_take_no_more_time(seeds):
     eased = 0
     for seed in seeds:
-        chance = random.Random(seed)
-        problem, _ = random_step(seed)
-        memory = random_memory(chance, 200)
-        base = Base(problem, normalise(problem, random_plan(problem, seed)), memory)
-        gaps = [gap for gap in base.gaps if chance.random() < 0.6]
-        least_bytes = int(least_held(base, gaps).max(initial=0))
-        budget_bytes = chance.randint(least_bytes, max(least_bytes, int(base.curve.max(initial=0))))
+        base, gaps, _, budget_bytes = random_moves(seed)
         moves = placed(base, gaps, budget_bytes)
         found = Found(base, gaps, moves, base.costs(moves))
         eased_plan = with_slack(found, budget_bytes)
-        costs = check(problem, base.schedule(eased_plan.moves), budget_bytes, memory)
+        costs = check(base.problem, base.schedule(eased_plan.moves), budget_bytes, base.memory)
         assert costs.time_ms <= found.costs.time_ms * (1 + 1e-12)
         assert [move.gap for move in eased_plan.moves] == [move.gap for move in moves]
         for before, after in zip(moves, eased_plan.moves, strict=True):

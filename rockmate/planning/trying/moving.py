@@ -22,11 +22,10 @@ from rockmate.planning.trying.tried import (
     is_within,
     try_if_it_fits,
 )
-from rockmate.planning.trying.turns import steps_by_turns_ms
+from rockmate.planning.trying.turns import AS_PREDICTED, steps_by_turns_ms
 
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
 _COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
-_LATE = 0.02  # of a step's time: links are corrected where transfers cost so much more than was predicted
 _TO_SPARE = 1.1  # of what transfers take in steps: one that is late is waited for, and one that is early costs nothing
 _WORTH_MOVING = 0.01  # of a step's time: what is quicker by less may not be
 
@@ -41,23 +40,23 @@ class FreeLinks:
     """
 
     def __init__(self, request: PlanRequest, measured: Measured, budget_bytes: int) -> None:
+        self._tiers, self._device = request.tiers, measured.device
+        self._links: SecondMemory | None = None  # as they were measured, where they are to be changed
         is_given = isinstance(request.solver, FixedPlan) or request.follow is not None
-        problem, tiers, device = measured.problem, request.tiers, measured.device
-        fits = peak_and_time(problem, problem.no_recompute)[0] <= budget_bytes
-        self._tiers = None if tiers is None or is_given or fits or tiers.are_shown(device) else tiers
-        self._measured_links = None if self._tiers is None else memory_for(request, measured)
-        self._device = device
+        if self._tiers is None or is_given or self._tiers.are_shown(self._device):
+            return
+        problem = measured.problem
+        if peak_and_time(problem, problem.no_recompute)[0] > budget_bytes:
+            self._links = memory_for(request, measured)
 
     def __enter__(self) -> None:
-        links = self._measured_links
-        if self._tiers is not None and links is not None:
-            out, back = (replace(link.taking(_TO_SPARE), burden=0.0) for link in (links.out, links.back))
-            self._tiers.take(self._device, replace(links, out=out, back=back))
+        if self._tiers is not None and self._links is not None:
+            out, back = (replace(link.taking(_TO_SPARE), burden=0.0) for link in (self._links.out, self._links.back))
+            self._tiers.take(self._device, replace(self._links, out=out, back=back))
 
     def __exit__(self, *_: object) -> None:
-        links = self._measured_links
-        if self._tiers is not None and links is not None and not self._tiers.are_shown(self._device):
-            self._tiers.take(self._device, links)
+        if self._tiers is not None and self._links is not None and not self._tiers.are_shown(self._device):
+            self._tiers.take(self._device, self._links)
 
 
 def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Module, tried: Tried, asked: Asked) -> Tried:
@@ -82,19 +81,20 @@ def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Modul
     for attempt in range(_COMPARISONS):
         both = [(measured, one.planned) for one in (moving, other)]
         solution, before = moving.solution, _traffic(moving)
-        moving_ms, alone_ms = steps_by_turns_ms(module, both, request.loss, solution.time_ms / alone.time_ms)
+        predicted = solution.time_ms / alone.time_ms
+        moving_ms, alone_ms = steps_by_turns_ms(module, both, request.loss, predicted)
+        ratio = moving_ms / alone_ms
         request.progress("compare", attempt + 1, _COMPARISONS)
-        took_ms = moving_ms / alone_ms * alone.time_ms
-        is_as_predicted = abs(took_ms - solution.time_ms) <= _LATE * alone.time_ms
+        is_as_predicted = abs(ratio - predicted) <= AS_PREDICTED
         assert solution.memory is not None
         links = solution.memory
         if not is_as_predicted:
             links = _as_in_steps(links, before, _traffic(moving))
-        late_ms = took_ms - costs_of(measured.problem, solution.schedule, links).time_ms
+        late_ms = ratio * alone.time_ms - costs_of(measured.problem, solution.schedule, links).time_ms
         links = corrected(measured.problem, solution.schedule, links, late_ms)
         request.tiers.show(measured.device, links)
-        if moving_ms <= share * alone_ms:
-            best, links_of_best, share = moving, links, moving_ms / alone_ms
+        if ratio <= share:
+            best, links_of_best, share = moving, links, ratio
         if is_as_predicted or attempt + 1 == _COMPARISONS or time.perf_counter() >= deadline:
             break
         again = moves_beside(alone, request, measured).solve(measured.problem, asked.target_bytes)

@@ -47,6 +47,7 @@ class Asked(NamedTuple):
 def try_plan(
     measured: Measured, request: PlanRequest, module: torch.nn.Module, solution: Solution, asked: Asked
 ) -> Tried:
+    """The plan of a solution, and one real step of it. Raises `BudgetError` where it takes more than there is."""
     planned = as_planned(measured, request, solution, asked, module)
     _refuse_more_than_there_is(planned.plan, measured.device)
     tier = planned.tier
@@ -74,6 +75,7 @@ def try_if_it_fits(
 def as_planned(
     measured: Measured, request: PlanRequest, solution: Solution, asked: Asked, module: torch.nn.Module
 ) -> LoweredPlan:
+    """The plan of a solution, with its program."""
     problem = measured.problem
     if solution.status.fits:
         check(problem, solution.schedule, None, solution.memory)  # no schedule is believed unchecked
@@ -135,6 +137,7 @@ def bounded_bytes(peak: StepPeak, request: PlanRequest) -> int:
 
 
 def is_within(tried: Tried, request: PlanRequest) -> bool:
+    """Whether the step that was run is within the budget."""
     return bounded_bytes(tried.peak, request) <= tried.planned.plan.budget_bytes
 
 

@@ -23,7 +23,7 @@ _CLEAR = 0.5  # of how far two plans are apart: turns that differ by less say th
 _PLAIN = 0.05  # of a step's time: where two plans are predicted to be so far apart, one turn that agrees is enough
 _DECIDED = 0.15  # of it: the first is slower by so much each time, and another turn does not make it the quicker
 _COMPARE_S = 4.0  # of such steps, beyond which there are no more than there must be
-_AS_PREDICTED = 0.02  # of a step's time: a turn that differs by no more says what was predicted
+AS_PREDICTED = 0.02  # of a step's time: steps that differ by no more say what was predicted
 
 
 def by_turns(
@@ -77,7 +77,7 @@ def _agree(predicted: float | None, turns: list[list[float]]) -> bool:
     """Whether turns of two plans have told which is the quicker."""
     ratios = [one / another for one, another in turns]
     if len(ratios) == 1:
-        return predicted is not None and abs(1 - predicted) >= _PLAIN and abs(ratios[0] - predicted) <= _AS_PREDICTED
+        return predicted is not None and abs(1 - predicted) >= _PLAIN and abs(ratios[0] - predicted) <= AS_PREDICTED
     apart = max(ratios) - min(ratios)
     is_clear = apart <= _CLEAR * abs(1 - statistics.mean(ratios))
     return min(ratios) > 1 + _DECIDED or apart <= _AGREEING or is_clear
