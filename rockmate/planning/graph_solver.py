@@ -17,6 +17,7 @@ from rockmate.planning.request import PlanRequest
 _SHARE_ALONE = 2 / 3  # of the time, for the search for recomputations
 _SHARE_OF_MOVES = 1 / 3  # of it, for that for moves: links are known by far less well than what it would gain with more
 _LEAST_S = 1.0  # for moves, where there is as much at all
+_STEPS = 8  # real steps of plans with moves and without, which share the time with the searches
 
 
 class GraphSolver(Solver):
@@ -48,7 +49,7 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
     if isinstance(request.solver, str):
         limits = request.limits
         if memory_for(request, measured) is not None:
-            limits = limits_beside_moves(limits)
+            limits = limits_beside_moves(_less_steps(limits, measured))
             thorough = solver_named(request.solver, limits, measured.chain, progress)
             limits = replace(limits, least_peak_s=0.0)  # where recomputation alone does not fit, moves may
         alone = solver_named(request.solver, limits, measured.chain, progress)
@@ -56,14 +57,21 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
         alone = request.solver.for_measured(measured)
     else:
         alone = request.solver
-    return _beside(alone, request, measured, thorough)
+    return _beside(alone, replace(request, limits=_less_steps(request.limits, measured)), measured, thorough)
 
 
-def moves_beside(alone: Solution, request: PlanRequest, measured: Measured) -> Solver:
-    """What looks for moves once more, for half of the time, beside what was found of recomputation alone."""
-    limits = replace(request.limits.within(request.limits.search_s / 2), bound_s=0.0)  # the first search had the bound
+def moves_beside(alone: Solution, request: PlanRequest, measured: Measured, seconds: float) -> Solver:
+    """What looks for moves once more beside what was found of recomputation alone: for `seconds`, or what is usual."""
+    search_s = min(seconds / _SHARE_OF_MOVES, request.limits.search_s / 2)
+    limits = replace(request.limits.within(search_s), bound_s=0.0)  # the first search had the bound
     request = replace(request, limits=limits)
     return _beside(FixedPlan(PortablePlan.of(alone.schedule, alone.solver)), request, measured)
+
+
+def _less_steps(limits: Limits, measured: Measured) -> Limits:
+    """Of the searches, where steps of what they find take a part of the time: at least half."""
+    steps_s = 1e-3 * _STEPS * measured.eager_time_ms
+    return replace(limits, search_s=max(limits.search_s / 2, limits.search_s - steps_s))
 
 
 def _beside(alone: Solver, request: PlanRequest, measured: Measured, thorough: Solver | None = None) -> Solver:

@@ -87,7 +87,8 @@ def make_plan(measured: Measured, request: PlanRequest, module: torch.nn.Module)
         if whole and (request.scope == "reserved" or tried.peak.allocated_bytes > budget_bytes):
             tried = _tried_as_eager(measured, request, module, split)
             budget_bytes = tried.planned.plan.budget_bytes
-        tried = the_quicker(measured, request, module, tried, Asked(budget_bytes, tried.target_bytes, split))
+        asked, until = Asked(budget_bytes, tried.target_bytes, split), started + request.limits.longest_s
+        tried = the_quicker(measured, request, module, tried, asked, until)
     tried = timed_anew(tried, request, measured)
     planned, solution, target_bytes, peak, _ = tried
     if bounded_bytes(peak, request) > budget_bytes and not request.may_exceed:

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -12,9 +13,11 @@ import pytest
 import torch
 from msgspec import structs
 
+from rk_solvers import Limits
 from rk_solvers.links import Link, SecondMemory
 from rk_solvers.transfers.bound import lower_bound_with_moves_ms
 from rk_solvers.transfers.reading import costs_of
+from rk_solvers.transfers.with_moves import WithMoves
 from rkgb.devices.registry import device_of
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
@@ -33,6 +36,8 @@ from rockmate.offload import tiers
 from rockmate.offload.file_tier import FileTier
 from rockmate.offload.host_tier import HostTier
 from rockmate.offload.tier import Traffic
+from rockmate.planning.graph_solver import solver_for
+from rockmate.planning.measured import Measured
 from rockmate.planning.trying import moving
 from rockmate.planning.trying import tried as trying
 from rockmate.planning.trying import turns as by_turn
@@ -107,6 +112,42 @@ def test_links_are_corrected_where_steps_take_longer_than_predicted(quick_disk, 
     assert plan.memory.out.burden == plan.memory.back.burden > 0
     assert plan.memory == module._family.request.tiers.links_on(here())
     assert plan.time_ms == pytest.approx(costs_of(module._member.measured.problem, plan.schedule, plan.memory).time_ms)
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.6], ids=["quick steps", "slow steps"])
+def test_moves_are_looked_for_again_while_there_is_time(quick_disk, monkeypatch, step_s):
+    """Of 2 s, two steps that take 1.2 s leave too little for another search and two more."""
+    given, moves_beside = [], moving.moves_beside
+
+    def steps_ms(module, plans, *_):
+        (_, moved), (_, alone) = plans
+        time.sleep(step_s * len(plans))
+        return 1.5 * moved.plan.time_ms, alone.plan.time_ms  # not as predicted: another mix may be better
+
+    def beside(*asked):
+        given.append(asked[-1])
+        return moves_beside(*asked)
+
+    monkeypatch.setattr(moving, "steps_by_turns_ms", steps_ms)
+    monkeypatch.setattr(moving, "moves_beside", beside)
+    planned(built(Layers), rows(), 0.5, limits=Limits(search_s=2.0, extra_s=0.0))
+    assert bool(given) == (step_s == 0.0)
+    assert all(0 < seconds < 2.0 for seconds in given)
+
+
+def test_searches_leave_time_for_steps(quick_disk, monkeypatch):
+    module = planned(built(Layers), rows(), 0.5)
+    measured, request = module._member.measured, replace(module._family.request, limits=Limits(search_s=30.0))
+
+    def seconds(eager_ms):
+        monkeypatch.setattr(Measured, "eager_time_ms", eager_ms)
+        solver = solver_for(request, measured)
+        assert isinstance(solver, WithMoves)
+        return solver.time_limit_s + solver.alone.limits.search_s
+
+    assert seconds(0.0) == pytest.approx(30.0)
+    assert seconds(1000.0) == pytest.approx(22.0)
+    assert seconds(1e6) == pytest.approx(15.0)  # half of it at least
 
 
 def burdened(monkeypatch, burden):

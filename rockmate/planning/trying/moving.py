@@ -26,6 +26,8 @@ from rockmate.planning.trying.turns import AS_PREDICTED, steps_by_turns_ms
 
 _COMPARISONS = 3  # of plans that move data, each for links as the one before has shown them
 _COMPARISONS_S = 15.0  # of comparisons and searches, beyond which no other begins
+_LEAST_SEARCH_S = 1.0  # of a search for other moves: with less, none begins
+_AFTER_A_SEARCH = 1.5  # as long as the comparison before: a first step of what is found, and its comparison
 _TO_SPARE = 1.1  # of what transfers take in steps: one that is late is waited for, and one that is early costs nothing
 _WORTH_MOVING = 0.01  # of a step's time: what is quicker by less may not be
 
@@ -59,8 +61,12 @@ class FreeLinks:
             self._tiers.take(self._device, self._links)
 
 
-def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Module, tried: Tried, asked: Asked) -> Tried:
+def the_quicker(
+    measured: Measured, request: PlanRequest, module: torch.nn.Module, tried: Tried, asked: Asked, until: float
+) -> Tried:
     """Of plans that move data and the one that does not, as far as all are within the budget: by steps of each.
+
+    They are compared once, and again as long as that is over by `until`, of `time.perf_counter`.
 
     What transfers take, and what they cost the computation, depends on what else the machine does, and is predicted by
     far less well than what computation takes. Where steps take another time than predicted, the links are corrected,
@@ -77,14 +83,16 @@ def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Modul
     best, links_of_best = other, None
     request.progress("compare", 0, _COMPARISONS)
     share = 1.0 - _WORTH_MOVING  # of what the best takes that only recomputes
-    deadline = time.perf_counter() + _COMPARISONS_S
+    last_begin = time.perf_counter() + _COMPARISONS_S
     for attempt in range(_COMPARISONS):
         both = [(measured, one.planned) for one in (moving, other)]
-        solution, before = moving.solution, _traffic(moving)
+        solution, before, began = moving.solution, _traffic(moving), time.perf_counter()
         predicted = solution.time_ms / alone.time_ms
         moving_ms, alone_ms = steps_by_turns_ms(module, both, request.loss, predicted)
         ratio = moving_ms / alone_ms
         request.progress("compare", attempt + 1, _COMPARISONS)
+        now = time.perf_counter()
+        left_s = until - now - _AFTER_A_SEARCH * (now - began)
         is_as_predicted = abs(ratio - predicted) <= AS_PREDICTED
         assert solution.memory is not None
         links = solution.memory
@@ -95,9 +103,9 @@ def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Modul
         request.tiers.show(measured.device, links)
         if ratio <= share:
             best, links_of_best, share = moving, links, ratio
-        if is_as_predicted or attempt + 1 == _COMPARISONS or time.perf_counter() >= deadline:
+        if is_as_predicted or attempt + 1 == _COMPARISONS or now >= last_begin or left_s < _LEAST_SEARCH_S:
             break
-        again = moves_beside(alone, request, measured).solve(measured.problem, asked.target_bytes)
+        again = moves_beside(alone, request, measured, left_s).solve(measured.problem, asked.target_bytes)
         if not again.schedule.offloaded or again.schedule == solution.schedule:
             break
         found = try_if_it_fits(measured, request, module, again, asked, is_last=False)
@@ -106,8 +114,8 @@ def the_quicker(measured: Measured, request: PlanRequest, module: torch.nn.Modul
         moving = found
     if links_of_best is not None:
         request.tiers.show(measured.device, links_of_best)  # not those of a plan that is not taken
-    bound_ms, now = tried.solution.lower_bound_ms, memory_for(request, measured)
-    if first is not None and now is not None and _is_faster(now, first):
+    bound_ms, last = tried.solution.lower_bound_ms, memory_for(request, measured)
+    if first is not None and last is not None and _is_faster(last, first):
         bound_ms = measured.problem.keep_all_time_ms  # what was proven counted more time than transfers take
     return best._replace(solution=replace(best.solution, lower_bound_ms=bound_ms))
 
