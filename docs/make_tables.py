@@ -633,15 +633,14 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
     yield f"{machine(where)}; code at {codes}."
     yield ""
     known = ["", "budget", "of keep-all's peak"]
-    found_in_time = ["plan", "bound", "gap", "plan, longer", "bound", "gap", "linear", "integer", "at most"]
+    found_in_time = ["plan", "bound", "gap", "bound, longer", "gap"]
     yield row([*known, *found_in_time])
     yield row(["---", *["--:"] * (len(known) + len(found_in_time) - 1)])
     for case in cases:
         found = [case["first"][key] for key in ("plan", "bound", "gap")]
-        if "long" in case:
-            found += [case["long"][key] for key in ("plan", "bound", "gap")]
-            found += [case["linear"]["bound"], case["integer"]["bound"], case["integer"]["value"]]
-        texts = ["–" if part is None else f"{100 * part:.1f} %" for part in found]
+        if "alone" in case:
+            found += [case["alone"][key] for key in ("bound", "gap")]
+        texts = [f"{100 * part:.1f} %" for part in found]
         texts += ["–"] * (len(found_in_time) - len(texts))
         budget = format_bytes(case["budget_bytes"])
         name, _, share = case["case"].partition("@")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -21,9 +22,13 @@ from rk_solvers import (
     evaluate,
     lower_bound_ms,
     peak_and_time,
+    smallest_budget,
 )
+from rk_solvers.bounds import branching as branches
+from rk_solvers.bounds.branching import Branching
+from rk_solvers.bounds.narrowing import Narrowing
 from rk_solvers.bounds.refinement import Refinement, Target
-from rk_solvers.bounds.relaxation import UNITS, Relaxation
+from rk_solvers.bounds.relaxation import UNITS, Kept, Relaxation
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.groups import normalise
 from rk_solvers.milp import BackendLimits, Outcome, relaxation_bound, solve
@@ -221,6 +226,77 @@ def test_refinement_with_spans_goes_on_from_where_it_is():
     enough = found.with_spans().advanced(problem.no_recompute, Target(found.bound_ms, 60.0))
     assert enough.rounds <= found.rounds + 1
     assert enough.bound_ms >= found.bound_ms
+
+
+def test_cases_are_below_the_oracle_whatever_they_tell(monkeypatch):
+    monkeypatch.setattr(branches, "WORTH", -math.inf)  # told apart wherever there are any
+    told = 0
+    for seed in range(60):
+        problem = random_problem(seed, 3 + seed % 5, plain=seed % 3 == 0)
+        if not problem.backward:
+            continue
+        low, high = peak_and_time(problem, least_peak(problem))[0], peak_and_time(problem, problem.no_recompute)[0]
+        for budget in {low, (2 * low + high) // 3}:
+            best = Oracle().solve(problem, budget)
+            coarse = Refinement(problem, budget).solved(Target(math.inf, 5.0, integer=False))
+            found = Branching.worth(coarse.with_spans(range(len(problem.backward))), coarse, time.monotonic() + 5.0)
+            if found is None:
+                continue
+            told += 1
+            before_ms = found.bound_ms
+            for _ in range(3):
+                found = found.advanced(Target(math.inf, 5.0))
+                assert before_ms - 1e-9 <= found.bound_ms <= best.time_ms + 1e-6
+                before_ms = found.bound_ms
+            assert not found.cases  # all are closed
+    assert told > 20
+
+
+def test_plans_are_in_one_of_two_cases():
+    """What the bound of a case says of a plan that is in the other may be wrong; of one of the two it is right."""
+    problem, chain = gpt2(layers=2)
+    starts = [0, len(problem.backward) // 2]
+    rng = random.Random(1)
+    for _ in range(20):
+        plan = normalise(problem, random_plan(problem, rng.randrange(100), 0.1))
+        peak, time_ms = peak_and_time(problem, plan)
+        items = tuple(rng.sample(range(len(problem.data)), 12))
+        number = rng.randrange(4)
+        bounds = []
+        for kept in (Kept(starts[1], items, most=number), Kept(starts[1], items, least=number + 1)):
+            refinement = Refinement(problem, peak, chain, starts=tuple(starts), spans=True, kept=(kept,))
+            bounds.append(refinement.solved(Target(math.inf, 5.0)).bound_ms)
+        assert min(bounds) <= time_ms + 1e-6
+
+
+def test_cases_raise_the_bound_where_a_loss_leaves_little_room():
+    problem, chain = gpt2(layers=4, vocabulary=3000)
+    budget = int(1.02 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    found = Refinement(problem, budget, chain)
+    for _ in range(2):
+        found = found.advanced(problem.no_recompute, Target(math.inf, 5.0, integer=False))
+    narrow = Narrowing.of(found)
+    for _ in range(2):
+        narrow = narrow.advanced(problem.no_recompute, Target(math.inf, 10.0))
+    assert narrow.branching is not None
+    assert narrow.bound_ms > found.bound_ms + 0.01 * problem.keep_all_time_ms
+    plan = Greedy(tries=2, rounds=30).solve(problem, budget)
+    assert narrow.bound_ms <= plan.time_ms
+
+
+def test_narrow_stages_apart_raise_the_bound_of_the_integer_program():
+    problem, chain = gpt2(layers=6, vocabulary=3000)
+    budget = int(1.1 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    found = Refinement(problem, budget, chain)
+    for _ in range(2):
+        found = found.advanced(problem.no_recompute, Target(math.inf, 5.0))
+    narrow = Narrowing.of(found)
+    for _ in range(3):
+        before, narrow = narrow, narrow.advanced(problem.no_recompute, Target(math.inf, 2.0))
+        assert narrow.bound_ms >= before.bound_ms
+        assert narrow.rounds > before.rounds
+    assert narrow.bound_ms > found.bound_ms
+    assert narrow.plan is not None
 
 
 def test_a_plan_of_the_relaxation_that_fits_is_the_best():

@@ -6,9 +6,10 @@ the budget, from destroying and repairing parts of good plans (`local_search`), 
 of their own; meanwhile a fixed amount of the other work is done here, so that the result does not depend on the clock
 unless the time limit ends the search.
 
-A second wind follows if a plan may still be much faster then, and there is time for it: the same, but what is done here
-is first of all to combine plans, and to improve the best one by exact programs for a few stages (`exact_windows`), for
-as long as the relaxation takes. On two cores both would leave greedy tries too little at first.
+A second wind follows if a plan may still be much faster then, in the extra time, or in the second half of the time
+where there is none: the same, but what is done here is first of all to combine plans, and to improve the best one by
+exact programs for a few stages (`exact_windows`), for as long as the relaxation takes. That is one for small budgets
+then (`narrowing`). On two cores both would leave greedy tries too little at first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 
 from rk_solvers.baselines.both import baseline_plans
 from rk_solvers.bounds.chain_bound import chain_bound_ms
+from rk_solvers.bounds.narrowing import Narrowing
 from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.chain.rotor import Rotor
 from rk_solvers.exact.checkmate import Program
@@ -45,7 +47,7 @@ POOL = 12  # plans kept for combination
 PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot be refined, before the search ends
 HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
-FAR = 0.025  # a gap that is worth a second wind
+FAR = 0.02  # a gap that is worth a second wind
 LONG = 600  # forward operations above which rotor comes first, and plans are improved piece by piece
 HUGE = 2000  # forward operations above which there is no second wind, but all of the time from the start
 BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
@@ -82,9 +84,9 @@ class Search:
     others: list[Recompute] = field(default_factory=list)  # that do not fit
     enough: float = field(init=False)  # the gap to reach
     first_deadline: float = field(init=False)  # of `time.monotonic`, without extra time
-    deadline: float = field(init=False)
+    deadline: float = field(init=False)  # of what is done now
     second_wind: bool = False
-    refinement: Refinement = field(init=False)
+    refinement: Refinement | Narrowing = field(init=False)
     windows: ExactWindows = field(init=False)
     tables: Tables = field(init=False)
     rng: random.Random = field(init=False)
@@ -93,11 +95,12 @@ class Search:
     _work: Iterator[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.enough, self.first_deadline = max(self.limits.gap, SAME), time.monotonic() + self.limits.search_s
-        self.deadline = self.first_deadline
-        if len(self.problem.forward) > HUGE and self.limits.extra_s > 0:
+        started, extra_s = time.monotonic(), self.limits.extra_s
+        self.enough, self.first_deadline = max(self.limits.gap, SAME), started + self.limits.search_s
+        self.deadline = self.first_deadline if extra_s > 0 else started + self.limits.search_s / 2
+        if self.is_huge:
             # What a second wind does is for smaller problems; here, the first one needs all of the time.
-            self.enough, self.deadline = max(self.enough, FAR), self.deadline + self.limits.extra_s
+            self.enough, self.deadline = max(self.enough, FAR if extra_s else 0.0), self.first_deadline + extra_s
         self.refinement = Refinement(self.problem, self.budget_bytes, self.chain)
         self.windows = ExactWindows(self.problem, self.budget_bytes)
         self.tables = Tables(self.problem)
@@ -112,6 +115,11 @@ class Search:
             return 1.0
         best_ms = self.plans[0].time_ms
         return max(0.0, 1 - self.bound_ms / best_ms) if best_ms > 0 else 0.0  # nothing takes less than no time
+
+    @property
+    def is_huge(self) -> bool:
+        """Whether there is no second wind."""
+        return len(self.problem.forward) > HUGE
 
     def done(self) -> bool:
         """Whether the gap or the time limit is reached, or no plan can fit."""
@@ -167,8 +175,19 @@ class Search:
             limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
             self.add("smallest", min_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
         self._go_on()
-        extra = self.limits.extra_s > 0 and len(self.problem.forward) <= HUGE
-        if extra and self.plans and self.gap > max(self.enough, FAR):
+        if self.is_huge:
+            return
+        if self.plans and self.gap > max(self.enough, FAR):
+            self._begin_second_wind()
+        elif self.limits.extra_s > 0:
+            return
+        self.deadline = self.first_deadline + self.limits.extra_s
+        self._go_on()
+
+    def _begin_second_wind(self) -> None:
+        """From here on what is for gaps that do not close."""
+        if self.limits.extra_s > 0:
+            self.enough = max(self.enough, FAR)
             self.say(f"gap {100 * self.gap:.2f} %: the search goes on for {self.limits.extra_s:.0f} s at most")
             # Logged, and so told at once, before the wait that it explains; warnings may be collected until the end.
             _LOG.warning(
@@ -177,11 +196,10 @@ class Search:
                 100 * self.gap,
                 self.limits.extra_s,
             )
-            self.second_wind, self.enough = True, max(self.enough, FAR)
-            self.refinement, self._binaries = self.refinement.with_spans(), BINARIES
-            self.deadline = time.monotonic() + self.limits.extra_s
-            self.aside.prepare()
-            self._go_on()
+        self.second_wind, self._binaries = True, BINARIES
+        if isinstance(self.refinement, Refinement):
+            self.refinement = Narrowing.of(self.refinement)
+        self.aside.prepare()
 
     def _go_on(self) -> None:
         """Refine and combine, then combine alone, until the search is done or nothing changes any more."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from rk_solvers.bounds.relaxation import UNITS, Relaxation
+from rk_solvers.bounds.relaxation import UNITS, Kept, Relaxation
 from rk_solvers.liveness import memory_curve, steps_of
 from rk_solvers.milp import BackendLimits, Outcome, Result, relaxation_bound, solve
 from rk_solvers.problem import Chain, Problem, Recompute
@@ -57,37 +57,47 @@ class Refinement:
     plan: Recompute | None = field(default=None, hash=False)  # of the relaxation; it may exceed the budget
     rounds: int = 0  # groupings so far
     spans: bool = False  # whether the relaxation has them
+    kept: tuple[Kept, ...] = ()  # what is assumed; the bound is that of the plans of which it is true
     settled: bool = False  # whether no beginnings are to be placed any more
+    complete: bool = True  # whether the last integer program was solved to its end
 
     def advanced(self, incumbent: Recompute, target: Target) -> Refinement:
         """The next grouping and its bound; the same object where there is no other. `incumbent` is a plan to go by."""
         grouped = self._grouped(incumbent, target)
-        if grouped is self:
-            return self
-        relaxation = grouped.relaxation(grouped.starts)
+        return self if grouped is self else grouped.solved(target)
+
+    def solved(self, target: Target) -> Refinement:
+        """With the bound of its groups: that of the linear program, and of the integer program where that may help."""
+        relaxation = self.relaxation(self.starts)
         # The method is the quicker one on large programs that are sparse, and slower on the others.
-        method = "highs-ipm" if self._is_brief else "highs"
+        method = "highs-ipm" if self.is_brief else "highs"
         result = relaxation_bound(relaxation.model, target.time_limit_s, method)
-        grouped = grouped._noted(relaxation, result, integer=False)
-        if grouped.bound_ms >= target.enough_ms or result.values is None or not target.integer or self._is_brief:
-            return grouped
+        found = self._noted(relaxation, result, integer=False)
+        if found.bound_ms >= target.enough_ms or result.values is None or not target.integer or self.is_brief:
+            return found
         relaxation.model.integer = relaxation.integer
         result = solve(relaxation.model, "scipy", BackendLimits(target.time_limit_s, target.gap))
-        return grouped._noted(relaxation, result, integer=True)
+        return replace(found._noted(relaxation, result, integer=True), complete=result.outcome is not Outcome.LIMIT)
 
-    def with_spans(self) -> Refinement:
-        """As it is, but for what follows."""
-        return replace(self, spans=True, settled=False)
+    def placed(self, target: Target) -> Refinement:
+        """With groups that begin where that tells most, as the linear program has it; the bound is as it was."""
+        placement = _Placement(self, target)
+        settled = placement.place()
+        return replace(self._with(placement.starts), settled=settled)
+
+    def with_spans(self, starts: Iterable[int] | None = None) -> Refinement:
+        """As it is, but for what follows; in groups that begin at `starts`, where these are given."""
+        found = replace(self, spans=True, settled=False)
+        return found if starts is None else found._with(set(starts))
 
     def _grouped(self, incumbent: Recompute, target: Target) -> Refinement:
         """With the next grouping; the same object where there is no other."""
         if self.rounds == 0:
             return self._with(_apart({0}, _fullest_stage(self.problem, incumbent), self.problem))
-        if not self.settled and not self._is_brief:  # to place groups takes many programs
-            placement = _Placement(self, target)
-            settled = placement.place()
-            if placement.starts != set(self.starts):
-                return replace(self._with(placement.starts), settled=settled)
+        if not self.settled and not self.is_brief:  # to place groups takes many programs
+            placed = self.placed(target)
+            if placed.starts != self.starts:
+                return placed
         starts = self._next_apart()
         return self if starts == set(self.starts) else replace(self._with(starts), settled=True)
 
@@ -96,22 +106,29 @@ class Refinement:
 
     def relaxation(self, starts: Iterable[int]) -> Relaxation:
         """The program of a grouping."""
-        return Relaxation(self.problem, self.budget_bytes, sorted(starts), self.spans, brief=self._is_brief)
+        found = Relaxation(self.problem, self.budget_bytes, sorted(starts), self.spans, brief=self.is_brief)
+        for kept in self.kept:
+            found.require(kept)
+        return found
 
     @property
-    def _is_brief(self) -> bool:
+    def is_brief(self) -> bool:
         """Whether the problem is so large that the whole relaxation would take minutes."""
         return len(self.problem.forward) > BRIEF
 
     def _noted(self, relaxation: Relaxation, result: Result, *, integer: bool) -> Refinement:
-        """With the bound and the plan of a program. The margin is for rounding, and for the back end's tolerance."""
+        """With the bound and the plan of a program."""
         plan = self.plan if result.values is None else relaxation.recompute(result.values)
         if result.outcome is Outcome.INFEASIBLE:
             return replace(self, bound_ms=math.inf)
-        if result.bound <= 0:
-            return replace(self, plan=plan)
-        extra_ms = result.bound * self.problem.keep_all_time_ms / UNITS * (1 - (1e-5 if integer else 1e-9))
-        return replace(self, plan=plan, bound_ms=max(self.bound_ms, self.problem.keep_all_time_ms + extra_ms))
+        return replace(self, plan=plan, bound_ms=max(self.bound_ms, self.bound_of(result, integer=integer)))
+
+    def bound_of(self, result: Result, *, integer: bool) -> float:
+        """What the result of a program proves, in ms. The margin is for rounding, and for the back end's tolerance."""
+        if result.outcome is Outcome.INFEASIBLE:
+            return math.inf
+        extra = max(0.0, result.bound) / UNITS * (1 - (1e-5 if integer else 1e-9))
+        return self.problem.keep_all_time_ms * (1 + extra)
 
     def _next_apart(self) -> set[int]:
         """The grouping with one stage more apart: that in which the plan exceeds the budget most."""
@@ -135,6 +152,7 @@ class _Placement:
         timed = refinement.spans or len(refinement.problem.forward) > LARGE
         self.deadline = time.monotonic() + target.time_limit_s if timed else math.inf
         self.starts = set(refinement.starts)
+        self.needed = {0, *(kept.stage for kept in refinement.kept)}
         self.left = math.inf if refinement.spans else EFFORT
         self.known: dict[frozenset[int], float] = {}
         self.value = self.judge(self.starts)
@@ -154,7 +172,7 @@ class _Placement:
             self.drop_useless()
             if refinement.spans and added in self.starts:
                 self.move(added)
-        for start in sorted(self.starts - {0}):
+        for start in sorted(self.starts - self.needed):
             self.move(start)
         self.add_best(candidates)
         self.drop_useless()
@@ -192,7 +210,7 @@ class _Placement:
 
     def drop_useless(self) -> None:
         """Take out what the bound does not need."""
-        for start in sorted(self.starts - {0}):
+        for start in sorted(self.starts - self.needed):
             value = self.judge(self.starts - {start})
             if value >= self.value - 1e-6 * UNITS:
                 self.starts, self.value = self.starts - {start}, value

@@ -22,6 +22,7 @@ what the stage needs of earlier ones, what of theirs is alive at the end, and wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -32,6 +33,16 @@ from rk_solvers.problem import Problem, Recompute
 
 UNITS = 1000.0  # the budget in the unit of the memory rows; the time of the step in that of the objective
 LONGEST = 8  # terms of a sum before it gets a variable of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How many of some data are alive where a group begins: what is assumed in a branch (see `branching`)."""
+
+    stage: int  # the backward operation that begins the group
+    items: tuple[int, ...]
+    least: int = 0
+    most: int | None = None  # None: all of them may be
 
 
 @dataclass(slots=True)
@@ -80,6 +91,12 @@ class Relaxation:
         held_bytes = self.live.held_bytes if forward < 0 else self.live.held_until(forward)
         used_bytes += self.problem.base_bytes + held_bytes
         return (self.budget_bytes - used_bytes) * UNITS / max(1, self.budget_bytes)
+
+    def require(self, kept: Kept) -> None:
+        """Plans of this branch alone. Raises `ValueError` if no group begins with its stage."""
+        alive = self.alive[self.starts.index(kept.stage)]
+        terms = [(alive[item], 1.0) for item in kept.items if item in alive]
+        self.model.add_row(terms, lower=kept.least, upper=math.inf if kept.most is None else kept.most)
 
     def recompute(self, values: Floats) -> Recompute:
         """A plan that recomputes what the values of the variables do, each as late in its group as it serves."""
