@@ -633,14 +633,14 @@ def small_budget_sections(report: dict[str, Any]) -> Iterator[str]:
     yield f"{machine(where)}; code at {codes}."
     yield ""
     known = ["", "budget", "of keep-all's peak"]
-    found_in_time = ["plan", "bound", "gap", "bound, longer", "gap"]
+    found_in_time = ["plan", "bound", "gap", "for longer", "bound", "gap"]
     yield row([*known, *found_in_time])
     yield row(["---", *["--:"] * (len(known) + len(found_in_time) - 1)])
     for case in cases:
-        found = [case["first"][key] for key in ("plan", "bound", "gap")]
+        texts = [f"{100 * case['first'][key]:.1f} %" for key in ("plan", "bound", "gap")]
         if "alone" in case:
-            found += [case["alone"][key] for key in ("bound", "gap")]
-        texts = [f"{100 * part:.1f} %" for part in found]
+            alone = case["alone"]
+            texts += [f"{alone['seconds']:.0f} s", *(f"{100 * alone[key]:.1f} %" for key in ("bound", "gap"))]
         texts += ["–"] * (len(found_in_time) - len(texts))
         budget = format_bytes(case["budget_bytes"])
         name, _, share = case["case"].partition("@")
