@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from rk_solvers.bounds.refinement import Refinement, Target
 from rk_solvers.bounds.relaxation import Kept, Relaxation
-from rk_solvers.milp import Floats, relaxation_bound
+from rk_solvers.milp import Floats, Outcome, relaxation_bound
 from rk_solvers.problem import Problem
 
 PLACING_S = 6.0  # of a case's groups, at most
@@ -31,6 +31,7 @@ TRIED = 3  # sets by which a case is split for trial
 PLACES = 3  # where least is alive, of which the one that tells most is taken
 WORTH = 3e-3  # of the step's time: what the first split must raise the bound by
 LINEAR_S = 60.0  # of one linear program, at most
+LEAST_S = 1.0  # of one, whatever is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Case:
     refinement: Refinement
     alive: Mapping[int, float] = field(hash=False)  # how much of each data is, where cases are told apart
     is_placed: bool = False  # whether its groups were placed for it
+    is_solved: bool = True  # False: there was no time to solve its program
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,17 @@ class Branching:
         root = coarse.with_spans({*coarse.starts, stage})
         anything = Kept(stage, sets[0])  # a group begins there in all cases
         case = Branching(stage, sets, ()).case(replace(root, kept=(anything,)), 0.0, deadline)
-        return Branching(stage, sets, (case,))
+        return Branching(stage, sets, (case,)) if case.is_solved else None
 
     def advanced(self, target: Target) -> Branching:
         """With cases that are placed and split, until the bound is enough, or time is over."""
         deadline = time.monotonic() + target.time_limit_s
         found = self
         while found.cases and found.bound_ms < target.enough_ms and time.monotonic() < deadline:
-            found = found._step(target.enough_ms, deadline)
+            further = found._step(target.enough_ms, deadline)
+            if not all(case.is_solved for case in further.cases):  # next time, with more time
+                break
+            found = further
         return found
 
     def _step(self, enough_ms: float, deadline: float) -> Branching:
@@ -118,10 +123,12 @@ class Branching:
     def case(self, refinement: Refinement, least_ms: float, deadline: float) -> Case:
         """The case of what is assumed, bounded by its linear program, and by that of a case that it is a part of."""
         relaxation = refinement.relaxation(refinement.starts)
-        result = relaxation_bound(relaxation.model, min(LINEAR_S, max(0.1, deadline - time.monotonic())))
+        limit_s = min(LINEAR_S, max(LEAST_S, deadline - time.monotonic()))
+        result = relaxation_bound(relaxation.model, limit_s)
         bound_ms = max(least_ms, refinement.bound_of(result, integer=False))
         alive = {} if result.values is None else _alive_at(relaxation, result.values, self.stage)
-        return Case(replace(refinement, bound_ms=bound_ms), alive)
+        is_solved = result.outcome is not Outcome.LIMIT
+        return Case(replace(refinement, bound_ms=bound_ms), alive, is_solved=is_solved)
 
     def split(self, case: Case, enough_ms: float, deadline: float) -> tuple[Case, ...]:
         """Two cases in the place of one: of the sets tried, by the one that raises the lesser bound most.

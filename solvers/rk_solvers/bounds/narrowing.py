@@ -70,10 +70,10 @@ class Narrowing:
         return self if self.branching is None else self._branched(self.branching, target)
 
     def _branched(self, branching: Branching, target: Target) -> Narrowing:
-        """By a round of cases; the same object where all are closed."""
+        """By a round of cases; the same object where nothing more is to be expected of them."""
         further = branching.advanced(target)
-        if further is branching:
-            return replace(self, is_branching=False) if self.is_branching else self
+        if further is branching and not self.is_branching:
+            return self
         raised_ms = further.bound_ms - branching.bound_ms
         is_branching = bool(further.cases) and raised_ms >= RAISED * self.coarse.problem.keep_all_time_ms
         return self._further(branching=further, is_branching=is_branching)
