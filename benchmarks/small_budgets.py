@@ -73,6 +73,7 @@ def main() -> None:
     rows = json.loads(path.read_text(encoding="utf-8"))["cases"] if options.add and path.exists() else []
     for case in options.cases or (QUICK if options.quick else CASES):
         rows = [row for row in rows if row["case"] != case] + [row_of(case, options)]
+        rows.sort(key=lambda row: CASES.index(row["case"]) if row["case"] in CASES else len(CASES))
         write_report(options.output, RESULTS, {"cases": rows}, quietly=True)
     console.print(table(rows))
 
