@@ -70,12 +70,12 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
     path = options.output / RESULTS
-    rows = json.loads(path.read_text(encoding="utf-8"))["cases"] if options.add and path.exists() else []
+    known = json.loads(path.read_text(encoding="utf-8"))["cases"] if options.add and path.exists() else []
+    rows = {row["case"]: row for row in known}  # one that is searched anew keeps its place
     for case in options.cases or (QUICK if options.quick else CASES):
-        rows = [row for row in rows if row["case"] != case] + [row_of(case, options)]
-        rows.sort(key=lambda row: CASES.index(row["case"]) if row["case"] in CASES else len(CASES))
-        write_report(options.output, RESULTS, {"cases": rows}, quietly=True)
-    console.print(table(rows))
+        rows[case] = row_of(case, options)
+        write_report(options.output, RESULTS, {"cases": list(rows.values())}, quietly=True)
+    console.print(table(list(rows.values())))
 
 
 def row_of(case: str, options: argparse.Namespace) -> dict[str, Any]:
