@@ -45,11 +45,13 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
     """
     if isinstance(request.solver, FixedPlan):
         return with_memory(request.solver, request, measured)
-    thorough = None
+    thorough, moves = None, memory_for(request, measured) is not None
+    if moves:
+        request = replace(request, limits=_less_steps(request.limits, measured))
     if isinstance(request.solver, str):
         limits = request.limits
-        if memory_for(request, measured) is not None:
-            limits = limits_beside_moves(_less_steps(limits, measured))
+        if moves:
+            limits = limits_beside_moves(limits)
             thorough = solver_named(request.solver, limits, measured.chain, progress)
             limits = replace(limits, least_peak_s=0.0)  # where recomputation alone does not fit, moves may
         alone = solver_named(request.solver, limits, measured.chain, progress)
@@ -57,7 +59,7 @@ def solver_for(request: PlanRequest, measured: Measured, progress: Callable[[str
         alone = request.solver.for_measured(measured)
     else:
         alone = request.solver
-    return _beside(alone, replace(request, limits=_less_steps(request.limits, measured)), measured, thorough)
+    return _beside(alone, request, measured, thorough)
 
 
 def moves_beside(alone: Solution, request: PlanRequest, measured: Measured, seconds: float) -> Solver:

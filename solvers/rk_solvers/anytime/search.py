@@ -181,7 +181,9 @@ class Search:
             self._begin_second_wind()
         elif self.limits.extra_s > 0:
             return
-        self.deadline = self.first_deadline + self.limits.extra_s
+        # What is told is extra time from now on, even where the first part has ended before its time.
+        extra_s = self.limits.extra_s
+        self.deadline = time.monotonic() + extra_s if extra_s > 0 else self.first_deadline
         self._go_on()
 
     def _begin_second_wind(self) -> None:
