@@ -24,6 +24,7 @@ from rockmate.runtime.runner import Runner
 from rockmate.units import format_apart, format_bytes
 
 _STEPS_OF_A_REFUSAL = 3  # real steps of the smallest plan, beside the first, before its bytes are named
+_HAIR = 0.01  # of a peak: so much less than predicted may be chance
 
 
 class Tried(NamedTuple):
@@ -144,10 +145,12 @@ def is_within(tried: Tried, request: PlanRequest) -> bool:
 def with_margin(tried: Tried, measured: Measured, request: PlanRequest, module: torch.nn.Module) -> int:
     """What the plan of lowest peak surely takes at most: the most of some real steps, and how far apart they were.
 
-    Steps take the same bytes but for workspaces that differ from run to run, as those of some FFTs do.
+    Steps take the same bytes but for workspaces that differ from run to run, as those of some FFTs do. Where a hair
+    more is predicted than they took, that counts: the next search holds plans to what is predicted of them.
     """
     peaks = [bounded_bytes(tried.peak, request)]
     for _ in range(_STEPS_OF_A_REFUSAL):
         runner = tried.planned.runner_for(module, measured)
         peaks.append(bounded_bytes(measured_peak(module, runner, measured, request.loss), request))
-    return max(peaks) + (max(peaks) - min(peaks))
+    most_bytes, predicted_bytes = max(peaks) + (max(peaks) - min(peaks)), tried.solution.peak_bytes
+    return predicted_bytes if most_bytes < predicted_bytes <= (1 + _HAIR) * most_bytes else most_bytes
