@@ -18,6 +18,7 @@ os.environ["ROCKMATE_BACKGROUND"] = "0"  # plans that are the same each time; te
 import torch
 
 import rk_solvers.anytime.min_budget
+from rkgb.kernels import bernoulli
 from tests.tiers import assign_tiers
 
 # Workers share the cores: of several threads each, they would wait for one another.
@@ -118,6 +119,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == expected, f"{path} differs: if the change is meant, run `make golden` and read the diff"
 
     return compare
+
+
+@pytest.fixture
+def pytorchs_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers take as long as in eager training."""
+    monkeypatch.setattr(bernoulli, "quicker", lambda: None)
 
 
 @pytest.fixture

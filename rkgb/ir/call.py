@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkgb.ir.opaque import OpaqueCall
+from rkgb.kernels import KERNELS
 from rkgb.sizes import SizeExpression
 from rkgb.state.generators import OwnGenerator
 from rkgb.torch_private.operations import OpOverload
@@ -91,6 +92,8 @@ class Call:
         function = self.function
         if isinstance(function, OpaqueCall):
             function = function.on(values.get(function.name, function.submodule))
+        elif isinstance(function, OpOverload):
+            function = KERNELS.get(function, function)
         return function(*args, **kwargs)
 
     def schema_pairs(self) -> list[tuple[Any, Any]]:

@@ -104,6 +104,7 @@ class Measurements(Record, frozen=True):
     stages: tuple[tuple[int, int], ...]  # of each backward operation of the graph: its resident and its peak bytes
     loss: LossRecord | None  # None where no loss was given
     eager_peak_bytes: int  # of the eager step
+    drawn_sooner_ms: float = 0.0  # than by the eager step: random numbers
 
 
 class OffloadRecord(Record, frozen=True):

@@ -35,7 +35,7 @@ from rockmate.planning.measured import Measured
 from rockmate.planning.plan import Plan
 from rockmate.planning.request import PlanRequest
 
-_FORMAT = "rockmate plan 1"  # keys of another form of the content are others'
+_FORMAT = "rockmate plan 2"  # keys of another form of the content are others'
 _LONGEST_POLL_S = 0.25
 _ATTEMPTS = 6  # searches that one plan may take
 _MARGIN_S = 180.0  # for real steps, the smallest budget of a refusal, and a machine that others use
@@ -157,7 +157,7 @@ def plan_with_others(
 
     def publish() -> str:
         made.append(make_plan(measured, request, module))
-        return _Published.of(measured.problem, made[0].plan).to_json()
+        return _Published.of(measured, made[0].plan).to_json()
 
     try:
         text, own = exchange.agree(plan_key(measured, request), publish)
@@ -189,7 +189,7 @@ def _followed(
 ) -> tuple[Measured, P]:
     try:
         problem = published.with_times(measured.problem)
-        same = dataclasses.replace(measured, problem=problem)
+        same = dataclasses.replace(measured, problem=problem, drawn_sooner_ms=published.drawn_sooner_ms)
         same_request = dataclasses.replace(
             request,
             solver=FixedPlan(published.decisions, published.lower_bound_ms),
@@ -261,15 +261,18 @@ class _Published:
     decisions: PortablePlan
     forward_ms: tuple[tuple[float, float | None], ...]  # the first time, and again
     backward_ms: tuple[float, ...]
+    drawn_sooner_ms: float
     lower_bound_ms: float | None
     budget_bytes: int  # of the step, or of all of training
 
     @staticmethod
-    def of(problem: Problem, plan: Plan) -> _Published:
+    def of(measured: Measured, plan: Plan) -> _Published:
+        problem = measured.problem
         return _Published(
             PortablePlan.of(plan.schedule, plan.solver),
             tuple((op.time_ms, op.repeat_ms) for op in problem.forward),
             tuple(op.time_ms for op in problem.backward),
+            measured.drawn_sooner_ms,
             plan.lower_bound_ms,
             plan.whole_budget_bytes,
         )
@@ -284,6 +287,7 @@ class _Published:
             PortablePlan.from_json(content["decisions"]),
             tuple((time_ms, repeat_ms) for time_ms, repeat_ms in content["forward_ms"]),
             tuple(content["backward_ms"]),
+            content["drawn_sooner_ms"],
             content["lower_bound_ms"],
             content["budget_bytes"],
         )

@@ -118,6 +118,7 @@ def _measurements(measured: Measured) -> Measurements:
         stages=tuple((comp.resident_bytes, comp.peak_bytes) for comp in measured.graphs.K_graph.backward),
         loss=None if loss is None else _loss(loss),
         eager_peak_bytes=measured.eager_peak_bytes,
+        drawn_sooner_ms=measured.drawn_sooner_ms,
     )
 
 

@@ -180,6 +180,7 @@ def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Me
     residents = None if split is None else split.residents
     traced.loss = _loss_of(plan_file)
     measured = joined(traced, graphs, residents, found.eager_peak_bytes)
+    measured.drawn_sooner_ms = found.drawn_sooner_ms
     measured.checkpointed_peak_bytes = plan_file.promise.checkpointed_peak_bytes
     if measured.problem != plan_file.problem or measured.chain != plan_file.solver_chain:
         raise ValueError("the problem of the graph is another than the file's")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 from rk_solvers import Chain, KeepAll, Problem
 from rkgb import AllGraphs, BGraph, DGraph, KGraph, Sample, SGraph, d_to_s, make_sample
 from rkgb.ir.sample import refuse_devices, refuse_without_data
+from rkgb.kernels import KERNELS, saved_ms
 from rkgb.passes.d_to_s import run_once
 from rkgb.pipeline import exact_trace, losses_left, measured_graphs, trace_like, with_trained_outputs
 from rkgb.process.autocast import Autocast
@@ -83,6 +85,7 @@ class Measured:
     # Bytes of parameters that may be in a second memory until they are read, by name; none where nobody asked.
     may_rest: Mapping[str, int] = field(default_factory=dict)
     regions: CompiledRegions | None = None  # its parts that are compiled; None where nobody asked
+    drawn_sooner_ms: float = 0.0  # than by the eager step: random numbers, by kernels of our own
     threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
 
     def was_measured_as_now(self) -> bool:
@@ -92,8 +95,9 @@ class Measured:
 
     @property
     def eager_time_ms(self) -> float:
-        """Of a step that repeats nothing, and of which nothing is compiled."""
-        return self.problem.keep_all_time_ms + (0.0 if self.regions is None else self.regions.gained_ms)
+        """Of a step that repeats nothing, of which nothing is compiled, and in which all kernels are PyTorch's."""
+        compiled_ms = 0.0 if self.regions is None else self.regions.gained_ms
+        return self.problem.keep_all_time_ms + compiled_ms + self.drawn_sooner_ms
 
     @property
     def peak_now_bytes(self) -> int:
@@ -224,12 +228,18 @@ def measure_traced(
             model, traced.sample.tensors, constants, traced.device, traced.state_bytes, gradients_go
         )
     measured = joined(traced, graphs, residents)
+    measured.drawn_sooner_ms = _drawn_sooner_ms(graphs.D_graph)
     if residents is not None and request.tiers is not None:
         trains = isinstance(request.optimizer, StateRests)  # others' steps would ask for all at once
         measured.may_rest = parameters_that_may_rest(model, graphs.K_graph, trains)
     _measure_eager(model, measured, request)
     measured.measuring_s = traced.tracing_s + time.perf_counter() - started
     return measured
+
+
+def _drawn_sooner_ms(graph: DGraph) -> float:
+    drawn = (graph.values[op.output_names[0]] for op in graph if op.call.function in KERNELS)
+    return sum(saved_ms(math.prod(info.shape), info.device) for info in drawn)
 
 
 def measured_above(

@@ -37,6 +37,11 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def _more(share: float) -> str:
+    """Of time: 0.123 as "12.3 % more"; less where kernels of our own, or compiled ones, save more than is repeated."""
+    return f"{percent(abs(share), 1)} {'less' if share < 0 else 'more'}"
+
+
 def headline(plan_file: PlanFile) -> str:
     """What the plan does, in one sentence."""
     promise, plan = plan_file.promise, plan_file.plan
@@ -46,7 +51,7 @@ def headline(plan_file: PlanFile) -> str:
         return f"{within}: everything is kept, and the peak is {format_bytes(peak_bytes)}."
     return (
         f"{within}: a peak of {format_bytes(peak_bytes)} instead of {format_bytes(promise.baseline_peak_bytes)}, "
-        f"for {percent(plan.overhead, 1)} more time."
+        f"{'in' if plan.overhead < 0 else 'for'} {_more(plan.overhead)} time."
     )
 
 
@@ -69,7 +74,7 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
             found.append(Fact(name, format_bytes(peak_bytes), f"{verdict}, {when}", "good" if kept else "bad"))
     if promise.measured_reserved_bytes is not None:
         found.append(Fact("Reserved", format_bytes(promise.measured_reserved_bytes), "by the allocator, with gaps"))
-    more = f"{percent(plan.overhead, 1)} more than {format_ms(promise.baseline_time_ms)}, predicted"
+    more = f"{_more(plan.overhead)} than {format_ms(promise.baseline_time_ms)}, predicted"
     found.append(Fact("Time of a step", format_ms(promise.time_ms), "predicted" if plan.keeps_all else more))
     if measured is not None:
         against = "" if measured.eager is None else f"eager {format_ms(measured.eager.time_ms)}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.ir.call import Call, Ref
+from rkgb.kernels import KERNELS
 from rkgb.torch_private.operations import OpOverload
 from rkgb.torch_private.operations import nn_functions as _nn
 from rkgb.torch_private.operations import tensor_functions as _functions
@@ -80,7 +81,7 @@ BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
 
 
 def binding(call: Call) -> Callable[..., Any] | None:
-    """PyTorch's own Python function of the overload that is called, if there is one for such arguments."""
+    """PyTorch's own Python function of the overload that is called, or our own; None for arguments of another one."""
     function = call.function
     if not isinstance(function, OpOverload) or function not in BINDINGS:
         return None
@@ -90,4 +91,4 @@ def binding(call: Call) -> Callable[..., Any] | None:
         given = taken.get(argument.name)
         if isinstance(argument.type, torch.TensorType) and argument.name in taken and not isinstance(given, Ref):
             return None
-    return BINDINGS[function]
+    return KERNELS.get(function, BINDINGS[function])

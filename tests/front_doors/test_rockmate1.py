@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import rockmate.queries.measured_rockmate
+from rkgb.kernels import bernoulli
 from rockmate import BudgetTooSmall, NotPlanned, PlanFileMismatch, PlanFileWarning, SolverError
 from rockmate.compat import Rockmate
 from rockmate.plan_files import load
@@ -32,9 +33,11 @@ def rows() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def chained() -> Rockmate:
-    """Measured, and its blocks solved."""
-    module = Rockmate(network(), rows(), **STAGES)
-    module.get_chain(nb_budget_save=2, nb_budget_peak=2)
+    """Measured as if PyTorch drew its mask, and its blocks solved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bernoulli, "quicker", lambda: None)
+        module = Rockmate(network(), rows(), **STAGES)
+        module.get_chain(nb_budget_save=2, nb_budget_peak=2)
     return module
 
 

@@ -194,6 +194,7 @@ def test_backward_is_accepted_and_does_nothing(model):
 # ---- planning ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("pytorchs_draws")
 def test_fields_of_a_plan_agree_with_one_another(network):
     plan = Rockmate(network, rows(), 0.6, loss=squares).plan
     assert plan.overhead == pytest.approx(plan.time_ms / plan.baseline_time_ms - 1)
@@ -206,6 +207,7 @@ def test_fields_of_a_plan_agree_with_one_another(network):
     assert Schedule.parse(str(plan.schedule)) == plan.schedule
 
 
+@pytest.mark.usefixtures("pytorchs_draws")
 def test_a_plan_that_recomputes_nothing_has_no_overhead(network):
     plan = Rockmate(network, rows(), 1.0, loss=squares).plan
     assert plan.recomputations == 0
@@ -318,6 +320,7 @@ def test_a_time_limit_that_is_none_is_refused(limit):
         Rockmate(built(Layers), rows(), 0.85, time_limit=limit)
 
 
+@pytest.mark.usefixtures("pytorchs_draws")
 def test_a_plan_tells_how_far_from_the_best_it_may_be():
     model = Rockmate(built(Layers), rows(), 0.85, loss=squares)
     plan = model.plan

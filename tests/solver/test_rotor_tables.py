@@ -177,6 +177,6 @@ def test_numba_and_numpy_agree_to_the_last_bit(seed, slots):
         pytest.skip("numba is not installed")
     numbers = tables.ChainNumbers.of(random_blocks(seed), 1, slots)
     one, other = np.zeros((2, *tables.table_shape(numbers)))
-    compiled(numbers, one)
-    tables.fill_by_numpy(numbers, other)
+    compiled(numbers, one, 0, numbers.length)
+    tables.fill_by_numpy(numbers, other, 0, numbers.length)
     assert np.array_equal(one, other)
