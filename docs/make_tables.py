@@ -680,6 +680,20 @@ def in_place_sections(report: dict[str, Any]) -> Iterator[str]:
         yield row([name, str(count), f"{100 * share:.1f} %", f"{100 * gain:.2f} %", most, largest])
 
 
+def draw_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of steps with dropout: one table of all models and numbers of threads."""
+    where, rows = report["circumstances"], report["rows"]
+    yield f"PyTorch {where['torch']}, {where['cores']} cores, {where['processor']}; code at {where['code']}."
+    yield ""
+    ways = list(dict.fromkeys(result["way"] for result in rows))
+    yield row(["", "threads", "draws, of eager's step", *ways[1:]])
+    yield row(["---", *["--:"] * (len(ways) + 1)])
+    for key in dict.fromkeys((result["model"], result["threads"]) for result in rows):
+        own = {result["way"]: result for result in rows if (result["model"], result["threads"]) == key}
+        share = f"{100 * own[ways[0]]['drawn_share']:.1f} %"
+        yield row([key[0], str(key[1]), share, *(f"{own[way]['over_eager']:.3f}" for way in ways[1:])])
+
+
 def transfer_sections(report: dict[str, Any]) -> Iterator[str]:
     """Lines of what transfers take: a table of links by sizes, one of a computation beside them, and the bars."""
     where = report["circumstances"]
@@ -719,6 +733,7 @@ SECTIONS = {
     "small-budgets.json": small_budget_sections,
     "implementations-cpu.json": implementation_sections,
     "in-place-cpu.json": in_place_sections,
+    "draws-cpu.json": draw_sections,
     "transfers-cpu.json": transfer_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""

@@ -268,6 +268,17 @@ def test_operations_are_compared_with_their_forms_in_place(tmp_path):
         assert row["gain"] == 0 or row["in_place_ms"] < row["ms"]
 
 
+@pytest.mark.ci
+def test_draws_are_compared(tmp_path):
+    pytest.importorskip("numba")
+    run_script("benchmarks/draws.py", "--quick", "--numbers-of-threads", "1", "--output", str(tmp_path))
+    rows = json.loads((tmp_path / "draws-cpu.json").read_text("utf-8"))["rows"]
+    assert [row["way"] for row in rows] == [
+        "eager", "rockmate 1", "rockmate 1, PyTorch's draws", "rockmate 0.7", "rockmate 0.7, PyTorch's draws",
+    ]  # fmt: skip
+    assert all(0 < row["drawn_share"] < 1 for row in rows)
+
+
 @pytest.mark.slow
 def test_small_budgets_are_searched_and_bounded(tmp_path):
     command = ("--quick", "--cache", str(tmp_path / "problems"), "--output", str(tmp_path))
