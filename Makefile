@@ -53,9 +53,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call install,.[dev])
 	@touch $@ $(DEMO_STAMP)
 
-# The project alone, without what tests, trainers, notebooks and pages need.
+# The project and what makes it quick, without what tests, trainers, notebooks and pages need.
 $(DEMO_STAMP): pyproject.toml constraints.txt
-	$(call install,.)
+	$(call install,.[fast])
 	@touch $@
 
 test: $(STAMP) ## Run the tests that take minutes: each promise, all units, oracles and golden files

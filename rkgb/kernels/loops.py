@@ -16,6 +16,10 @@ _ONE, _ZERO = np.uint32(1), np.uint32(0)
 _HIGH_BITS = np.uint32((1 << 21) - 1)  # of a pair's first word: 53 bits of the two make a number
 
 
+if getattr(numba.config, "DISABLE_JIT", False):
+    raise ImportError("numba is told to compile nothing")
+
+
 def _compiled(loop: Callable[..., Any]) -> Any:
     try:
         return numba.njit(cache=True)(loop)

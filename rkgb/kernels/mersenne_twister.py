@@ -52,7 +52,7 @@ def draw_into(places: NDArray[Any], p: float, one: int, generator: torch.Generat
 
 @functools.cache
 def drawing() -> Draw | None:
-    """The compiled loops; None where numba, which compiles them, is not installed."""
+    """The compiled loops; None where numba, which compiles them, is not installed, or is told not to."""
     try:
         draw: Draw = importlib.import_module("rkgb.kernels.loops").draw
     except ImportError:

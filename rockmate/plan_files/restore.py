@@ -38,6 +38,7 @@ from rockmate.planning.measured import (
     Measured,
     Traced,
     Trained,
+    drawn_sooner_ms,
     joined,
     measure_traced,
     refuse_without_backward,
@@ -180,6 +181,7 @@ def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Me
     residents = None if split is None else split.residents
     traced.loss = _loss_of(plan_file)
     measured = joined(traced, graphs, residents, found.eager_peak_bytes)
+    drawn_sooner_ms(dataflow)  # as is told here; what the file tells is the plan's
     measured.drawn_sooner_ms = found.drawn_sooner_ms
     measured.checkpointed_peak_bytes = plan_file.promise.checkpointed_peak_bytes
     if measured.problem != plan_file.problem or measured.chain != plan_file.solver_chain:

@@ -217,7 +217,8 @@ def measure_traced(
     """Measure what was traced of `model`; see `measure`."""
     started = time.perf_counter()
     with for_planning(model):
-        graphs = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
+        drawn_ms = drawn_sooner_ms(traced.graph.dgraph)
+    graphs = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
     refuse_without_backward(model, graphs.K_graph)
     residents = None
     if traced.state_bytes is not None:
@@ -228,7 +229,7 @@ def measure_traced(
             model, traced.sample.tensors, constants, traced.device, traced.state_bytes, gradients_go
         )
     measured = joined(traced, graphs, residents)
-    measured.drawn_sooner_ms = _drawn_sooner_ms(graphs.D_graph)
+    measured.drawn_sooner_ms = drawn_ms
     if residents is not None and request.tiers is not None:
         trains = isinstance(request.optimizer, StateRests)  # others' steps would ask for all at once
         measured.may_rest = parameters_that_may_rest(model, graphs.K_graph, trains)
@@ -237,7 +238,8 @@ def measure_traced(
     return measured
 
 
-def _drawn_sooner_ms(graph: DGraph) -> float:
+def drawn_sooner_ms(graph: DGraph) -> float:
+    """What our kernels save of the time of PyTorch's draws. They are proven here if need be, and not within a step."""
     drawn = (graph.values[op.output_names[0]] for op in graph if op.call.function in KERNELS)
     return sum(saved_ms(math.prod(info.shape), info.device) for info in drawn)
 
