@@ -26,11 +26,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def bernoulli_(tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
     """As `tensor.bernoulli_(p, generator=generator)`, to the bit, and so is what the generator draws next."""
     elements = tensor.numel()
-    if elements < LEAST_ELEMENTS or not _suits(tensor, p) or (draw := quicker()) is None:
+    source = torch.default_generator if generator is None else generator
+    if elements < LEAST_ELEMENTS or not _suits(tensor, p, source) or (draw := quicker()) is None:
         return tensor.bernoulli_(p, generator=generator)
     size_bytes = tensor.element_size()
     places = tensor.detach().as_strided((elements,), (1,)).view(_INTEGERS[size_bytes]).numpy()
-    draw_into(places.view(f"u{size_bytes}"), p, _one(tensor.dtype), generator or torch.default_generator, draw)
+    draw_into(places.view(f"u{size_bytes}"), p, _one(tensor.dtype), source, draw)
     torch.autograd.graph.increment_version(tensor)
     return tensor
 
@@ -53,8 +54,8 @@ def quicker() -> Draw | None:
     return draw
 
 
-def _suits(tensor: torch.Tensor, p: float) -> bool:
-    """Whether it is a plain dense tensor in the host's memory, without gradient, and `p` a probability.
+def _suits(tensor: torch.Tensor, p: float, generator: torch.Generator) -> bool:
+    """Whether it is a plain dense tensor in the host's memory, without gradient, drawn there, and `p` a probability.
 
     Modes that see operations would miss this one.
     """
@@ -62,6 +63,7 @@ def _suits(tensor: torch.Tensor, p: float) -> bool:
         type(tensor) is torch.Tensor
         and dispatch_mode_count() == 0
         and device_of(tensor.device).is_host
+        and device_of(generator.device).is_host
         and not tensor.requires_grad
         and (tensor.dtype.is_floating_point or tensor.dtype in (torch.bool, *_INTEGERS.values()))
         and tensor.element_size() in _INTEGERS
