@@ -14,7 +14,7 @@ import torch
 
 from rkgb.devices.registry import device_of
 from rkgb.kernels.mersenne_twister import Draw, draw_into, drawing
-from rkgb.torch_private.modes import dispatch_mode_count
+from rkgb.torch_private.modes import dispatch_mode_count, without_dispatch_modes
 
 LEAST_ELEMENTS = 1 << 13  # below that, what is around the loops takes longer than they save
 _PROVEN_ON = (1000, 1, 12345, 624)  # elements, one draw after the other
@@ -49,9 +49,8 @@ def quicker() -> Draw | None:
     They are proven on first use, with arrays of numpy: tensors that live are counted.
     """
     draw = drawing()
-    if draw is None or not _is_equal(draw) or _saved_ms_each() <= 0:
-        return None
-    return draw
+    with without_dispatch_modes():  # those that a user's call is in
+        return draw if draw is not None and _is_equal(draw) and _saved_ms_each() > 0 else None
 
 
 def _suits(tensor: torch.Tensor, p: float, generator: torch.Generator) -> bool:
@@ -65,6 +64,7 @@ def _suits(tensor: torch.Tensor, p: float, generator: torch.Generator) -> bool:
         and device_of(tensor.device).is_host
         and device_of(generator.device).is_host
         and not tensor.requires_grad
+        and not tensor.is_inference()
         and (tensor.dtype.is_floating_point or tensor.dtype in (torch.bool, *_INTEGERS.values()))
         and tensor.element_size() in _INTEGERS
         and torch.ops.aten.is_non_overlapping_and_dense(tensor)

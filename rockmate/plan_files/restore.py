@@ -181,8 +181,8 @@ def _recorded(model: torch.nn.Module, traced: Traced, plan_file: PlanFile) -> Me
     residents = None if split is None else split.residents
     traced.loss = _loss_of(plan_file)
     measured = joined(traced, graphs, residents, found.eager_peak_bytes)
-    drawn_sooner_ms(dataflow)  # as is told here; what the file tells is the plan's
-    measured.drawn_sooner_ms = found.drawn_sooner_ms
+    drawn_sooner_ms(dataflow)  # kernels are proven now, and not within a step
+    measured.drawn_sooner_ms = found.drawn_sooner_ms  # where the plan was made
     measured.checkpointed_peak_bytes = plan_file.promise.checkpointed_peak_bytes
     if measured.problem != plan_file.problem or measured.chain != plan_file.solver_chain:
         raise ValueError("the problem of the graph is another than the file's")

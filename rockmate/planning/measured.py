@@ -216,9 +216,9 @@ def measure_traced(
 ) -> Measured:
     """Measure what was traced of `model`; see `measure`."""
     started = time.perf_counter()
+    drawn_ms = drawn_sooner_ms(traced.graph.dgraph)
     with for_planning(model):
-        drawn_ms = drawn_sooner_ms(traced.graph.dgraph)
-    graphs = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
+        graphs = measured_graphs(traced.basic, traced.graph, model, traced.sample, request.progress, known)
     refuse_without_backward(model, graphs.K_graph)
     residents = None
     if traced.state_bytes is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.ir.call import Call, Ref
@@ -121,6 +122,12 @@ def test_modes_that_see_operations_see_draws(ours):
 
 
 @needs_numba
+def test_loops_are_proven_on_real_numbers_whatever_mode_is_on():
+    with FakeTensorMode():
+        assert bernoulli.quicker() is not None
+
+
+@needs_numba
 def test_autograd_notices_that_a_tensor_was_drawn_into(ours):
     x = torch.ones(LEAST_ELEMENTS, requires_grad=True)
     mask = torch.ones(LEAST_ELEMENTS)
@@ -129,6 +136,12 @@ def test_autograd_notices_that_a_tensor_was_drawn_into(ours):
     assert ours
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+def test_tensors_of_inference_are_drawn_into(ours):
+    with torch.inference_mode():
+        assert_same(both(lambda: torch.empty(LEAST_ELEMENTS), 0.5))
+    assert not ours  # they have no version to be raised
 
 
 def test_errors_are_pytorchs():

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rk_solvers import schedule_of, simulate
 from rkgb import make_sample
@@ -15,6 +16,7 @@ from rockmate.reports.explain import explain
 from rockmate.reports.measured import thinned
 from rockmate.reports.pareto import best_of
 from rockmate.reports.step import computations
+from rockmate.reports.words import headline, time_bar
 from rockmate.units import format_bytes
 from tests.reports.conftest import HOSTILE
 from tests.reports.synthetic import plan_file_of_layers
@@ -165,3 +167,17 @@ def test_a_report_for_other_calls_is_of_their_plan(tmp_path):
     text = planned.report(sample=torch.randn(4, 8))
     assert "float32[4, 8]" in text
     assert "Observed peak" in text
+
+
+@pytest.mark.parametrize(("factor", "told"), [(0.8, "for 25.0 % more time"), (1.25, "in 20.0 % less time")])
+def test_a_plan_may_take_less_time_than_the_eager_step(plan_file, tmp_path, factor, told):
+    """As where random numbers are drawn by kernels of our own."""
+    baseline_ms = factor * plan_file.promise.time_ms
+    other = replace(plan_file, promise=replace(plan_file.promise, baseline_time_ms=baseline_ms))
+    assert told in headline(other)
+    for bar in time_bar(other):
+        assert all(0 <= share <= 1 for _, share in bar.parts)
+        assert sum(share for _, share in bar.parts) <= 1 + 1e-9
+    assert told in " ".join(text_report(other).split())
+    write_report(other, tmp_path / "report.html")
+    write_figure(other, tmp_path / "figure.svg")
