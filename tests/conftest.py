@@ -128,6 +128,21 @@ def pytorchs_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def our_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each draw by our loops from here on, the number of elements."""
+    drawn: list[int] = []
+    real = bernoulli.draw_into
+
+    def draw_into(places, *given):
+        drawn.append(places.size)
+        real(places, *given)
+
+    bernoulli.quicker()
+    monkeypatch.setattr(bernoulli, "draw_into", draw_into)
+    return drawn
+
+
+@pytest.fixture
 def quick_disk(monkeypatch):
     """Links that move all at once, and steps that show so: what moves then does not depend on the machine's disk."""
     from rk_solvers import Link, SecondMemory

@@ -9,7 +9,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-WORDS = 624  # of the state of a Mersenne Twister
+from rkgb.kernels.mersenne_twister import WORDS
+
 _MIDDLE = 397  # from a word to the one that it is joined with
 _HIGHEST, _OTHERS, _MATRIX = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
 _ONE, _ZERO = np.uint32(1), np.uint32(0)

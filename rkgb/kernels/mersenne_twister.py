@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_WORDS = 624
+WORDS = 624  # of the state
 _BITS = 53  # of a number between 0 and 1, as many as a double has
 
 # What `torch.Generator.get_state` gives of a CPU generator; `left` counts the words until they are renewed, and one.
@@ -27,7 +27,7 @@ _STATE = np.dtype(
         ("left", "=i4"),
         ("is_seeded", "=i4"),
         ("next", "=u8"),
-        ("words", "=u8", (_WORDS,)),
+        ("words", "=u8", (WORDS,)),
         ("of_normal_numbers", "u1", (40,)),
     ]
 )
@@ -45,8 +45,8 @@ def draw_into(places: NDArray[Any], p: float, one: int, generator: torch.Generat
     words = told["words"].astype(np.uint32)
     least = math.ceil(math.ldexp(p, _BITS))  # an integer below it is a number below p
     high, low = np.uint32(least >> 32), np.uint32(least & 0xFFFFFFFF)
-    used = draw(words, _WORDS + 1 - int(told["left"]), places, high, low, places.dtype.type(one))
-    told["words"], told["next"], told["left"] = words, used, _WORDS + 1 - used
+    used = draw(words, WORDS + 1 - int(told["left"]), places, high, low, places.dtype.type(one))
+    told["words"], told["next"], told["left"] = words, used, WORDS + 1 - used
     generator.set_state(state)
 
 

@@ -33,21 +33,6 @@ def as_before():
     forgotten()
 
 
-@pytest.fixture
-def ours(monkeypatch):
-    """How often our loops drew."""
-    drawn = []
-    real = bernoulli.draw_into
-
-    def draw_into(places, *given):
-        drawn.append(places.size)
-        real(places, *given)
-
-    bernoulli.quicker()
-    monkeypatch.setattr(bernoulli, "draw_into", draw_into)
-    return drawn
-
-
 def both(make, p, before=0, own=False):
     """The results of PyTorch's operation and of ours, and what each generator has left."""
     found = []
@@ -96,18 +81,18 @@ def test_draws_are_in_the_order_of_pytorchs_wherever_elements_lie(make):
 
 
 @needs_numba
-def test_large_dense_tensors_are_drawn_by_our_loops_and_others_by_pytorch(ours):
+def test_large_dense_tensors_are_drawn_by_our_loops_and_others_by_pytorch(our_draws):
     for _ in range(3):
         bernoulli_(torch.empty(LEAST_ELEMENTS), 0.1)
-    assert ours == [LEAST_ELEMENTS] * 3
+    assert our_draws == [LEAST_ELEMENTS] * 3
     bernoulli_(torch.empty(LEAST_ELEMENTS - 1), 0.1)
     bernoulli_(torch.empty(LEAST_ELEMENTS, 2)[:, 0], 0.1)
     bernoulli_(torch.nn.Parameter(torch.empty(LEAST_ELEMENTS)).data, 0.1)
-    assert ours == [LEAST_ELEMENTS] * 4
+    assert our_draws == [LEAST_ELEMENTS] * 4
 
 
 @needs_numba
-def test_modes_that_see_operations_see_draws(ours):
+def test_modes_that_see_operations_see_draws(our_draws):
     class Watching(TorchDispatchMode):
         seen = ()
 
@@ -118,7 +103,7 @@ def test_modes_that_see_operations_see_draws(ours):
     with Watching() as mode:
         bernoulli_(torch.empty(LEAST_ELEMENTS), 0.1)
     assert torch.ops.aten.bernoulli_.float in mode.seen
-    assert not ours
+    assert not our_draws
 
 
 @needs_numba
@@ -128,20 +113,20 @@ def test_loops_are_proven_on_real_numbers_whatever_mode_is_on():
 
 
 @needs_numba
-def test_autograd_notices_that_a_tensor_was_drawn_into(ours):
+def test_autograd_notices_that_a_tensor_was_drawn_into(our_draws):
     x = torch.ones(LEAST_ELEMENTS, requires_grad=True)
     mask = torch.ones(LEAST_ELEMENTS)
     product = x * mask
     bernoulli_(mask, 0.5)
-    assert ours
+    assert our_draws
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
 
-def test_tensors_of_inference_are_drawn_into(ours):
+def test_tensors_of_inference_are_drawn_into(our_draws):
     with torch.inference_mode():
         assert_same(both(lambda: torch.empty(LEAST_ELEMENTS), 0.5))
-    assert not ours  # they have no version to be raised
+    assert not our_draws  # they have no version to be raised
 
 
 def test_errors_are_pytorchs():
@@ -161,7 +146,7 @@ def test_without_numba_pytorch_draws(monkeypatch):
 
 @needs_numba
 @pytest.mark.parametrize("wrong", ["numbers", "state", "error"])
-def test_loops_that_are_not_pytorchs_are_left_alone(monkeypatch, ours, wrong):
+def test_loops_that_are_not_pytorchs_are_left_alone(monkeypatch, our_draws, wrong):
     """As of a release of PyTorch that draws otherwise."""
     draw = mersenne_twister.drawing()
 
@@ -176,17 +161,17 @@ def test_loops_that_are_not_pytorchs_are_left_alone(monkeypatch, ours, wrong):
     monkeypatch.setattr(bernoulli, "drawing", lambda: other)
     forgotten()
     assert bernoulli.quicker() is None
-    ours.clear()
+    our_draws.clear()
     assert_same(both(lambda: torch.empty(2 * LEAST_ELEMENTS), 0.4))
-    assert not ours
+    assert not our_draws
 
 
 @needs_numba
-def test_graphs_are_run_and_measured_with_them(ours):
+def test_graphs_are_run_and_measured_with_them(our_draws):
     call = Call(torch.ops.aten.bernoulli_.float, (Ref("mask"), 0.2))
     assert call.function in KERNELS
     call.evaluate({"mask": torch.empty(LEAST_ELEMENTS)})
-    assert ours == [LEAST_ELEMENTS]
+    assert our_draws == [LEAST_ELEMENTS]
 
 
 @needs_numba
