@@ -256,6 +256,13 @@ def kept_over_the_turn(problem: Problem, recompute: Recompute) -> list[int]:
     return [item.data for item in instances_of(problem, recompute) if item.first < count <= item.last]
 
 
+def alive_before(problem: Problem, recompute: Recompute, stage: int) -> list[int]:
+    """The data alive between the backward operation before this one and what follows it, those held among them."""
+    steps = steps_of(problem, recompute)
+    first = next(number for number, step in enumerate(steps) if step.stage >= stage)
+    return [item.data for item in instances_of(problem, recompute) if item.first < first <= item.last]
+
+
 # ---- plans and schedules ------------------------------------------------------------------------------
 
 

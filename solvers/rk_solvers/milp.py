@@ -55,6 +55,7 @@ class Result:
     values: Floats | None  # of all variables in order; None if no feasible point is known
     objective: float  # of these values; infinite without
     bound: float  # the objective of no feasible point is below this
+    reduced: Floats | None = None  # of a linear program: cost of each variable by the multipliers that prove the bound
 
 
 @dataclass(slots=True)
@@ -145,7 +146,7 @@ def relaxation_bound(model: Model, time_limit_s: float = 60.0, method: str = "hi
     multipliers = np.minimum(answer.ineqlin.marginals, 0.0)  # of rows "<=": never positive
     reduced = cost - rows.T @ multipliers
     bound = float(multipliers @ limit + np.minimum(reduced * low, reduced * high).sum())
-    return Result(Outcome.OPTIMAL, np.asarray(answer.x), float(answer.fun), bound)
+    return Result(Outcome.OPTIMAL, np.asarray(answer.x), float(answer.fun), bound, reduced)
 
 
 def _solve_scipy(model: Model, limits: BackendLimits) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -24,13 +23,14 @@ from rk_solvers import (
     peak_and_time,
     smallest_budget,
 )
-from rk_solvers.bounds import branching as branches
-from rk_solvers.bounds.branching import Branching
+from rk_solvers.bounds.cases import Cases, _fullest_sets, worth
+from rk_solvers.bounds.dividing import divided
 from rk_solvers.bounds.narrowing import Narrowing
 from rk_solvers.bounds.refinement import Refinement, Target
-from rk_solvers.bounds.relaxation import UNITS, Kept, Relaxation
+from rk_solvers.bounds.relaxation import UNITS, Limit, Relaxation
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.groups import normalise
+from rk_solvers.liveness import alive_before, recompute_of
 from rk_solvers.milp import BackendLimits, Outcome, relaxation_bound, solve
 from tests.solver.instances import chain_of, gpt2, random_plan, random_problem, resnet50
 
@@ -228,45 +228,121 @@ def test_refinement_with_spans_goes_on_from_where_it_is():
     assert enough.bound_ms >= found.bound_ms
 
 
-def test_cases_are_below_the_oracle_whatever_they_tell(monkeypatch):
-    monkeypatch.setattr(branches, "WORTH", -math.inf)  # told apart wherever there are any
+def budgets_between(problem: Problem) -> set[int]:
+    low, high = peak_and_time(problem, least_peak(problem))[0], peak_and_time(problem, problem.no_recompute)[0]
+    return {low, (2 * low + high) // 3}
+
+
+def test_cases_are_below_the_oracle_wherever_they_are_told():
     told = 0
     for seed in range(60):
         problem = random_problem(seed, 3 + seed % 5, plain=seed % 3 == 0)
         if not problem.backward:
             continue
-        low, high = peak_and_time(problem, least_peak(problem))[0], peak_and_time(problem, problem.no_recompute)[0]
-        for budget in {low, (2 * low + high) // 3}:
+        for budget in budgets_between(problem):
             best = Oracle().solve(problem, budget)
-            coarse = Refinement(problem, budget).solved(Target(math.inf, 5.0, integer=False))
-            found = Branching.worth(coarse.with_spans(range(len(problem.backward))), coarse, time.monotonic() + 5.0)
-            if found is None:
-                continue
-            told += 1
-            before_ms = found.bound_ms
-            for _ in range(3):
-                found = found.advanced(Target(math.inf, 5.0))
-                assert before_ms - 1e-9 <= found.bound_ms <= best.time_ms + 1e-6
+            whole = Refinement(problem, budget).with_spans(range(len(problem.backward)))
+            for stage in range(len(problem.backward)):
+                found = Cases.at(whole, stage, 5.0)
+                if found is None:
+                    continue
+                told += 1
                 before_ms = found.bound_ms
-            assert not found.cases  # all are closed
-    assert told > 20
+                for _ in range(3):
+                    found = found.advanced(Target(math.inf, 5.0))
+                    assert before_ms - 1e-9 <= found.bound_ms <= best.time_ms + 1e-6
+                    before_ms = found.bound_ms
+                assert found.is_over or found.bound_ms == math.inf
+    assert told > 40
 
 
-def test_plans_are_in_one_of_two_cases():
-    """What the bound of a case says of a plan that is in the other may be wrong; of one of the two it is right."""
+def test_a_plan_is_in_a_case_and_no_slower_than_what_is_proven_of_it():
     problem, chain = gpt2(layers=2)
-    starts = [0, len(problem.backward) // 2]
     rng = random.Random(1)
+    told = 0
     for _ in range(20):
         plan = normalise(problem, random_plan(problem, rng.randrange(100), 0.1))
         peak, time_ms = peak_and_time(problem, plan)
-        items = tuple(rng.sample(range(len(problem.data)), 12))
-        number = rng.randrange(4)
-        bounds = []
-        for kept in (Kept(starts[1], items, most=number), Kept(starts[1], items, least=number + 1)):
-            refinement = Refinement(problem, peak, chain, starts=tuple(starts), spans=True, kept=(kept,))
-            bounds.append(refinement.solved(Target(math.inf, 5.0)).bound_ms)
-        assert min(bounds) <= time_ms + 1e-6
+        stage = rng.randrange(1, len(problem.backward))
+        found = Cases.at(Refinement(problem, peak, chain, starts=(0, stage)).with_spans(), stage, 5.0)
+        if found is None:
+            continue
+        told += 1
+        alive = set(alive_before(problem, plan, stage))
+        assert alive.isdisjoint(found.excluded)
+        places = {place for place, item in enumerate(found.items) if item in alive}
+        found = found.advanced(Target(time_ms, 1.0))
+        own = [case for case, chosen in enumerate(found.sets.tolist()) if places <= set(chosen)]
+        assert own
+        extra = (time_ms / problem.keep_all_time_ms - 1) * UNITS
+        assert all(found.bounds[case] <= extra + 1e-6 for case in own)
+    assert told > 5
+
+
+def test_one_program_proves_of_each_case_no_more_than_its_own_would():
+    problem, chain = gpt2(layers=2, vocabulary=3000)
+    budget = int(1.05 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    stage = len(problem.backward) // 3
+    found = Cases.at(Refinement(problem, budget, chain).with_spans({0, stage}), stage, 5.0)
+    assert found is not None
+    found = found.advanced(Target(math.inf, 2.0))
+    rng = random.Random(2)
+    for case in rng.sample(range(len(found.sets)), min(12, len(found.sets))):
+        chosen = set(found.sets[case].tolist())
+        large = tuple((item, float(place in chosen)) for place, item in enumerate(found.items))
+        limit = Limit(stage, (*large, *((item, 0.0) for item in found.excluded)))
+        own = []
+        for starts in found.groupings:
+            relaxation = found.refinement.relaxation(starts)
+            relaxation.limit(limit)
+            own.append(relaxation_bound(relaxation.model).bound)
+        assert found.bounds[case] <= max(own) + 1e-6 * UNITS
+
+
+def test_the_fullest_sets_are_those_without_room_for_more():
+    rng = random.Random(3)
+    for _ in range(50):
+        sizes = [rng.choice((1.0, 2.0, 2.5, 4.0)) for _ in range(rng.randrange(1, 8))]
+        room = rng.choice((3.0, 5.0, 7.5))
+        found = _fullest_sets(sizes, room)
+        assert found is not None
+        numbers = range(len(sizes))
+        all_sets = [frozenset(n for n in numbers if bits >> n & 1) for bits in range(1 << len(sizes))]
+        fitting = [chosen for chosen in all_sets if sum(sizes[n] for n in chosen) <= room]
+        fullest = {chosen for chosen in fitting if not any(chosen < other for other in fitting)}
+        told = [frozenset(n for n in row if n < len(sizes)) for row in found.tolist()]
+        assert set(told) == fullest
+        assert len(told) == len(fullest)
+    assert _fullest_sets([1.0] * 60, 10.0) is None  # too many to tell apart
+
+
+def test_cases_are_told_for_a_plan_only_where_they_prove_enough_of_it(monkeypatch):
+    problem, chain = gpt2(layers=4, vocabulary=3000)
+    budget = int(1.02 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    plan = Greedy(tries=2, rounds=30).solve(problem, budget).schedule
+    coarse = Refinement(problem, budget, chain).solved(Target(math.inf, 5.0, integer=False))
+    recompute = recompute_of(problem, plan)
+    assert worth(coarse, range(1, 4), recompute, 10.0) is not None
+    assert worth(coarse, range(1, 4), None, 10.0) is not None
+    monkeypatch.setattr("rk_solvers.bounds.cases.WORTH", 1.01)
+    assert worth(coarse, range(1, 4), recompute, 10.0) is None
+
+
+def test_divided_groups_are_below_the_oracle_and_prove_no_less():
+    divisions = 0
+    for seed in range(60):
+        problem = random_problem(seed, 4 + seed % 5, plain=seed % 3 == 0)
+        if len(problem.backward) < 3:
+            continue
+        for budget in budgets_between(problem):
+            best = Oracle().solve(problem, budget)
+            found = Refinement(problem, budget).with_spans().solved(Target(math.inf, 5.0))
+            while found.alive and (starts := divided(found, 5.0)) != set(found.starts):
+                assert starts > set(found.starts)
+                before_ms, found = found.bound_ms, found.with_spans(starts).solved(Target(math.inf, 5.0))
+                assert before_ms <= found.bound_ms <= best.time_ms + 1e-6
+                divisions += 1
+    assert divisions > 10
 
 
 def test_cases_raise_the_bound_where_a_loss_leaves_little_room():
@@ -278,7 +354,7 @@ def test_cases_raise_the_bound_where_a_loss_leaves_little_room():
     narrow = Narrowing.of(found)
     for _ in range(2):
         narrow = narrow.advanced(problem.no_recompute, Target(math.inf, 10.0))
-    assert narrow.branching is not None
+    assert narrow.cases is not None
     assert narrow.bound_ms > found.bound_ms + 0.01 * problem.keep_all_time_ms
     plan = Greedy(tries=2, rounds=30).solve(problem, budget)
     assert narrow.bound_ms <= plan.time_ms

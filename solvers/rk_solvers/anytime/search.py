@@ -48,11 +48,16 @@ PATIENCE = 6  # parts of work without a better plan, once the relaxation cannot 
 HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
 FAR = 0.02  # a gap that is worth a second wind
+WIDE = 0.05  # a gap, after the first grouping, with which that begins at once
+FIRST = 12  # parts of work before windows and combinations, where it does
 LONG = 600  # forward operations above which rotor comes first, and plans are improved piece by piece
 HUGE = 2000  # forward operations above which there is no second wind, but all of the time from the start
 BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
 WINDOW_GAP = 0.01  # of the recomputation's time, that it may leave
 POLISH = 0.15  # of the time left, at most, to drop what is redundant of a large plan, and to improve it
+ROUND_S = 5.0  # of the second wind, at least
+LATE_S = 0.5  # by which one may be late
+POLL_S = 0.01  # between two looks at what is computed aside
 GRACE_S = 3.0  # beyond its limit, before a back end that overlooks it is ended
 
 
@@ -91,13 +96,16 @@ class Search:
     tables: Tables = field(init=False)
     rng: random.Random = field(init=False)
     _combined: tuple[Recompute, ...] = ()
+    _parts: int = 0  # of work so far
+    _is_refining: bool = False  # whether the relaxation is refined in its process
     _binaries: float = MOST_BINARIES  # of the next combination, at most
     _work: Iterator[None] = field(init=False)
 
     def __post_init__(self) -> None:
         started, extra_s = time.monotonic(), self.limits.extra_s
         self.enough, self.first_deadline = max(self.limits.gap, SAME), started + self.limits.search_s
-        self.deadline = self.first_deadline if extra_s > 0 else started + self.limits.search_s / 2
+        share = 1.0 if extra_s > 0 else 1 / 2 if len(self.problem.forward) > LONG else 1 / 4
+        self.deadline = started + share * self.limits.search_s
         if self.is_huge:
             # What a second wind does is for smaller problems; here, the first one needs all of the time.
             self.enough, self.deadline = max(self.enough, FAR if extra_s else 0.0), self.first_deadline + extra_s
@@ -159,8 +167,10 @@ class Search:
         for _ in range(parts):
             if self.done():
                 return
-            if not (self.second_wind and (self._combine() or self._improve_in_window())):
-                next(self._work, None)
+            if self._parts >= FIRST and self.second_wind and (self._combine() or self._improve_in_window()):
+                continue
+            next(self._work, None)
+            self._parts += 1
 
     def run_rounds(self, rounds: int) -> None:
         """Search for so many rounds here, without the relaxation and other programs."""
@@ -174,6 +184,8 @@ class Search:
         if not self.plans and not self.done():
             limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
             self.add("smallest", min_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
+        if self.plans and self.gap > WIDE and self.tables.count <= LONG:
+            self._narrow()
         self._go_on()
         if self.is_huge:
             return
@@ -198,10 +210,18 @@ class Search:
                 100 * self.gap,
                 self.limits.extra_s,
             )
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """From here on relaxations for small budgets, and programs of its own for plans."""
+        if self.second_wind:
+            return
         self.second_wind, self._binaries = True, BINARIES
         if isinstance(self.refinement, Refinement):
             self.refinement = Narrowing.of(self.refinement)
         self.aside.prepare()
+        if self.limits.extra_s == 0:
+            self.deadline = self.first_deadline
 
     def _go_on(self) -> None:
         """Refine and combine, then combine alone, until the search is done or nothing changes any more."""
@@ -237,7 +257,23 @@ class Search:
         self.add(solver, state.recompute())
 
     def _refine(self) -> None:
-        """The next grouping of the relaxation, with its bound noted, and other work meanwhile."""
+        """The next grouping of the relaxation, with its bound noted, and other work meanwhile.
+
+        In the second wind as many as there is time for, as long as there is one.
+        """
+        rounds = self.refinement.rounds
+        self._begin_refining()
+        if self.second_wind:
+            while self._is_refining and not self.done():
+                self.work()
+                self._go_on_refining()
+        else:
+            self.work(MEANWHILE if rounds else 1 if self.tables.count > LONG else 2)
+        if self._is_refining:
+            self._end_refining()
+
+    def _begin_refining(self) -> None:
+        """Have the relaxation refined, in a process of its own."""
         best, rounds = self.plans[0] if self.plans else None, self.refinement.rounds
         incumbent = best.recompute if best else self.problem.no_recompute
         least_ms = self.problem.keep_all_time_ms
@@ -245,15 +281,28 @@ class Search:
         gap = min(0.05, 0.25 * self.limits.gap / max(overhead, 1e-9))  # of the recomputation's time
         large = self.tables.count > LONG
         limit_s = max(1.0, (0.4 if rounds or large else 0.1) * self._left_s())
+        if self.second_wind:
+            limit_s = max(limit_s, min(ROUND_S, self._left_s() - LATE_S))
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), self.refinement.advanced, incumbent, target)
-        if self.second_wind:
-            while not self.process.answered() and not self.done():
-                self.work()
-        else:
-            self.work(MEANWHILE if rounds else 1 if large else 2)
+        self._is_refining = True
+
+    def _end_refining(self) -> None:
+        """Take note of the refined relaxation's bound."""
         self.refinement = self.process.wait(self.refinement)
+        self._is_refining = False
         self.prove(self.refinement.bound_ms)
+
+    def _go_on_refining(self) -> None:
+        """Once the relaxation is refined, take note of it, and have it refined further if there is anything to do."""
+        if not self._is_refining or not self.process.answered():
+            return
+        before = self.refinement.rounds
+        self._end_refining()
+        if self.refinement.rounds != before and not self.done():
+            self._begin_refining()
+            if self.refinement.plan is not None:
+                self.add_repaired("coarse-to-fine", self.refinement.plan)
 
     def _left_s(self) -> float:
         return max(0.1, self.deadline - time.monotonic())
@@ -291,6 +340,9 @@ class Search:
         """Take note of the plan that a program finds, with parts of other work meanwhile; whether it ends in time."""
         process.start(limits.time_limit_s + GRACE_S, solve, program.model, "scipy", limits)
         self.work(meanwhile)
+        while self.second_wind and not process.answered():
+            self._go_on_refining()
+            time.sleep(POLL_S)
         result: Result | None = process.wait(None)
         if result is not None and result.values is not None:
             self.add_repaired(name, program.plan(result.values))

@@ -1,10 +1,10 @@
 """Relaxations for budgets just above the smallest one: groups begin where little room is left beside what is needed.
 
 The linear program, by which `refinement` places groups, gains nothing from a stage that leaves little room, as it may
-have a part of each data alive there. Where telling cases of what is alive at one of these places raises the bound at
-once, that is gone on with, as long as it raises it further (`branching`). The integer program gains from such stages
-itself: the narrowest ones are set apart, a few more each time, in the relaxation with spans, as long as that is solved
-in time. After that, beginnings are placed by the linear program once more, with spans.
+have a part of each data alive there. The integer program does. So the narrowest stages are set apart, and its groups
+are divided, a few more each time, where its plan is wrong (`dividing`), as long as it is solved in time. Where telling
+cases of what is alive at one of the narrow places proves much of the plan known, these come first, as long as they
+prove more (`cases`). After that, beginnings are placed by the linear program once more, with spans.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rk_solvers.bounds.branching import Branching
+from rk_solvers.bounds.cases import Cases, worth
+from rk_solvers.bounds.dividing import divided
 from rk_solvers.bounds.refinement import Refinement, Target
-from rk_solvers.liveness import Tables
+from rk_solvers.liveness import Tables, peak_and_time
 from rk_solvers.problem import Problem, Recompute
 
-APART = (3, 5, 7, 10, 14)  # of the narrowest stages, that are set apart in the rounds
+APART = 2  # of the narrowest stages, that are set apart
+PLACES = 3  # behind which cases are told apart for trial
 RAISED = 1e-3  # of the step's time, by which a round of cases must raise their bound for another one to follow
 NEAR = 3  # stages to either side among which one is the narrowest
 
@@ -31,9 +33,8 @@ class Narrowing:
     coarse: Refinement  # from which it begins
     refinement: Refinement  # with spans: the last groups
     rounds: int = 0  # of all kinds
-    programs: int = 0  # rounds of integer programs with narrow stages apart
-    branching: Branching | None = None
-    is_branching: bool = True  # whether the next round is one of cases
+    cases: Cases | None = None
+    is_telling: bool = True  # whether the next round is one of cases
 
     @staticmethod
     def of(refinement: Refinement) -> Narrowing:
@@ -43,7 +44,7 @@ class Narrowing:
     @property
     def bound_ms(self) -> float:
         """No plan that fits is faster."""
-        return max(self.refinement.bound_ms, 0.0 if self.branching is None else self.branching.bound_ms)
+        return max(self.refinement.bound_ms, 0.0 if self.cases is None else self.cases.bound_ms)
 
     @property
     def plan(self) -> Recompute | None:
@@ -55,32 +56,45 @@ class Narrowing:
         if self.refinement.is_brief:
             return self
         if self.rounds == 0:
+            return self._begun(incumbent, target)
+        if self.is_telling and self.cases is not None:
+            return self._told(self.cases, target)
+        if self.refinement.complete and self.refinement.alive:
             deadline = time.monotonic() + target.time_limit_s
-            refinement = self.refinement.with_spans(self._starts(APART[0]))
-            return self._further(branching=Branching.worth(refinement, self.coarse, deadline))
-        if self.is_branching and self.branching is not None:
-            return self._branched(self.branching, target)
-        if self.programs < len(APART) and self.refinement.complete:
-            refinement = self.refinement.with_spans(self._starts(APART[self.programs]))
-            if refinement.starts != self.refinement.starts:
-                return self._further(refinement=refinement.solved(target), programs=self.programs + 1)
+            starts = divided(self.refinement, target.time_limit_s)
+            if starts != set(self.refinement.starts):
+                left = replace(target, time_limit_s=max(0.1, deadline - time.monotonic()))
+                refinement = self.refinement.with_spans(starts).solved(left)
+                return self._further(refinement=refinement, is_telling=self._may_tell())
         further = self.refinement.advanced(incumbent, target)
         if further is not self.refinement:
-            return self._further(refinement=further)
-        return self if self.branching is None else self._branched(self.branching, target)
+            return self._further(refinement=further, is_telling=self._may_tell())
+        return self if self.cases is None else self._told(self.cases, target)
 
-    def _branched(self, branching: Branching, target: Target) -> Narrowing:
+    def _may_tell(self) -> bool:
+        """Whether more may be proven by cases."""
+        return self.cases is not None and not self.cases.is_over
+
+    def _begun(self, incumbent: Recompute, target: Target) -> Narrowing:
+        """With the narrowest stages apart, and cases, where these are worth it."""
+        deadline = time.monotonic() + target.time_limit_s
+        problem, narrow = self.coarse.problem, self._narrow()
+        starts = {*self.coarse.starts, *_begun_at(problem, narrow[:APART])}
+        refinement = self.refinement.with_spans(starts).solved(target)
+        behind = [stage + 1 for stage in narrow[:PLACES] if stage + 1 < len(problem.backward)]
+        left_s = max(0.1, deadline - time.monotonic())
+        plan = incumbent if peak_and_time(problem, incumbent)[0] <= self.coarse.budget_bytes else None
+        found = worth(replace(self.coarse, bound_ms=refinement.bound_ms), behind, plan, left_s)
+        return self._further(refinement=refinement, cases=found)
+
+    def _told(self, cases: Cases, target: Target) -> Narrowing:
         """By a round of cases; the same object where nothing more is to be expected of them."""
-        further = branching.advanced(target)
-        if further is branching and not self.is_branching:
+        further = cases.advanced(target)
+        if further is cases and not self.is_telling:
             return self
-        raised_ms = further.bound_ms - branching.bound_ms
-        is_branching = bool(further.cases) and raised_ms >= RAISED * self.coarse.problem.keep_all_time_ms
-        return self._further(branching=further, is_branching=is_branching)
-
-    def _starts(self, apart: int) -> set[int]:
-        """Beginnings of groups, so many of the narrowest stages among them."""
-        return {*self.coarse.starts, *_begun_at(self.coarse.problem, self._narrow()[:apart])}
+        raised_ms = further.bound_ms - cases.bound_ms
+        is_telling = not further.is_over and raised_ms >= RAISED * self.coarse.problem.keep_all_time_ms
+        return self._further(cases=further, is_telling=is_telling)
 
     def _further(self, **changes: object) -> Narrowing:
         return replace(self, rounds=self.rounds + 1, **changes)  # type: ignore[arg-type]

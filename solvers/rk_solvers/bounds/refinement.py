@@ -17,22 +17,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rk_solvers.bounds.relaxation import UNITS, Kept, Relaxation
+import numpy as np
+
+from rk_solvers.bounds.relaxation import UNITS, Limit, Relaxation
 from rk_solvers.liveness import memory_curve, steps_of
 from rk_solvers.milp import BackendLimits, Outcome, Result, relaxation_bound, solve
 from rk_solvers.problem import Chain, Problem, Recompute
 
 CANDIDATES = 48  # places where a group may begin, that are tried at first
 TRIED = 16  # of these, from the second beginning on: those that raised the bound most before
-FEWER = 2  # by which these two are divided where there are spans
+FEWER = (2, 4)  # by which these two are divided where there are spans
 EFFORT = 2_000_000  # entries of all linear programs solved to place the groups of one grouping, at most
 GAIN = 2e-4  # of the step's time: what a beginning must raise the bound by
 LARGE = 600  # forward operations above which one program may take seconds: the clock is looked at
 BRIEF = 1500  # forward operations above which the relaxation counts bytes at the beginnings of groups alone
-REACH = 16  # stages to either side, to which a beginning is moved
+REACH = 16  # stages to either side, to which a beginning is moved; half as many where there are spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,10 @@ class Refinement:
     plan: Recompute | None = field(default=None, hash=False)  # of the relaxation; it may exceed the budget
     rounds: int = 0  # groupings so far
     spans: bool = False  # whether the relaxation has them
-    kept: tuple[Kept, ...] = ()  # what is assumed; the bound is that of the plans of which it is true
+    limit: Limit | None = None  # what is assumed; the bound is that of the plans of which it is true
     settled: bool = False  # whether no beginnings are to be placed any more
     complete: bool = True  # whether the last integer program was solved to its end
+    alive: Mapping[int, Mapping[int, float]] = field(default_factory=dict, hash=False)  # where its groups begin
 
     def advanced(self, incumbent: Recompute, target: Target) -> Refinement:
         """The next grouping and its bound; the same object where there is no other. `incumbent` is a plan to go by."""
@@ -77,7 +80,9 @@ class Refinement:
             return found
         relaxation.model.integer = relaxation.integer
         result = solve(relaxation.model, "scipy", BackendLimits(target.time_limit_s, target.gap))
-        return replace(found._noted(relaxation, result, integer=True), complete=result.outcome is not Outcome.LIMIT)
+        alive = {} if result.values is None else relaxation.alive_in(np.round(result.values))
+        complete = result.outcome is not Outcome.LIMIT
+        return replace(found._noted(relaxation, result, integer=True), complete=complete, alive=alive)
 
     def placed(self, target: Target) -> Refinement:
         """With groups that begin where that tells most, as the linear program has it; the bound is as it was."""
@@ -107,8 +112,8 @@ class Refinement:
     def relaxation(self, starts: Iterable[int]) -> Relaxation:
         """The program of a grouping."""
         found = Relaxation(self.problem, self.budget_bytes, sorted(starts), self.spans, brief=self.is_brief)
-        for kept in self.kept:
-            found.require(kept)
+        if self.limit is not None:
+            found.limit(self.limit)
         return found
 
     @property
@@ -130,6 +135,10 @@ class Refinement:
         extra = max(0.0, result.bound) / UNITS * (1 - (1e-5 if integer else 1e-9))
         return self.problem.keep_all_time_ms * (1 + extra)
 
+    def units(self, time_ms: float) -> float:
+        """What a plan of this time recomputes, in the unit of the objective."""
+        return (time_ms / (self.problem.keep_all_time_ms or 1.0) - 1) * UNITS
+
     def _next_apart(self) -> set[int]:
         """The grouping with one stage more apart: that in which the plan exceeds the budget most."""
         starts = set(self.starts)
@@ -148,11 +157,11 @@ class _Placement:
 
     def __init__(self, refinement: Refinement, target: Target) -> None:
         self.refinement = refinement
-        self.enough = (target.enough_ms / (refinement.problem.keep_all_time_ms or 1.0) - 1) * UNITS
+        self.enough = refinement.units(target.enough_ms)
         timed = refinement.spans or len(refinement.problem.forward) > LARGE
         self.deadline = time.monotonic() + target.time_limit_s if timed else math.inf
         self.starts = set(refinement.starts)
-        self.needed = {0, *(kept.stage for kept in refinement.kept)}
+        self.needed = {0} if refinement.limit is None else {0, refinement.limit.stage}
         self.left = math.inf if refinement.spans else EFFORT
         self.known: dict[frozenset[int], float] = {}
         self.value = self.judge(self.starts)
@@ -165,7 +174,7 @@ class _Placement:
         """
         refinement = self.refinement
         natural = _natural_starts(refinement.problem, refinement.chain)
-        candidates = _spread(natural, CANDIDATES // FEWER if refinement.spans else CANDIDATES)
+        candidates = _spread(natural, CANDIDATES // FEWER[0] if refinement.spans else CANDIDATES)
         if refinement.spans:
             self.drop_useless()
         while (added := self.add_best(candidates)) is not None:
@@ -199,7 +208,7 @@ class _Placement:
         others = [start for start in candidates if start not in self.starts]
         promising = sorted(others, key=lambda start: (-self.gain.get(start, math.inf), start))
         known = sum(start in self.gain for start in promising)
-        tried = TRIED // FEWER if self.refinement.spans else TRIED
+        tried = TRIED // FEWER[1] if self.refinement.spans else TRIED
         values = {start: self.judge(self.starts | {start}) for start in promising[: tried if known else None]}
         self.gain |= {start: value - self.value for start, value in values.items()}
         value, start = max(((value, start) for start, value in values.items()), default=(-math.inf, 0))
@@ -217,7 +226,7 @@ class _Placement:
 
     def move(self, start: int) -> None:
         """Move a beginning to the place near it where the bound is highest: in long steps, then in shorter ones."""
-        step = REACH // 2
+        step = REACH // 4 if self.refinement.spans else REACH // 2
         while step:
             others = self.starts - {start}
             near = [place for place in (start - step, start + step) if place not in self.starts]

@@ -22,8 +22,7 @@ what the stage needs of earlier ones, what of theirs is alive at the end, and wh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from rk_solvers.groups import normalise
@@ -36,13 +35,11 @@ LONGEST = 8  # terms of a sum before it gets a variable of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """How many of some data are alive where a group begins: what is assumed in a branch (see `branching`)."""
+class Limit:
+    """How much of some data may be alive where a group begins: what is assumed in a case (see `cases`)."""
 
     stage: int  # the backward operation that begins the group
-    items: tuple[int, ...]
-    least: int = 0
-    most: int | None = None  # None: all of them may be
+    most: tuple[tuple[int, float], ...]  # data, and the part of each
 
 
 @dataclass(slots=True)
@@ -92,11 +89,22 @@ class Relaxation:
         used_bytes += self.problem.base_bytes + held_bytes
         return (self.budget_bytes - used_bytes) * UNITS / max(1, self.budget_bytes)
 
-    def require(self, kept: Kept) -> None:
-        """Plans of this branch alone. Raises `ValueError` if no group begins with its stage."""
-        alive = self.alive[self.starts.index(kept.stage)]
-        terms = [(alive[item], 1.0) for item in kept.items if item in alive]
-        self.model.add_row(terms, lower=kept.least, upper=math.inf if kept.most is None else kept.most)
+    def limit(self, limit: Limit) -> None:
+        """Plans of a case alone, in the place of an earlier one. Raises `ValueError` if no group begins there."""
+        alive = self.alive[self.starts.index(limit.stage)]
+        for item, part in limit.most:
+            if item in alive:
+                self.model.upper[alive[item]] = part
+
+    def fix(self, stage: int, alive: Mapping[int, float]) -> None:
+        """Plans that have just these parts of data alive where the group begins."""
+        for item, variable in self.alive[self.starts.index(stage)].items():
+            self.model.lower[variable] = self.model.upper[variable] = alive[item]
+
+    def alive_in(self, values: Floats) -> dict[int, dict[int, float]]:
+        """By the first stage of a group, how much of each data is alive there."""
+        groups = zip(self.starts, self.alive, strict=True)
+        return {start: {item: float(values[v]) for item, v in alive.items()} for start, alive in groups}
 
     def recompute(self, values: Floats) -> Recompute:
         """A plan that recomputes what the values of the variables do, each as late in its group as it serves."""
