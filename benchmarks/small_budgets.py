@@ -50,7 +50,6 @@ CASES = (
 QUICK = ("transformer@0.3", "hf-bert@least", "hf-bert@least*1.5")
 SEARCH_S, QUICK_S = 30.0, 2.0  # of the usual search
 OPEN = 0.01  # a gap above this is open
-GAP = 0.002  # where a search ends
 SMALLEST_S = 15.0  # to find the smallest budget
 
 
@@ -84,7 +83,7 @@ def row_of(case: str, options: argparse.Namespace) -> dict[str, Any]:
     problem, chain = _problem(name, options.cache, options.quick)
     budget_bytes, proven_bytes = _budget(problem, chain, share, options)
     search_s = QUICK_S if options.quick else SEARCH_S
-    first, plan = search(problem, chain, budget_bytes, Limits(gap=GAP).within(search_s))
+    first, plan = search(problem, chain, budget_bytes, Limits().within(search_s))
     row: dict[str, Any] = {
         "case": case,
         "code": code_version(),

@@ -104,8 +104,7 @@ class Search:
     def __post_init__(self) -> None:
         started, extra_s = time.monotonic(), self.limits.extra_s
         self.enough, self.first_deadline = max(self.limits.gap, SAME), started + self.limits.search_s
-        share = 1.0 if extra_s > 0 else 1 / 2 if len(self.problem.forward) > LONG else 1 / 4
-        self.deadline = started + share * self.limits.search_s
+        self.deadline = self.first_deadline if extra_s > 0 else started + self.limits.search_s / 2
         if self.is_huge:
             # What a second wind does is for smaller problems; here, the first one needs all of the time.
             self.enough, self.deadline = max(self.enough, FAR if extra_s else 0.0), self.first_deadline + extra_s
