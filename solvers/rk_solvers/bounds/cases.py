@@ -30,7 +30,7 @@ from rk_solvers.liveness import alive_before, peak_and_time
 from rk_solvers.milp import Floats, Outcome, Result, relaxation_bound
 from rk_solvers.problem import Recompute
 
-MOST_CASES = 60_000
+MOST_CASES = 100_000
 LEAST_PARTS = (1 / 16, 1 / 8, 1 / 4)  # of the room, that make data large: the first of these with few enough cases
 WORTH = 0.2  # of what is not proven yet: what telling cases must prove of the plan known, to be gone on with
 GAIN = 0.01  # of the step's time: what they must prove of the lowest case, where no plan is known
@@ -128,7 +128,7 @@ class Cases:
         open_ = np.flatnonzero(self.bounds < enough)
         lowest = open_[np.argsort(self.bounds[open_], kind="stable")[: math.ceil(LOWEST * len(open_))]]
         for starts in self.groupings[:OF_MEAN]:
-            found = found._raised(programs, starts, np.mean([self._members(case) for case in lowest], axis=0))
+            found = found._raised(programs, starts, self._mean(lowest))
         case = int(found.bounds.argmin())
         before = found.bounds[case]
         best = -math.inf
@@ -167,6 +167,11 @@ class Cases:
         most = np.zeros(len(self.items) + 1)
         most[self.sets[case]] = 1.0
         return most[:-1]
+
+    def _mean(self, cases: NDArray[np.int_]) -> Floats:
+        """How much of each of the large data may be alive in some cases, on the average."""
+        counts = np.bincount(self.sets[cases].ravel(), minlength=len(self.items) + 1)
+        return counts[:-1] / len(cases)
 
     def _limit(self, most: Floats) -> Limit:
         """What is assumed where so much of each of the large data may be alive."""
@@ -257,14 +262,18 @@ def _fullest_sets(sizes: list[float], room: float) -> NDArray[np.int32] | None:
     """The sets for which there is room, and in which there is no room for another one; None if there are too many."""
     found: list[tuple[int, ...]] = []
     open_: list[tuple[int, float, tuple[int, ...]]] = [(0, room, ())]
+    smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
+    least = min(sizes, default=0.0)
     while open_:
         first, left, chosen = open_.pop()
-        open_ += [
-            (place + 1, left - sizes[place], (*chosen, place))
-            for place in range(first, len(sizes))
-            if sizes[place] <= left
-        ]
-        if all(size > left for place, size in enumerate(sizes) if place not in chosen):
+        if left >= least:
+            open_ += [
+                (place + 1, left - sizes[place], (*chosen, place))
+                for place in range(first, len(sizes))
+                if sizes[place] <= left
+            ]
+        other = next((place for place in smallest_first if place not in chosen), None)
+        if other is None or sizes[other] > left:
             found.append(chosen)
         if len(found) > MOST_CASES or len(open_) > MOST_CASES:
             return None
