@@ -12,12 +12,14 @@ from dataclasses import replace
 
 import pytest
 
-from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, peak_and_time
+from rk_solvers import Auto, Oracle, Problem, Status, check, evaluate, peak_and_time, smallest_budget
 from rk_solvers.anytime.search import FAR, Search
+from rk_solvers.bounds.narrowing import Narrowing
 from rk_solvers.exact.combine import combination
 from rk_solvers.exact.oracle import least_peak
 from rk_solvers.groups import normalise
 from rk_solvers.limits import Limits
+from rk_solvers.liveness import schedule_of
 from rk_solvers.milp import BackendLimits, solve
 from rk_solvers.side_process import SideProcess, SideProcessWarning
 from tests.solver.instances import gpt2, random_plan, random_problem, resnet50
@@ -251,6 +253,40 @@ def test_the_second_wind_of_small_problems_ends_when_there_is_nothing_more_to_do
         assert search.bound_ms <= Oracle().solve(problem, budget).time_ms * (1 + 1e-6)
         assert search.plans[0].time_ms == pytest.approx(Oracle().solve(problem, budget).time_ms, rel=0.05)
     assert entered
+
+
+@pytest.mark.ci
+def test_with_a_wide_gap_the_second_wind_begins_at_once(caplog):
+    problem, chain = gpt2(layers=4, vocabulary=3000)
+    budget = int(1.02 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    with SideProcess() as process, SideProcess() as aside:
+        search = Search(problem, budget, chain, Limits().within(8.0), lambda line: None, process, aside)
+        search.run()
+    assert isinstance(search.refinement, Narrowing)
+    assert search.refinement.coarse.rounds == 1
+    assert search.refinement.rounds > 0
+    assert search.bound_ms <= search.plans[0].time_ms
+    check(problem, schedule_of(problem, search.plans[0].recompute), budget)
+    assert not caplog.records  # nobody waits longer for it
+
+
+@pytest.mark.ci
+def test_once_the_gap_is_reached_no_bound_is_waited_for(monkeypatch):
+    monkeypatch.setattr("rk_solvers.anytime.search.WIDE", 0.0)
+    problem, chain = gpt2(layers=4, vocabulary=3000)
+    budget = int(1.02 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    limits = replace(Limits().within(600.0), gap=0.0)
+    with SideProcess() as process, SideProcess() as aside:
+        search = Search(problem, budget, chain, limits, lambda line: None, process, aside)
+
+        def added(self: Search, *arguments: object) -> None:
+            self.enough = 1.0  # any gap
+
+        monkeypatch.setattr(Search, "_improve_in_window", added)
+        search.run()
+        left_s = search.first_deadline - time.monotonic()
+    assert search.second_wind
+    assert left_s > 300  # a round would have taken two fifths of the time
 
 
 @pytest.mark.ci

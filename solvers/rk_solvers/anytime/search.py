@@ -268,6 +268,9 @@ class Search:
                 self._go_on_refining()
         else:
             self.work(MEANWHILE if rounds else 1 if self.tables.count > LONG else 2)
+        if self.second_wind and self.done() and self._left_s() > LATE_S:  # near enough: no more has to be proven
+            self.process.close()
+            self._is_refining = False
         if self._is_refining:
             self._end_refining()
 
