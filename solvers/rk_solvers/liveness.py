@@ -252,15 +252,18 @@ def peak_and_time(problem: Problem, plan: Plan) -> tuple[int, float]:
 
 def kept_over_the_turn(problem: Problem, recompute: Recompute) -> list[int]:
     """The data alive between the last operation of the forward and what follows it, those held among them."""
-    count = len(problem.forward)
-    return [item.data for item in instances_of(problem, recompute) if item.first < count <= item.last]
+    return _alive_before_step(problem, recompute, len(problem.forward))
 
 
 def alive_before(problem: Problem, recompute: Recompute, stage: int) -> list[int]:
     """The data alive between the backward operation before this one and what follows it, those held among them."""
     steps = steps_of(problem, recompute)
     first = next(number for number, step in enumerate(steps) if step.stage >= stage)
-    return [item.data for item in instances_of(problem, recompute) if item.first < first <= item.last]
+    return _alive_before_step(problem, recompute, first)
+
+
+def _alive_before_step(problem: Problem, recompute: Recompute, number: int) -> list[int]:
+    return [item.data for item in instances_of(problem, recompute) if item.first < number <= item.last]
 
 
 # ---- plans and schedules ------------------------------------------------------------------------------

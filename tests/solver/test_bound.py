@@ -328,6 +328,19 @@ def test_cases_are_told_for_a_plan_only_where_they_prove_enough_of_it(monkeypatc
     assert worth(coarse, range(1, 4), recompute, 10.0) is None
 
 
+def test_what_is_alive_before_groups_is_forgotten_with_them():
+    """A program that is not solved in time tells nothing of the groups that it is in."""
+    problem, chain = gpt2(layers=2, vocabulary=3000)
+    budget = int(0.5 * evaluate(problem, problem.no_recompute).peak_bytes)
+    found = Refinement(problem, budget, chain).with_spans({0, 3}).solved(Target(math.inf, 5.0))
+    assert list(found.alive) == [0, 3]
+    moved = found.with_spans({0, 5}).solved(Target(math.inf, 1e-9))
+    assert moved.starts == (0, 5)
+    assert not moved.alive
+    narrow = Narrowing(found, moved, rounds=1)
+    assert narrow.advanced(problem.no_recompute, Target(math.inf, 5.0)).bound_ms >= found.bound_ms
+
+
 def test_divided_groups_are_below_the_oracle_and_prove_no_less():
     divisions = 0
     for seed in range(60):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from rk_solvers.baselines.both import baseline_plans
 from rk_solvers.bounds.chain_bound import chain_bound_ms
 from rk_solvers.bounds.narrowing import Narrowing
-from rk_solvers.bounds.refinement import Refinement, Target
+from rk_solvers.bounds.refinement import Refinement, Target, left_s
 from rk_solvers.chain.rotor import Rotor
 from rk_solvers.exact.checkmate import Program
 from rk_solvers.exact.combine import MOST_BINARIES, combination
@@ -49,7 +49,7 @@ HOPELESS = 3  # groupings without a plan that fits, before the search ends
 MEANWHILE = 6  # parts of work while an integer program is solved
 FAR = 0.02  # a gap that is worth a second wind
 WIDE = 0.05  # a gap, after the first grouping, with which that begins at once
-FIRST = 12  # parts of work before windows and combinations, where it does
+FIRST = 10  # parts of work that are done before windows and combinations, where it does
 LONG = 600  # forward operations above which rotor comes first, and plans are improved piece by piece
 HUGE = 2000  # forward operations above which there is no second wind, but all of the time from the start
 BINARIES = 400  # of a combination in the second wind, at first; fewer where that takes too long
@@ -96,7 +96,7 @@ class Search:
     tables: Tables = field(init=False)
     rng: random.Random = field(init=False)
     _combined: tuple[Recompute, ...] = ()
-    _parts: int = 0  # of work so far
+    _first: int = 0  # parts of work still to be done before windows and combinations
     _is_refining: bool = False  # whether the relaxation is refined in its process
     _binaries: float = MOST_BINARIES  # of the next combination, at most
     _work: Iterator[None] = field(init=False)
@@ -166,10 +166,10 @@ class Search:
         for _ in range(parts):
             if self.done():
                 return
-            if self._parts >= FIRST and self.second_wind and (self._combine() or self._improve_in_window()):
+            if self.second_wind and not self._first and (self._combine() or self._improve_in_window()):
                 continue
             next(self._work, None)
-            self._parts += 1
+            self._first = max(0, self._first - 1)
 
     def run_rounds(self, rounds: int) -> None:
         """Search for so many rounds here, without the relaxation and other programs."""
@@ -184,6 +184,7 @@ class Search:
             limit = time.monotonic() + 0.3 * (self.deadline - time.monotonic())
             self.add("smallest", min_peak_plan(self.problem, self.others, self.chain, limit, self.budget_bytes))
         if self.plans and self.gap > WIDE and self.tables.count <= LONG:
+            self._first = FIRST
             self._narrow()
         self._go_on()
         if self.is_huge:
@@ -281,8 +282,7 @@ class Search:
         least_ms = self.problem.keep_all_time_ms
         overhead = best.time_ms / least_ms - 1 if best and least_ms > 0 else 1.0
         gap = min(0.05, 0.25 * self.limits.gap / max(overhead, 1e-9))  # of the recomputation's time
-        large = self.tables.count > LONG
-        limit_s = max(1.0, (0.4 if rounds or large else 0.1) * self._left_s())
+        limit_s = max(1.0, (0.4 if rounds or self.tables.count > LONG else 0.1) * self._left_s())
         if self.second_wind:
             limit_s = max(limit_s, min(ROUND_S, self._left_s() - LATE_S))
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
@@ -307,7 +307,7 @@ class Search:
                 self.add_repaired("coarse-to-fine", self.refinement.plan)
 
     def _left_s(self) -> float:
-        return max(0.1, self.deadline - time.monotonic())
+        return left_s(self.deadline)
 
     def _combine(self) -> bool:
         """The best of the plans together, if there are new ones; whether a program was made for that."""

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rk_solvers.bounds.refinement import Refinement, Target
+from rk_solvers.bounds.refinement import Refinement, Target, left_s
 from rk_solvers.bounds.relaxation import UNITS, Limit, Relaxation
 from rk_solvers.liveness import alive_before, peak_and_time
 from rk_solvers.milp import Floats, Outcome, Result, relaxation_bound
@@ -62,8 +61,7 @@ class Cases:
     @property
     def bound_ms(self) -> float:
         """No plan is faster."""
-        least = Result(Outcome.OPTIMAL, None, math.inf, float(self.bounds.min()))
-        return self.refinement.bound_of(least, integer=False)
+        return self.refinement.proven_ms(float(self.bounds.min()), integer=False)
 
     @property
     def is_over(self) -> bool:
@@ -100,8 +98,9 @@ class Cases:
 
         Without a plan it is the case of the least bound that is tried.
         """
-        most = self._members(int(self.bounds.argmin()))
-        if plan is not None:
+        if plan is None:
+            most = self._members(int(self.bounds.argmin()))
+        else:
             there = set(alive_before(self.refinement.problem, plan, self.stage))
             most = np.array([float(item in there) for item in self.items])
         programs = _Programs(self, time.monotonic() + time_limit_s)
@@ -145,12 +144,14 @@ class Cases:
 
     def _placed(self, case: int, programs: _Programs, enough_ms: float) -> Cases:
         """With groups that are placed for a case, and a note of it if they prove no more."""
-        seconds = min(self.seconds, programs.left_s())
+        seconds = min(self.seconds, left_s(programs.deadline))
         placed = self._places(self._members(case), enough_ms, seconds)
         found = self._with(placed.starts)._raised(programs, placed.starts, self._members(case))
-        if found.bounds[case] <= self.bounds[case] + SAME * UNITS:
-            found.tried_s[case] = math.inf if placed.settled else seconds
-        return found
+        if found.bounds[case] > self.bounds[case] + SAME * UNITS:
+            return found
+        tried_s = self.tried_s.copy()
+        tried_s[case] = math.inf if placed.settled else seconds
+        return replace(found, tried_s=tried_s)
 
     def _places(self, most: Floats, enough_ms: float, seconds: float) -> Refinement:
         """Groups that are placed for where so much of the large data may be alive."""
@@ -192,7 +193,7 @@ class Cases:
             slopes = np.minimum(result.reduced[variables], 0.0)
             constant = result.bound - float(slopes @ most)
             np.maximum(bounds, constant + np.append(slopes, 0.0)[self.sets].sum(axis=1), out=bounds)
-        return replace(self, bounds=bounds, tried_s=self.tried_s.copy())
+        return replace(self, bounds=bounds)
 
 
 class _Programs:
@@ -202,13 +203,10 @@ class _Programs:
         self.cases, self.deadline = cases, deadline
         self.made: dict[Grouping, Relaxation] = {}
 
-    def left_s(self) -> float:
-        return max(0.1, self.deadline - time.monotonic())
-
     def solved(self, starts: Grouping, most: Floats) -> Result:
         relaxation = self._relaxation(starts)
         relaxation.limit(self.cases._limit(most))
-        return relaxation_bound(relaxation.model, self.left_s())
+        return relaxation_bound(relaxation.model, left_s(self.deadline))
 
     def variables(self, starts: Grouping) -> list[int]:
         """Of the large data, where the cases are told apart."""
@@ -229,10 +227,10 @@ def worth(refinement: Refinement, stages: Sequence[int], plan: Recompute | None,
     worth_ms = GAIN * problem.keep_all_time_ms if plan is None else WORTH * (enough_ms - refinement.bound_ms)
     best, best_ms = None, refinement.bound_ms + worth_ms
     for stage in stages:
-        cases = Cases.at(refinement.with_spans(), stage, max(0.1, deadline - time.monotonic()))
+        cases = Cases.at(refinement.with_spans(), stage, left_s(deadline))
         if cases is None:
             continue
-        cases, proven_ms = cases.tried(plan, enough_ms, min(TRIAL_S, max(0.1, deadline - time.monotonic())))
+        cases, proven_ms = cases.tried(plan, enough_ms, min(TRIAL_S, left_s(deadline)))
         if proven_ms > best_ms:
             best, best_ms = cases, proven_ms
         if proven_ms > (enough_ms + refinement.bound_ms) / 2:  # there is no need to look for a better place
@@ -245,7 +243,7 @@ def _most(relaxation: Relaxation, alive: Mapping[int, int], deadline: float) -> 
     cost, relaxation.model.cost = relaxation.model.cost, [0.0] * len(relaxation.model.cost)
     for item, variable in alive.items():
         relaxation.model.cost[variable] = -relaxation.size(item)
-    result = relaxation_bound(relaxation.model, max(0.1, deadline - time.monotonic()))
+    result = relaxation_bound(relaxation.model, left_s(deadline))
     relaxation.model.cost = cost
     everything = math.fsum(relaxation.size(item) for item in alive)
     if result.outcome is not Outcome.OPTIMAL:  # no time, or no plan fits: then nothing is wrong
@@ -253,7 +251,7 @@ def _most(relaxation: Relaxation, alive: Mapping[int, int], deadline: float) -> 
     return min(everything, -result.bound * (1 + 1e-9) + 1e-9)
 
 
-def _in_order(relaxation: Relaxation, items: Any) -> tuple[int, ...]:
+def _in_order(relaxation: Relaxation, items: Iterable[int]) -> tuple[int, ...]:
     """Data in the order in which they are made."""
     return tuple(sorted(items, key=lambda item: (relaxation.live.producer[item], item)))
 

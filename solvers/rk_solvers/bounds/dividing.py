@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from rk_solvers.bounds.refinement import Refinement
+from rk_solvers.bounds.refinement import Refinement, left_s
 from rk_solvers.bounds.relaxation import UNITS, Relaxation
 from rk_solvers.milp import Floats, Outcome, relaxation_bound
 
@@ -57,7 +57,7 @@ class _Trial:
         relaxation = self.refinement.relaxation({*self.refinement.starts, *places})
         for start, alive in self.refinement.alive.items():
             relaxation.fix(start, alive)
-        result = relaxation_bound(relaxation.model, max(0.1, self.deadline - time.monotonic()))
+        result = relaxation_bound(relaxation.model, left_s(self.deadline))
         self.is_late = self.is_late or result.outcome is Outcome.LIMIT
         return None if result.values is None else self._by_group(relaxation, result.values)
 

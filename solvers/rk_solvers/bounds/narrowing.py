@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from rk_solvers.bounds.cases import Cases, worth
 from rk_solvers.bounds.dividing import divided
-from rk_solvers.bounds.refinement import Refinement, Target
+from rk_solvers.bounds.refinement import Refinement, Target, left_s
 from rk_solvers.liveness import Tables, peak_and_time
 from rk_solvers.problem import Problem, Recompute
 
@@ -63,7 +63,7 @@ class Narrowing:
             deadline = time.monotonic() + target.time_limit_s
             starts = divided(self.refinement, target.time_limit_s)
             if starts != set(self.refinement.starts):
-                left = replace(target, time_limit_s=max(0.1, deadline - time.monotonic()))
+                left = replace(target, time_limit_s=left_s(deadline))
                 refinement = self.refinement.with_spans(starts).solved(left)
                 return self._further(refinement=refinement, is_telling=self._may_tell())
         further = self.refinement.advanced(incumbent, target)
@@ -82,9 +82,8 @@ class Narrowing:
         starts = {*self.coarse.starts, *_begun_at(problem, narrow[:APART])}
         refinement = self.refinement.with_spans(starts).solved(target)
         behind = [stage + 1 for stage in narrow[:PLACES] if stage + 1 < len(problem.backward)]
-        left_s = max(0.1, deadline - time.monotonic())
         plan = incumbent if peak_and_time(problem, incumbent)[0] <= self.coarse.budget_bytes else None
-        found = worth(replace(self.coarse, bound_ms=refinement.bound_ms), behind, plan, left_s)
+        found = worth(replace(self.coarse, bound_ms=refinement.bound_ms), behind, plan, left_s(deadline))
         return self._further(refinement=refinement, cases=found)
 
     def _told(self, cases: Cases, target: Target) -> Narrowing:

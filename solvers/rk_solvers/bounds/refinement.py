@@ -27,14 +27,13 @@ from rk_solvers.liveness import memory_curve, steps_of
 from rk_solvers.milp import BackendLimits, Outcome, Result, relaxation_bound, solve
 from rk_solvers.problem import Chain, Problem, Recompute
 
-CANDIDATES = 48  # places where a group may begin, that are tried at first
-TRIED = 16  # of these, from the second beginning on: those that raised the bound most before
-FEWER = (2, 4)  # by which these two are divided where there are spans
+CANDIDATES, CANDIDATES_WITH_SPANS = 48, 24  # places where a group may begin, that are tried at first
+TRIED, TRIED_WITH_SPANS = 16, 4  # of these, from the second beginning on: those that raised the bound most before
 EFFORT = 2_000_000  # entries of all linear programs solved to place the groups of one grouping, at most
 GAIN = 2e-4  # of the step's time: what a beginning must raise the bound by
 LARGE = 600  # forward operations above which one program may take seconds: the clock is looked at
 BRIEF = 1500  # forward operations above which the relaxation counts bytes at the beginnings of groups alone
-REACH = 16  # stages to either side, to which a beginning is moved; half as many where there are spans
+REACH, REACH_WITH_SPANS = 16, 8  # stages to either side, to which a beginning is moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,11 @@ class Target:
     time_limit_s: float
     gap: float = 0.0  # of the recomputation's time, that the integer program may leave
     integer: bool = True  # False: the linear program only
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until a deadline of `time.monotonic`, for a part of the work: a tenth of one at least."""
+    return max(0.1, deadline - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Refinement:
     limit: Limit | None = None  # what is assumed; the bound is that of the plans of which it is true
     settled: bool = False  # whether no beginnings are to be placed any more
     complete: bool = True  # whether the last integer program was solved to its end
-    alive: Mapping[int, Mapping[int, float]] = field(default_factory=dict, hash=False)  # where its groups begin
+    alive: Mapping[int, Mapping[int, float]] = field(default_factory=dict, hash=False)  # in its plan, before each group
 
     def advanced(self, incumbent: Recompute, target: Target) -> Refinement:
         """The next grouping and its bound; the same object where there is no other. `incumbent` is a plan to go by."""
@@ -107,7 +111,7 @@ class Refinement:
         return self if starts == set(self.starts) else replace(self._with(starts), settled=True)
 
     def _with(self, starts: set[int]) -> Refinement:
-        return replace(self, starts=tuple(sorted(starts)), rounds=self.rounds + 1)
+        return replace(self, starts=tuple(sorted(starts)), rounds=self.rounds + 1, alive={})
 
     def relaxation(self, starts: Iterable[int]) -> Relaxation:
         """The program of a grouping."""
@@ -130,9 +134,11 @@ class Refinement:
 
     def bound_of(self, result: Result, *, integer: bool) -> float:
         """What the result of a program proves, in ms. The margin is for rounding, and for the back end's tolerance."""
-        if result.outcome is Outcome.INFEASIBLE:
-            return math.inf
-        extra = max(0.0, result.bound) / UNITS * (1 - (1e-5 if integer else 1e-9))
+        return math.inf if result.outcome is Outcome.INFEASIBLE else self.proven_ms(result.bound, integer=integer)
+
+    def proven_ms(self, bound: float, *, integer: bool) -> float:
+        """What a bound in the unit of the objective proves, in ms, with that margin."""
+        extra = max(0.0, bound) / UNITS * (1 - (1e-5 if integer else 1e-9))
         return self.problem.keep_all_time_ms * (1 + extra)
 
     def units(self, time_ms: float) -> float:
@@ -174,7 +180,7 @@ class _Placement:
         """
         refinement = self.refinement
         natural = _natural_starts(refinement.problem, refinement.chain)
-        candidates = _spread(natural, CANDIDATES // FEWER[0] if refinement.spans else CANDIDATES)
+        candidates = _spread(natural, CANDIDATES_WITH_SPANS if refinement.spans else CANDIDATES)
         if refinement.spans:
             self.drop_useless()
         while (added := self.add_best(candidates)) is not None:
@@ -208,7 +214,7 @@ class _Placement:
         others = [start for start in candidates if start not in self.starts]
         promising = sorted(others, key=lambda start: (-self.gain.get(start, math.inf), start))
         known = sum(start in self.gain for start in promising)
-        tried = TRIED // FEWER[1] if self.refinement.spans else TRIED
+        tried = TRIED_WITH_SPANS if self.refinement.spans else TRIED
         values = {start: self.judge(self.starts | {start}) for start in promising[: tried if known else None]}
         self.gain |= {start: value - self.value for start, value in values.items()}
         value, start = max(((value, start) for start, value in values.items()), default=(-math.inf, 0))
@@ -226,7 +232,7 @@ class _Placement:
 
     def move(self, start: int) -> None:
         """Move a beginning to the place near it where the bound is highest: in long steps, then in shorter ones."""
-        step = REACH // 4 if self.refinement.spans else REACH // 2
+        step = (REACH_WITH_SPANS if self.refinement.spans else REACH) // 2
         while step:
             others = self.starts - {start}
             near = [place for place in (start - step, start + step) if place not in self.starts]
