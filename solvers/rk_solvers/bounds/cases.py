@@ -10,7 +10,7 @@ Not each case needs a program. The multipliers of one prove for all of the cases
 alive (Benders, 1962). So the bounds are a vector, and each program raises many of them at once. The next program is
 that of the lowest cases on the average, and that of the lowest one. Groups that tell much of one case tell little of
 another. So where a program does not raise the lowest bound in any of the groups that are known, groups are placed for
-that case anew, and these may serve others.
+that case anew, and these may serve others. Where beginnings told most of the last case is where they are tried first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORTH = 0.2  # of what is not proven yet: what telling cases must prove of the p
 GAIN = 0.01  # of the step's time: what they must prove of the lowest case, where no plan is known
 RISE = 2e-3  # of the step's time: if the lowest bound rises by less in groups that are known, others are placed
 FEW = 4  # groupings, the most useful ones first, in which a case is bounded before groups are placed for it
-OF_MEAN = 2  # and in which many are bounded at once
+OF_MEAN = 1  # and in which many are bounded at once
 LOWEST = 0.1  # of the cases that are open: those whose average is bounded
 PLACING_S, LONGEST_S = 2.0, 8.0  # of a case's groups, at most: at first, and once that proves no more
 TRIAL_S = 1.5  # to place groups for the plan known
@@ -57,6 +57,7 @@ class Cases:
     tried_s: Floats = field(compare=False)  # by case: how long groups were placed for it in vain; inf: to the end
     groupings: tuple[Grouping, ...]  # the most useful ones first
     seconds: float = PLACING_S  # of a case's groups
+    gains: Mapping[int, float] = field(default_factory=dict, hash=False)  # of beginnings, in the case last placed for
 
     @property
     def bound_ms(self) -> float:
@@ -104,7 +105,7 @@ class Cases:
             there = set(alive_before(self.refinement.problem, plan, self.stage))
             most = np.array([float(item in there) for item in self.items])
         programs = _Programs(self, time.monotonic() + time_limit_s)
-        found = self._with(self._places(most, enough_ms, time_limit_s).starts)
+        found = self._with_placed(self._places(most, enough_ms, time_limit_s))
         result = programs.solved(found.groupings[0], most)
         proven_ms = 0.0 if result.outcome is Outcome.LIMIT else self.refinement.bound_of(result, integer=False)
         return found._raised_by(result, programs.variables(found.groupings[0]), most), proven_ms
@@ -146,7 +147,7 @@ class Cases:
         """With groups that are placed for a case, and a note of it if they prove no more."""
         seconds = min(self.seconds, left_s(programs.deadline))
         placed = self._places(self._members(case), enough_ms, seconds)
-        found = self._with(placed.starts)._raised(programs, placed.starts, self._members(case))
+        found = self._with_placed(placed)._raised(programs, placed.starts, self._members(case))
         if found.bounds[case] > self.bounds[case] + SAME * UNITS:
             return found
         tried_s = self.tried_s.copy()
@@ -155,9 +156,13 @@ class Cases:
 
     def _places(self, most: Floats, enough_ms: float, seconds: float) -> Refinement:
         """Groups that are placed for where so much of the large data may be alive."""
-        limited = replace(self.refinement, limit=self._limit(most), bound_ms=0.0)
+        limited = replace(self.refinement, limit=self._limit(most), bound_ms=0.0, gains=self.gains)
         target = Target(enough_ms, seconds, integer=False)
         return limited.with_spans({*self.groupings[0], self.stage}).placed(target)
+
+    def _with_placed(self, placed: Refinement) -> Cases:
+        """With groups that were placed for a case as the most useful ones, and what was seen of beginnings."""
+        return replace(self._with(placed.starts), gains=placed.gains)
 
     def _with(self, starts: Grouping) -> Cases:
         """With a grouping as the most useful one."""

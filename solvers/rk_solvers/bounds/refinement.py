@@ -67,6 +67,7 @@ class Refinement:
     settled: bool = False  # whether no beginnings are to be placed any more
     complete: bool = True  # whether the last integer program was solved to its end
     alive: Mapping[int, Mapping[int, float]] = field(default_factory=dict, hash=False)  # in its plan, before each group
+    gains: Mapping[int, float] = field(default_factory=dict, hash=False)  # what to expect of beginnings
 
     def advanced(self, incumbent: Recompute, target: Target) -> Refinement:
         """The next grouping and its bound; the same object where there is no other. `incumbent` is a plan to go by."""
@@ -89,10 +90,13 @@ class Refinement:
         return replace(found._noted(relaxation, result, integer=True), complete=complete, alive=alive)
 
     def placed(self, target: Target) -> Refinement:
-        """With groups that begin where that tells most, as the linear program has it; the bound is as it was."""
+        """With groups that begin where that tells most, as the linear program has it; the bound is as it was.
+
+        Where `gains` are known, from a similar problem, the first beginnings are chosen from the most promising ones.
+        """
         placement = _Placement(self, target)
         settled = placement.place()
-        return replace(self._with(placement.starts), settled=settled)
+        return replace(self._with(placement.starts), settled=settled, gains=placement.first_gains)
 
     def with_spans(self, starts: Iterable[int] | None = None) -> Refinement:
         """As it is, but for what follows; in groups that begin at `starts`, where these are given."""
@@ -171,7 +175,8 @@ class _Placement:
         self.left = math.inf if refinement.spans else EFFORT
         self.known: dict[frozenset[int], float] = {}
         self.value = self.judge(self.starts)
-        self.gain: dict[int, float] = {}  # by candidate, when it was tried last
+        self.gain = dict(refinement.gains)  # by candidate, when it was tried last
+        self.first_gains = self.gain  # before another one is added
 
     def place(self) -> bool:
         """Add beginnings, and move them, while that raises the bound; whether nothing is to be expected of more.
@@ -183,10 +188,13 @@ class _Placement:
         candidates = _spread(natural, CANDIDATES_WITH_SPANS if refinement.spans else CANDIDATES)
         if refinement.spans:
             self.drop_useless()
-        while (added := self.add_best(candidates)) is not None:
+        added = self.add_best(candidates)
+        self.first_gains = dict(self.gain)
+        while added is not None:
             self.drop_useless()
             if refinement.spans and added in self.starts:
                 self.move(added)
+            added = self.add_best(candidates)
         for start in sorted(self.starts - self.needed):
             self.move(start)
         self.add_best(candidates)
@@ -216,7 +224,8 @@ class _Placement:
         known = sum(start in self.gain for start in promising)
         tried = TRIED_WITH_SPANS if self.refinement.spans else TRIED
         values = {start: self.judge(self.starts | {start}) for start in promising[: tried if known else None]}
-        self.gain |= {start: value - self.value for start, value in values.items()}
+        judged = {start: value for start, value in values.items() if value > -math.inf}
+        self.gain |= {start: value - self.value for start, value in judged.items()}
         value, start = max(((value, start) for start, value in values.items()), default=(-math.inf, 0))
         if not value > self.value + GAIN * UNITS:  # nor where both are infinite: nothing fits
             return None
