@@ -69,10 +69,10 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "limits": (),
         "milp": (),
         "side_process": (),
-        "bounds": ("problem", "groups", "liveness", "limits", "milp"),
         "baselines": ("problem", "groups", "liveness", "solver"),
         "local": ("problem", "schedule", "groups", "liveness", "solver", "baselines"),
         "exact": ("problem", "groups", "liveness", "solver", "milp", "local"),
+        "bounds": ("problem", "groups", "liveness", "limits", "milp", "exact"),
         "chain": ("problem", "groups", "liveness", "solver", "local", "exact"),
         "transfers": (
             "problem", "schedule", "groups", "links", "liveness", "solver", "milp", "side_process", "bounds", "chain",

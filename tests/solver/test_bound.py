@@ -422,3 +422,24 @@ def test_a_large_problem_has_a_bound_within_the_time_limit():
     budget = int(0.5 * evaluate(problem, problem.no_recompute).peak_bytes)
     bound = lower_bound_ms(problem, budget, chain, time_limit_s=30)
     assert bound > 1.02 * problem.keep_all_time_ms
+
+
+def test_groups_are_placed_with_fewer_programs_once_it_is_known_where_they_tell_most(monkeypatch):
+    problem, chain = gpt2(layers=4, vocabulary=3000)
+    budget = int(1.05 * smallest_budget(problem, chain, 3.0).budget_bytes)
+    programs = 0
+
+    def counted(model, *rest):
+        nonlocal programs
+        programs += 1
+        return relaxation_bound(model, *rest)
+
+    monkeypatch.setattr("rk_solvers.bounds.refinement.relaxation_bound", counted)
+    coarse = Refinement(problem, budget, chain).with_spans()
+    first = coarse.placed(Target(math.inf, 60.0, integer=False))
+    needed, programs = programs, 0
+    again = replace(coarse, gains=first.gains).placed(Target(math.inf, 60.0, integer=False))
+    assert first.gains
+    assert programs < needed
+    value = relaxation_bound(coarse.relaxation(coarse.starts).model).bound
+    assert relaxation_bound(again.relaxation(again.starts).model).bound >= value - 1e-6

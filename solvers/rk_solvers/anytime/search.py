@@ -186,6 +186,7 @@ class Search:
         if self.plans and self.gap > WIDE and self.tables.count <= LONG:
             self._first = FIRST
             self._narrow()
+            self._begin_refining()
         self._go_on()
         if self.is_huge:
             return
@@ -262,7 +263,8 @@ class Search:
         In the second wind as many as there is time for, as long as there is one.
         """
         rounds = self.refinement.rounds
-        self._begin_refining()
+        if not self._is_refining:
+            self._begin_refining()
         if self.second_wind:
             while self._is_refining and not self.done():
                 self.work()
@@ -283,8 +285,9 @@ class Search:
         overhead = best.time_ms / least_ms - 1 if best and least_ms > 0 else 1.0
         gap = min(0.05, 0.25 * self.limits.gap / max(overhead, 1e-9))  # of the recomputation's time
         limit_s = max(1.0, (0.4 if rounds or self.tables.count > LONG else 0.1) * self._left_s())
-        if self.second_wind:
-            limit_s = max(limit_s, min(ROUND_S, self._left_s() - LATE_S))
+        if isinstance(self.refinement, Narrowing):
+            left_s = self._left_s()
+            limit_s = max(1.0, self.refinement.share(incumbent) * left_s, min(ROUND_S, left_s - LATE_S))
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), self.refinement.advanced, incumbent, target)
         self._is_refining = True
@@ -343,7 +346,8 @@ class Search:
         process.start(limits.time_limit_s + GRACE_S, solve, program.model, "scipy", limits)
         self.work(meanwhile)
         while self.second_wind and not process.answered():
-            self._go_on_refining()
+            if not self._first:  # otherwise this is for a plan to go by
+                self._go_on_refining()
             time.sleep(POLL_S)
         result: Result | None = process.wait(None)
         if result is not None and result.values is not None:

@@ -2,7 +2,8 @@
 
 The linear program, by which `refinement` places groups, gains nothing from a stage that leaves little room, as it may
 have a part of each data alive there. The integer program does. So the narrowest stages are set apart, and its groups
-are divided, a few more each time, where its plan is wrong (`dividing`), as long as it is solved in time. Where telling
+are divided, a few more each time, where its plan is wrong (`dividing`), as long as it is solved in time. Where the
+narrowest stage is a late one, what follows it is swept exactly before all that (`sweeping`). Where telling
 cases of what is alive at one of the narrow places proves much of the plan known, these come first, as long as they
 prove more (`cases`). After that, beginnings are placed by the linear program once more, with spans.
 """
@@ -17,12 +18,17 @@ from dataclasses import dataclass, replace
 from rk_solvers.bounds.cases import Cases, worth
 from rk_solvers.bounds.dividing import divided
 from rk_solvers.bounds.refinement import Refinement, Target, left_s
+from rk_solvers.bounds.sweeping import starts_before, swept
 from rk_solvers.liveness import Tables, peak_and_time
 from rk_solvers.problem import Problem, Recompute
 
 APART = 2  # of the narrowest stages, that are set apart
 PLACES = 3  # behind which cases are told apart for trial
 RAISED = 1e-3  # of the step's time, by which a round of cases must raise their bound for another one to follow
+LATE = 0.5  # of the backward operations: the narrowest one is after them where it is late
+SWEPT_GAP = 0.02  # of a plan's time: what a first sweep is to leave
+PREPARING_S = 5.0  # to place groups for a sweep
+SHARE, SWEEP_SHARE = 0.4, 0.85  # of the time that is left, for one round, and for a sweep
 NEAR = 3  # stages to either side among which one is the narrowest
 
 
@@ -33,6 +39,9 @@ class Narrowing:
     coarse: Refinement  # from which it begins
     refinement: Refinement  # with spans: the last groups
     rounds: int = 0  # of all kinds
+    is_begun: bool = False  # whether the narrowest stages are apart
+    swept_starts: tuple[int, ...] = ()  # of groups before what is swept, once they are placed
+    asked_ms: float = math.inf  # of the last sweep
     cases: Cases | None = None
     is_telling: bool = True  # whether the next round is one of cases
 
@@ -55,7 +64,9 @@ class Narrowing:
         """Further by one round; the same object where there is nothing more to do. `incumbent` is a plan to go by."""
         if self.refinement.is_brief:
             return self
-        if self.rounds == 0:
+        if self._may_sweep(incumbent):
+            return self._swept(incumbent, target) if self.swept_starts else self._prepared(incumbent, target)
+        if not self.is_begun:
             return self._begun(incumbent, target)
         if self.is_telling and self.cases is not None:
             return self._told(self.cases, target)
@@ -84,7 +95,39 @@ class Narrowing:
         behind = [stage + 1 for stage in narrow[:PLACES] if stage + 1 < len(problem.backward)]
         plan = incumbent if peak_and_time(problem, incumbent)[0] <= self.coarse.budget_bytes else None
         found = worth(replace(self.coarse, bound_ms=refinement.bound_ms), behind, plan, left_s(deadline))
-        return self._further(refinement=refinement, cases=found)
+        return self._further(refinement=refinement, cases=found, is_begun=True)
+
+    def share(self, incumbent: Recompute) -> float:
+        """Of the time that is left, what the next round is worth."""
+        return SWEEP_SHARE if self._may_sweep(incumbent) else SHARE
+
+    def _may_sweep(self, incumbent: Recompute) -> bool:
+        """Whether the next round is for a sweep: the first one, or one that is asked for less than the last."""
+        problem = self.coarse.problem
+        peak_bytes, time_ms = peak_and_time(problem, incumbent)
+        if peak_bytes > self.coarse.budget_bytes or self._behind() <= LATE * len(problem.backward):
+            return False
+        asked_ms = time_ms * (1 - SWEPT_GAP)
+        return self.bound_ms < asked_ms < self.asked_ms - RAISED * problem.keep_all_time_ms
+
+    def _prepared(self, incumbent: Recompute, target: Target) -> Narrowing:
+        """With groups for a sweep."""
+        seconds = min(PREPARING_S, target.time_limit_s)
+        return self._further(swept_starts=starts_before(self.refinement, self._behind(), incumbent, seconds))
+
+    def _swept(self, incumbent: Recompute, target: Target) -> Narrowing:
+        """By a sweep, with the narrowest stage in what is swept first of all."""
+        asked_ms = peak_and_time(self.coarse.problem, incumbent)[1] * (1 - SWEPT_GAP)
+        enough_ms = min(target.enough_ms, asked_ms)
+        found = swept(self.refinement, self.swept_starts, replace(target, enough_ms=enough_ms))
+        bound_ms = max(self.refinement.bound_ms, found.bound_ms)
+        plan = found.plan or self.refinement.plan
+        return self._further(refinement=replace(self.refinement, bound_ms=bound_ms, plan=plan), asked_ms=asked_ms)
+
+    def _behind(self) -> int:
+        """The stage behind the narrowest one that any follows; 0 where there is none."""
+        last = len(self.coarse.problem.backward) - 1
+        return next((stage + 1 for stage in self._narrow() if stage < last), 0)
 
     def _told(self, cases: Cases, target: Target) -> Narrowing:
         """By a round of cases; the same object where nothing more is to be expected of them."""

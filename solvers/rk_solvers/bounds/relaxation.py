@@ -22,7 +22,7 @@ what the stage needs of earlier ones, what of theirs is alive at the end, and wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from rk_solvers.groups import normalise
@@ -51,13 +51,14 @@ class Relaxation:
     starts: list[int]  # first backward operation of each group
     spans: bool = False  # whether to have spans of groups
     brief: bool = False  # the budget at the beginnings of groups alone: less tight, and much quicker to solve
+    stop: int | None = None  # the backward operation before which the last group ends; None: there is none
     live: Tables = field(init=False)
     model: Model = field(default_factory=Model)
     integer: list[bool] = field(default_factory=list)  # which variables the integer program has whole
     stages: list[range] = field(default_factory=list)  # backward operations of each group
     needs: list[list[frozenset[int]]] = field(default_factory=list)  # per group and operation of it
     recomputed: list[dict[int, int]] = field(default_factory=list)  # per group: variable by forward operation
-    alive: list[dict[int, int]] = field(default_factory=list)  # at the start of each group: variable by data
+    alive: list[dict[int, int]] = field(default_factory=list)  # at each group's start, and at `stop`: variable by data
     kept: list[dict[int, int]] = field(default_factory=list)  # per group: variable by data, alive throughout it
     returned: list[dict[int, int]] = field(default_factory=list)  # per group: variable by data that comes back in it
     resident: list[dict[int, int]] = field(
@@ -66,7 +67,7 @@ class Relaxation:
 
     def __post_init__(self) -> None:
         problem, self.live = self.problem, Tables(self.problem)
-        ends = [*self.starts[1:], len(problem.backward)]
+        ends = [*self.starts[1:], len(problem.backward) if self.stop is None else self.stop]
         self.stages = [range(first, stop) for first, stop in zip(self.starts, ends, strict=True)]
         self.needs = [[frozenset(self.live.needs[stage]) for stage in stages] for stages in self.stages]
         self._add_variables()
@@ -103,7 +104,7 @@ class Relaxation:
 
     def alive_in(self, values: Floats) -> dict[int, dict[int, float]]:
         """By the first stage of a group, how much of each data is alive there."""
-        groups = zip(self.starts, self.alive, strict=True)
+        groups = zip(self.starts, self.alive, strict=self.stop is None)
         return {start: {item: float(values[v]) for item, v in alive.items()} for start, alive in groups}
 
     def recompute(self, values: Floats) -> Recompute:
@@ -124,25 +125,30 @@ class Relaxation:
         unit_ms = self.problem.keep_all_time_ms / UNITS or 1.0
         wanted: set[int] = set()  # data that a group or a later one may use
         stateful: set[int] = set()
+        # Groups are built from the last one on, and turned round below.
+        if self.stop is not None:
+            self._add_beginning(live.needs[self.stop :], wanted, stateful)
         for needs in reversed(self.needs):
-            recomputed: dict[int, int] = {}
-            for index in relevant(live, frozenset().union(*needs)):
-                recomputed[index] = self.variable(integer=True)
-                self.model.cost[recomputed[index]] = live.time[index] / unit_ms
-                wanted.update(live.inputs[index])
-                if live.replay[index]:
-                    stateful.add(index)
-            wanted = wanted.union(*needs)
-            alive = {item: self.variable(integer=True) for item in sorted(wanted)}
-            later = (
-                self.alive[-1] if self.alive else {}
-            )  # groups are built from the last one on, and turned round below
+            later = self.alive[-1] if self.alive else {}
             self.kept.append({item: self.variable() for item in later})
+            recomputed = {index: self.variable(integer=True) for index in self._add_beginning(needs, wanted, stateful)}
+            for index, variable in recomputed.items():
+                self.model.cost[variable] = live.time[index] / unit_ms
             self.recomputed.append(recomputed)
-            self.alive.append(alive)
-            self.resident.append({index: self.variable() for index in sorted(stateful)})
         for groups in (self.kept, self.recomputed, self.alive, self.resident):
             groups.reverse()
+
+    def _add_beginning(self, needs: Iterable[Iterable[int]], wanted: set[int], stateful: set[int]) -> list[int]:
+        """What is alive and resident before stages of these needs; the operations that may be recomputed in them.
+
+        `wanted` and `stateful` are the data and the states that stages after these may use; those of these are added.
+        """
+        operations = relevant(self.live, frozenset().union(*needs))
+        wanted.update(*needs, *(self.live.inputs[index] for index in operations))
+        stateful.update(index for index in operations if self.live.replay[index])
+        self.alive.append({item: self.variable(integer=True) for item in sorted(wanted)})
+        self.resident.append({index: self.variable() for index in sorted(stateful)})
+        return operations
 
     def _after(self, group: int, per_start: list[dict[int, int]]) -> dict[int, int]:
         """What `per_start` has for the start of the group after this one."""

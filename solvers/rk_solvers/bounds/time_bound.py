@@ -14,7 +14,6 @@ from rk_solvers.liveness import Plan, peak_and_time, recompute_of
 from rk_solvers.problem import Chain, Problem
 
 COARSE = 2  # groupings, of which the linear program is solved, before others are for small budgets
-SHARE = 0.4  # of the time that is left, for one round
 SHORTEST_S = 1.0  # of a round
 ROUNDING = 1e-6  # of a plan's time, by which its bound may be below it
 
@@ -54,7 +53,7 @@ def lower_bound_ms(
         return coarse.bound_ms
     narrow = Narrowing.of(coarse)
     while narrow.bound_ms < enough_ms and time.monotonic() < deadline:
-        limit_s = max(SHORTEST_S, SHARE * (deadline - time.monotonic()))
+        limit_s = max(SHORTEST_S, narrow.share(incumbent) * (deadline - time.monotonic()))
         last, narrow = narrow, narrow.advanced(incumbent, Target(enough_ms, limit_s))
         if narrow is last:
             break

@@ -33,8 +33,10 @@ at the end of the forward phase is not known here.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rk_solvers.liveness import Tables
@@ -63,10 +65,10 @@ def sweep_states(
 
     Gives up, without a plan, where it would go through more than `most_states` states.
     """
-    return _Sweep(problem, budget_bytes, at_most_ms, most_states).run()
+    return Sweep(problem, budget_bytes, at_most_ms, most_states).run()
 
 
-class _TooMany(Exception):
+class TooMany(Exception):
     """There are more states than allowed."""
 
 
@@ -83,22 +85,26 @@ class _Again:
 
 
 @dataclass(slots=True)
-class _Sweep:
-    """The sweep of one problem. A state is an integer, of one bit per possible member of each of its three sets."""
+class Sweep:
+    """The sweep of one problem. A state is an integer, of one bit per possible member of each of its three sets.
+
+    Bit `2 k` is for data `k` alive, `2 k + 1` for it wanted, and those of the replay set come last: where a sweep is
+    among the first layers, as at the end of the backward, its integers are short.
+    """
 
     problem: Problem
     budget_bytes: int
     at_most_ms: float
     most_states: int
     states: int = 0  # so far
-    sizes: list[int] = field(default_factory=list)  # bytes that the bits stand for, those of data wanted left out
+    sizes: list[int] = field(default_factory=list)  # bytes that each bit stands for; none for data wanted
     weights: dict[int, int] = field(default_factory=dict)  # bytes of the sets of bits met so far
     again: list[_Again] = field(default_factory=list)
     tables: Tables = field(init=False)
 
     def __post_init__(self) -> None:
         self.tables = Tables(self.problem)
-        self.sizes = self.tables.size + self.tables.replay
+        self.sizes = [part for size in self.tables.size for part in (size, 0)] + self.tables.replay
         self.again = [self._again(index) for index in range(len(self.problem.forward))]
 
     def _again(self, index: int) -> _Again:
@@ -111,17 +117,16 @@ class _Sweep:
 
     def _alive(self, items: Iterable[int]) -> int:
         """Bits of data alive, as far as they count."""
-        return sum(1 << item for item in items if self.sizes[item])
+        return sum(1 << 2 * item for item in items if self.tables.size[item])
 
     def _wanted(self, items: Iterable[int]) -> int:
         """Bits of data wanted: of those that may be computed again."""
-        tables, shift = self.tables, len(self.sizes)
-        return sum(1 << shift + item for item in items if tables.recomputable[tables.producer[item]])
+        tables = self.tables
+        return sum(1 << 2 * item + 1 for item in items if tables.recomputable[tables.producer[item]])
 
     def _replay(self, index: int) -> int:
         """Bit of an operation in the replay set; none if it has no replay bytes."""
-        place = len(self.problem.data) + index
-        return 1 << place if self.sizes[place] else 0
+        return 1 << 2 * len(self.problem.data) + index if self.tables.replay[index] else 0
 
     def _weight(self, bits: int) -> int:
         """Bytes of data alive and of replay states."""
@@ -132,7 +137,7 @@ class _Sweep:
     def _count(self, states: States) -> None:
         self.states += len(states)
         if self.states > self.most_states:
-            raise _TooMany
+            raise TooMany
 
     def run(self) -> Swept:
         """Go through the step, from its end."""
@@ -140,11 +145,12 @@ class _Sweep:
         possible = self.at_most_ms >= 0 and problem.base_bytes <= self.budget_bytes
         states: States = {0: (0.0, 0, None)} if possible else {}
         try:
-            for stage in reversed(range(len(problem.backward))):
-                states = self._stage(stage, states)
-            for index in reversed(range(len(problem.forward))):
-                states = self._first_time(index, states)
-        except _TooMany:
+            with _without_collection():
+                for stage in reversed(range(len(problem.backward))):
+                    states = self._stage(stage, states)
+                for index in reversed(range(len(problem.forward))):
+                    states = self._first_time(index, states)
+        except TooMany:
             return Swept(None, False, self.states)
         if not states:
             return Swept(None, True, self.states)
@@ -178,26 +184,28 @@ class _Sweep:
         return before
 
     def _recompute(self, step: tuple[int, int], limit_bytes: int, states: States) -> States:
-        """The states before a computation that may happen or not: here the sweep spends its time."""
+        """The states before a computation that may happen or not, in place: here the sweep spends its time."""
         self._count(states)
-        again = self.again[step[1]]
+        again, weights = self.again[step[1]], self.weights
         asks, adds, kept, reads = again.asks, again.adds, ~again.clears, again.reads
         latest_ms, limit_bytes = self.at_most_ms - again.time_ms, limit_bytes - again.made_bytes
-        before: States = {}
-        for state, value in states.items():
+        for state in [state for state in states if state & asks]:  # the others it does not serve
+            value = time_ms, size, link = states.pop(state)
             key = state & ~asks
-            if key not in before or value[0] < before[key][0]:
-                before[key] = value
-            if key == state or value[0] > latest_ms:  # it serves nothing, or takes too long
+            if key not in states or time_ms < states[key][0]:
+                states[key] = value
+            if time_ms > latest_ms:
                 continue
-            size = value[1] + self._weight(adds & ~state) - again.made_bytes
+            more = adds & ~state
+            size += weights[more] if more in weights else self._weight(more)
+            size -= again.made_bytes
             if size > limit_bytes:
                 continue
             key = (state | adds) & kept | reads
-            time_ms = value[0] + again.time_ms
-            if key not in before or time_ms < before[key][0]:
-                before[key] = (time_ms, size, (step, value[2]))
-        return before
+            time_ms += again.time_ms
+            if key not in states or time_ms < states[key][0]:
+                states[key] = (time_ms, size, (step, link))
+        return states
 
     def _first_time(self, index: int, states: States) -> States:
         """The states before the computation of `index` in the forward phase."""
@@ -214,6 +222,18 @@ class _Sweep:
             if size <= limit_bytes and (key not in before or time_ms < before[key][0]):
                 before[key] = (time_ms, size - self._weight(running & ~key), link)
         return before
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: states have no cycles, and to look at each took a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _undominated(states: States) -> States:
