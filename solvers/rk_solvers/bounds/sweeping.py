@@ -146,7 +146,7 @@ class _Prices:
         self.unit_ms = problem.keep_all_time_ms / UNITS or 1.0
 
     def _asked(self, alive: int) -> int:
-        """A variable for how much of a data is asked for. What cannot be had is bought, at a price that ends most ways."""
+        """A variable for how much of a data is asked for. What cannot be had is bought, at a high price."""
         asked, bought = self.relaxation.variable(), self.relaxation.variable()
         self.relaxation.model.cost[bought] = DEAR * UNITS
         self.relaxation.model.add_row([(asked, 1.0), (alive, -1.0), (bought, -1.0)], upper=0.0)
