@@ -3,7 +3,7 @@
 The linear program, by which `refinement` places groups, gains nothing from a stage that leaves little room, as it may
 have a part of each data alive there. The integer program does. So the narrowest stages are set apart, and its groups
 are divided, a few more each time, where its plan is wrong (`dividing`), as long as it is solved in time. Where the
-narrowest stage is a late one, what follows it is swept exactly before all that (`sweeping`). Where telling
+narrowest stage is a late one, and much is recomputed behind it, that is swept exactly first (`sweeping`). Where telling
 cases of what is alive at one of the narrow places proves much of the plan known, these come first, as long as they
 prove more (`cases`). After that, beginnings are placed by the linear program once more, with spans.
 """
@@ -26,6 +26,7 @@ APART = 2  # of the narrowest stages, that are set apart
 PLACES = 3  # behind which cases are told apart for trial
 RAISED = 1e-3  # of the step's time, by which a round of cases must raise their bound for another one to follow
 LATE = 0.5  # of the backward operations: the narrowest one is after them where it is late
+BEHIND = 0.25  # of what the plan known recomputes: so much is behind that stage where a sweep may tell much
 SWEPT_GAP = 0.02  # of a plan's time: what a first sweep is to leave
 PREPARING_S = 5.0  # to place groups for a sweep
 SHARE, SWEEP_SHARE = 0.4, 0.85  # of the time that is left, for one round, and for a sweep
@@ -106,6 +107,10 @@ class Narrowing:
         problem = self.coarse.problem
         peak_bytes, time_ms = peak_and_time(problem, incumbent)
         if peak_bytes > self.coarse.budget_bytes or self._behind() <= LATE * len(problem.backward):
+            return False
+        again_ms = [option.costs["compute"] for option in map(problem.recomputed, range(len(problem.forward)))]
+        behind_ms = math.fsum(again_ms[index] for group in incumbent[self._behind() :] for index in group)
+        if behind_ms < BEHIND * (time_ms - problem.keep_all_time_ms):
             return False
         asked_ms = time_ms * (1 - SWEPT_GAP)
         return self.bound_ms < asked_ms < self.asked_ms - RAISED * problem.keep_all_time_ms

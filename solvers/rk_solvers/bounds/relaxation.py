@@ -127,27 +127,31 @@ class Relaxation:
         stateful: set[int] = set()
         # Groups are built from the last one on, and turned round below.
         if self.stop is not None:
-            self._add_beginning(live.needs[self.stop :], wanted, stateful)
+            self._operations(live.needs[self.stop :], wanted, stateful)
+            self.alive.append({item: self.variable() for item in sorted(wanted)})
+            self.resident.append({index: self.variable() for index in sorted(stateful)})
         for needs in reversed(self.needs):
+            recomputed: dict[int, int] = {}
+            for index in self._operations(needs, wanted, stateful):
+                recomputed[index] = self.variable(integer=True)
+                self.model.cost[recomputed[index]] = live.time[index] / unit_ms
+            alive = {item: self.variable(integer=True) for item in sorted(wanted)}
             later = self.alive[-1] if self.alive else {}
             self.kept.append({item: self.variable() for item in later})
-            recomputed = {index: self.variable(integer=True) for index in self._add_beginning(needs, wanted, stateful)}
-            for index, variable in recomputed.items():
-                self.model.cost[variable] = live.time[index] / unit_ms
             self.recomputed.append(recomputed)
+            self.alive.append(alive)
+            self.resident.append({index: self.variable() for index in sorted(stateful)})
         for groups in (self.kept, self.recomputed, self.alive, self.resident):
             groups.reverse()
 
-    def _add_beginning(self, needs: Iterable[Iterable[int]], wanted: set[int], stateful: set[int]) -> list[int]:
-        """What is alive and resident before stages of these needs; the operations that may be recomputed in them.
+    def _operations(self, needs: Iterable[Iterable[int]], wanted: set[int], stateful: set[int]) -> list[int]:
+        """The operations that may be recomputed in stages of these needs.
 
         `wanted` and `stateful` are the data and the states that stages after these may use; those of these are added.
         """
         operations = relevant(self.live, frozenset().union(*needs))
         wanted.update(*needs, *(self.live.inputs[index] for index in operations))
         stateful.update(index for index in operations if self.live.replay[index])
-        self.alive.append({item: self.variable(integer=True) for item in sorted(wanted)})
-        self.resident.append({index: self.variable() for index in sorted(stateful)})
         return operations
 
     def _after(self, group: int, per_start: list[dict[int, int]]) -> dict[int, int]:
