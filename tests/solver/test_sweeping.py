@@ -84,14 +84,13 @@ def test_a_sweep_without_time_proves_what_the_linear_program_does():
 
 def test_nothing_is_asked_of_a_relaxation_that_stops_but_what_comes_before():
     """Whatever a plan has alive at a place costs it, before that, at least what the stopped relaxation says."""
-    problem, _ = gpt2(layers=2)
     rng = random.Random(5)
-    for _ in range(6):
-        budget = int(rng.uniform(0.45, 0.8) * peak_and_time(problem, problem.no_recompute)[0])
-        solution = sweep_states(problem, budget, most_states=3_000_000)
-        if solution.recompute is None:
+    asked = 0
+    for problem, budget, _ in cases(200):
+        if len(problem.backward) < 2:
             continue
-        plan = solution.recompute
+        plan = sweep_states(problem, budget).recompute
+        assert plan is not None
         stage = rng.randrange(1, len(problem.backward))
         starts = sorted({0, *rng.sample(range(stage), min(3, stage))})
         relaxation = Relaxation(problem, budget, starts, spans=True, stop=stage)
@@ -105,6 +104,8 @@ def test_nothing_is_asked_of_a_relaxation_that_stops_but_what_comes_before():
         integer = solve(relaxation.model, "scipy", BackendLimits(20))
         assert (linear.outcome, integer.outcome) == (Outcome.OPTIMAL, Outcome.OPTIMAL)
         assert linear.bound <= integer.bound + 1e-6 <= spent + 2e-6 * UNITS
+        asked += linear.bound > 0
+    assert asked > 20
 
 
 def test_groups_for_a_sweep_are_those_before_its_stage_and_the_known_ones_behind_it():
@@ -169,9 +170,6 @@ def test_the_bound_with_sweeps_is_below_a_plan_of_a_network_for_images():
     plan = plan_of(problem, budget)
     bound_ms = lower_bound_ms(problem, budget, chain, 20.0, integer=True, plan=plan)
     assert bound_ms <= peak_and_time(problem, plan)[1]
-    exact = sweep_states(problem, budget, most_states=20_000_000)
-    if exact.recompute is not None:
-        assert bound_ms <= peak_and_time(problem, exact.recompute)[1]
 
 
 def plan_of(problem: Problem, budget: int) -> Recompute:

@@ -286,8 +286,8 @@ class Search:
         gap = min(0.05, 0.25 * self.limits.gap / max(overhead, 1e-9))  # of the recomputation's time
         limit_s = max(1.0, (0.4 if rounds or self.tables.count > LONG else 0.1) * self._left_s())
         if isinstance(self.refinement, Narrowing):
-            left_s = self._left_s()
-            limit_s = max(1.0, self.refinement.share(incumbent) * left_s, min(ROUND_S, left_s - LATE_S))
+            share = self.refinement.share(incumbent)
+            limit_s = max(1.0, share * self._left_s(), min(ROUND_S, self._left_s() - LATE_S))
         target = Target(best.time_ms * (1 - self.enough) if best else float("inf"), limit_s, gap)
         self.process.start(self._left_s(), self.refinement.advanced, incumbent, target)
         self._is_refining = True

@@ -106,10 +106,11 @@ class Narrowing:
         """Whether the next round is for a sweep: the first one, or one that is asked for less than the last."""
         problem = self.coarse.problem
         peak_bytes, time_ms = peak_and_time(problem, incumbent)
-        if peak_bytes > self.coarse.budget_bytes or self._behind() <= LATE * len(problem.backward):
+        behind = self._behind()
+        if peak_bytes > self.coarse.budget_bytes or behind <= LATE * len(problem.backward):
             return False
-        again_ms = [option.costs["compute"] for option in map(problem.recomputed, range(len(problem.forward)))]
-        behind_ms = math.fsum(again_ms[index] for group in incumbent[self._behind() :] for index in group)
+        again_ms = Tables(problem).time
+        behind_ms = math.fsum(again_ms[index] for group in incumbent[behind:] for index in group)
         if behind_ms < BEHIND * (time_ms - problem.keep_all_time_ms):
             return False
         asked_ms = time_ms * (1 - SWEPT_GAP)
