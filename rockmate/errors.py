@@ -43,6 +43,10 @@ class CompileError(RockmateError, RuntimeError):
     """Parts of the model that a plan has compiled cannot be compiled here."""
 
 
+class KernelsError(RockmateError, ValueError):
+    """No such choice of kernels, or one of a plan that this PyTorch has not."""
+
+
 class CompileWarning(UserWarning):
     """Parts of the model that were to be compiled stay as they are."""
 

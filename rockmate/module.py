@@ -25,6 +25,7 @@ from rockmate.calls.fallbacks import Fallback, FallbackCounts
 from rockmate.calls.specialization import Specialization
 from rockmate.calls.specializations import Specializations
 from rockmate.errors import ArgumentError, BudgetError, IntegrationError, NotPlanned, PickleWarning, PinError
+from rockmate.kernels.option import Kernels
 from rockmate.layouts.option import Layout
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike, with_parameters
@@ -93,6 +94,9 @@ class Rockmate(ModuleProxy):
             be faster so, "channels_last" to have all of them; outputs and gradients are then the model's own in that
             layout, to the bit, which are rounded otherwise. Parameters stay what they are, in another order in memory;
             "as given" leaves it alone, or gives it back.
+        kernels: "auto" to have operations run by other kernels of PyTorch's where those are measured to be faster, such
+            as products by oneDNN on a CPU that the BLAS library was not made for. Outputs and gradients are then those
+            of the model with these kernels and without a plan, to the bit, which are rounded otherwise than eager ones.
         compile: True to have what lies between products and convolutions compiled by inductor, each part where it is
             measured to pay; nothing that draws is ever compiled or drawn again. Outputs and gradients are then those of
             the model with these parts compiled and without a plan, to the bit, which are rounded otherwise than eager
@@ -150,6 +154,7 @@ class Rockmate(ModuleProxy):
         plan_in_background: bool = True,
         offload: Offload | Literal["auto", "disk", "host"] | None = None,
         layout: Layout = "as given",
+        kernels: Kernels = "as given",
         compile: bool = False,
         loss_chunks: Chunks = None,
         options: PlanOptions | None = None,
@@ -168,6 +173,7 @@ class Rockmate(ModuleProxy):
             "plan_in_background": plan_in_background,
             "offload": offload,
             "layout": layout,
+            "kernels": kernels,
             "compile": compile,
             "loss_chunks": loss_chunks,
         }

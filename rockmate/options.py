@@ -11,6 +11,7 @@ import torch
 from rk_solvers import Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
 from rockmate.errors import ArgumentError, ShapesError
+from rockmate.kernels.option import Kernels
 from rockmate.layouts.option import Layout
 from rockmate.memory.budget import Budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -49,6 +50,7 @@ class PlanOptions:
     cache: bool = True  # whether to look for plans in the user's cache, and to keep them there
     offload: Offload | str | None = None  # where data may be moved while nothing reads them
     layout: Layout = "as given"  # of the weights of convolutions; "auto": as is measured to be faster
+    kernels: Kernels = "as given"  # that PyTorch picks; "auto": whichever of its kernels are measured to be faster
     compile: bool = False  # parts between products are compiled where that is measured to pay
     loss_chunks: Chunks = None  # rows whose logits a causal language model makes at once; None: it makes them whole
     plan_in_background: bool = True  # better plans are looked for while training goes on with what was found quickly
@@ -85,7 +87,7 @@ class PlanOptions:
         """What planning is asked for under `budget`; what a module has to do with it is still to be found.
 
         Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `ShapesError`, `PinError`, `OffloadError`,
-        `LayoutError`.
+        `LayoutError`, `KernelsError`.
         """
         check_shapes(self.shapes)
         offload = as_offload(self.offload)
@@ -100,6 +102,7 @@ class PlanOptions:
             in_background=self.plan_in_background,
             tiers=None if offload is None else Tiers(offload),
             layout=self.layout,
+            kernels=self.kernels,
             compile=self.compile,
             loss_chunks=self.loss_chunks,
         )

@@ -101,6 +101,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "nn": ("errors",),
         "division": (),
         "regions": ("errors", "units", "progress", "division"),
+        "kernels": ("errors", "progress", "regions"),
         "memory": ("errors", "units"),
         "guards": ("errors",),
         "layouts": ("errors",),
@@ -108,12 +109,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "resting": ("errors", "memory", "offload"),
         "runtime": ("errors", "guards", "offload", "resting"),
         "planning": (
-            "errors", "units", "progress", "nn", "regions", "memory", "guards", "layouts", "offload", "resting",
-            "runtime",
+            "errors", "units", "progress", "nn", "regions", "kernels", "memory", "guards", "layouts", "offload",
+            "resting", "runtime",
         ),
-        "options": ("errors", "progress", "nn", "memory", "layouts", "offload", "planning"),
-        "plan_files": ("errors", "units", "regions", "memory", "guards", "layouts", "offload", "planning"),
-        "choices": ("errors", "nn", "regions", "layouts", "planning", "plan_files"),
+        "options": ("errors", "progress", "nn", "kernels", "memory", "layouts", "offload", "planning"),
+        "plan_files": ("errors", "units", "regions", "kernels", "memory", "guards", "layouts", "offload", "planning"),
+        "choices": ("errors", "nn", "regions", "kernels", "layouts", "planning", "plan_files"),
         "reports": ("errors", "units", "memory", "guards", "planning", "plan_files"),
         "families": ("errors", "regions", "guards", "resting", "planning", "runtime", "plan_files"),
         "calls": (
@@ -121,12 +122,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "options", "plan_files", "choices", "families",
         ),
         "module": (
-            "errors", "progress", "proxy", "nn", "memory", "layouts", "offload", "planning", "options", "plan_files",
-            "reports", "calls",
+            "errors", "progress", "proxy", "nn", "kernels", "memory", "layouts", "offload", "planning", "options",
+            "plan_files", "reports", "calls",
         ),
         "queries": (
-            "errors", "units", "progress", "regions", "nn", "memory", "layouts", "offload", "runtime", "planning",
-            "options", "plan_files", "choices", "calls", "module",
+            "errors", "units", "progress", "regions", "kernels", "nn", "memory", "layouts", "offload", "runtime",
+            "planning", "options", "plan_files", "choices", "calls", "module",
         ),
         "forecast": ("errors", "units", "memory", "planning", "options", "offload", "queries"),
         "observing": ("errors", "units", "forecast"),
@@ -137,8 +138,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "errors", "units", "zoo", "memory", "offload", "planning", "options", "plan_files", "module", "queries",
         ),
         "cli": (
-            "errors", "units", "progress", "zoo", "memory", "layouts", "offload", "planning", "options", "plan_files",
-            "reports", "module", "observing", "queries", "forecast",
+            "errors", "units", "progress", "zoo", "kernels", "memory", "layouts", "offload", "planning", "options",
+            "plan_files", "reports", "module", "observing", "queries", "forecast",
         ),
         "__main__": ("cli",),
         "": (

@@ -1,4 +1,4 @@
-"""Our plans of models whose parts are compiled where that pays."""
+"""Our plans of models whose parts are compiled, or whose operations run by other kernels, where that pays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 
 from benchmarks.peers.case import Built, Case, Peer
 from benchmarks.peers.families import Family
+from benchmarks.peers.layouts import of_other_kernels
 from rockmate import Rockmate
 
 
@@ -29,8 +30,9 @@ def planned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
 
 
 def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
-    """Ours at each of these shares."""
-    return tuple(
+    """Ours at each of these shares, by other kernels and with compiled parts."""
+    parts = tuple(
         Peer(f"rockmate {share:.2f}, compiled parts", Family.PARTS, functools.partial(planned, share=share), share)
         for share in shares
     )
+    return (*of_other_kernels(shares, "as given", "kernels auto"), *parts)

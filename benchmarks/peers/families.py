@@ -17,6 +17,7 @@ class Family(StrEnum):
     OFFLOAD = "offload"
     LAYOUT = "channels_last"
     PARTS = "compiled parts"
+    KERNELS = "other kernels"
     OURS = "rockmate"
     OTHER_SOLVERS = "rockmate's other solvers"
 

@@ -1,4 +1,4 @@
-"""Convolutions in channels_last: eager training so, and our plans that may have them so."""
+"""Convolutions in channels_last: eager training so, and our plans that may have them so, or run by other kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
 from benchmarks.peers.families import Family
 from rockmate import Rockmate
+from rockmate.kernels.option import Kernels
+from rockmate.layouts.option import Layout
 from rockmate.layouts.weights import lay_out, may_change
 
 
@@ -20,20 +22,46 @@ def eager(case: Case, eager_peak_bytes: int) -> Built:
     return Built(model, model, own_numbers=True)
 
 
-def planned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
-    """A plan for that share of the eager peak as given, in the layout that is measured to be faster."""
+def planned(
+    case: Case, eager_peak_bytes: int, *, share: float, layout: Layout = "auto", kernels: Kernels = "as given"
+) -> Built:
+    """A plan for that share of the eager peak as given, in the layout and by the kernels that are measured to be faster.
+
+    Those are left as they are where that is said.
+    """
     weights = case.fresh_model()
-    budget_bytes = int(share * eager_peak_bytes)
     model = Rockmate(
-        weights, case.sample, budget_bytes, loss=case.loss, layout="auto", cache=False, plan_in_background=False
+        weights,
+        case.sample,
+        int(share * eager_peak_bytes),
+        loss=case.loss,
+        layout=layout,
+        kernels=kernels,
+        cache=False,
+        plan_in_background=False,
     )
-    return Built(weights, model, plan=model.plan, note=str(model.plan.layout), own_numbers=True)
+    chosen = [str(one) for one in (model.plan.layout, model.plan.kernels) if one is not None]
+    return Built(weights, model, plan=model.plan, note="; ".join(chosen), own_numbers=True)
+
+
+def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str) -> tuple[Peer, ...]:
+    """Ours at each of these shares, by the kernels that are measured to be faster."""
+    return tuple(
+        Peer(
+            f"rockmate {share:.2f}, {label}",
+            Family.KERNELS,
+            functools.partial(planned, share=share, layout=layout, kernels="auto"),
+            share,
+        )
+        for share in shares
+    )
 
 
 def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
-    """Eager training in channels_last, and ours at each of these shares."""
+    """Eager training in channels_last, and ours at each of these shares, by the usual kernels and by the fastest."""
     ours = (
         Peer(f"rockmate {share:.2f}, layout auto", Family.LAYOUT, functools.partial(planned, share=share), share)
         for share in shares
     )
-    return (Peer("eager, channels_last", Family.LAYOUT, eager), *ours)
+    others = of_other_kernels(shares, "auto", "layout and kernels auto")
+    return (Peer("eager, channels_last", Family.LAYOUT, eager), *others, *ours)

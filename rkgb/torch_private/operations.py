@@ -55,6 +55,12 @@ HALF_OF_ONEDNN = frozenset(
 )
 """Numbers of half precision for which oneDNN has kernels on this processor; builds without it have no such question."""
 
+linear_of_onednn = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+"""A linear layer by oneDNN, with what may follow it element by element; None in builds that have no such operation.
+
+It takes the input, the weight, the bias or None, and of what follows a name ("none"), its numbers and a variant.
+"""
+
 softmaxes = _aten._softmax.default, _aten._log_softmax.default
 softmaxes_backward = _aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default
 """With the gradient first, and then what was made."""

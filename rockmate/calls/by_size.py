@@ -229,7 +229,7 @@ class PlansBySize:
             samples = siblings(call, largest.measured.pattern, min(lacking, LEAST_MEMBERS - 1))
             if samples and lacking == LEAST_MEMBERS:  # what was measured is of code for its sizes alone
                 samples = [resized(call, {}), *samples]
-            alone = replace(request, progress=no_progress)
+            alone = replace(request, progress=no_progress, chosen_kernels=largest.measured.kernels)
             if largest.measured.regions is not None:
                 alone = replace(alone, chosen_regions=largest.measured.regions, of_any_size=True)
             # The module may take no such sizes; what is warned of was told of the plan.

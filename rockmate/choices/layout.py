@@ -65,6 +65,7 @@ def _chosen_alone(
     use_cache: bool,
 ) -> ChosenLayout:
     give_back(model)
+    request = replace(request, kernels="as given", chosen_kernels=None)  # they are chosen in the layout, which is first
     with planning(model):
         traced = trace_model(model, sample, request)
         key = _kept_under(model, traced, request, asked) if use_cache and cache.is_enabled() else None

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from rkgb import make_sample
 from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.profile.measure import MeasuredBlocks
-from rkgb.state.module_state import main_device, module_devices
+from rockmate.choices.kernels import with_agreed_kernels
+from rockmate.choices.trial_notes import TrialNotes
 from rockmate.errors import BudgetTooSmall
 from rockmate.plan_files import cache
 from rockmate.plan_files.rank_agreement import RankAgreement, default_exchange, plan_key
@@ -56,11 +56,14 @@ def plan_with_or_without_parts(
 
     Raises as `plan_or_reuse` does.
     """
+    keeps = use_cache and cache.is_enabled()
+    if request.kernels != "as given" and request.chosen_kernels is None:
+        check_request(request)
+        request = with_agreed_kernels(model, sample, request, keeps)
     if not request.compile:
         return plan_or_reuse(model, sample, request, known, use_cache, earlier)
     check_request(request)
-    keeps = use_cache and cache.is_enabled()
-    trials = _TrialNotes(model) if keeps else None
+    trials = TrialNotes(model, RegionTrial) if keeps else None
     request = replace(request, compiles_anew=len(earlier) < _MOST_COMPILED, trials=trials)
     exchange = default_exchange(_WAIT_S)
     if exchange is not None:
@@ -156,19 +159,3 @@ def _agreed_regions(
     content = ["regions", type(model).__qualname__, shapes, calls]
     agreed: CompiledRegions | None = exchange.agree_on(content, CompiledRegions | None, of_this_rank)
     return agreed
-
-
-class _TrialNotes:
-    """What was found of regions of `model`, compiled and not, in the user's cache."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._here = msgspec.to_builtins(made_here(main_device(module_devices(model, []))))
-
-    def _key(self, digest: str) -> str:
-        return digest_of(["region", digest, self._here, code_digest()])
-
-    def get(self, digest: str) -> RegionTrial | None:
-        return cache.get_note(self._key(digest), RegionTrial)
-
-    def put(self, digest: str, trial: RegionTrial) -> None:
-        cache.put_note(self._key(digest), msgspec.json.encode(trial).decode())

@@ -17,6 +17,7 @@ from rk_solvers.limits import USUAL_LIMITS
 from rockmate.cli.samples import SampleTextError, read_sample
 from rockmate.cli.targets import Source, Target, TargetError, find_source
 from rockmate.errors import OffloadError
+from rockmate.kernels.option import KERNELS
 from rockmate.layouts.option import LAYOUTS
 from rockmate.memory.budget import Budget
 from rockmate.offload.option import Offload
@@ -238,6 +239,13 @@ layout_option = click.option(
     default="as given",
     show_default=True,
     help="Of the weights of convolutions: auto is channels_last where that is measured to be faster.",
+)
+kernels_option = click.option(
+    "--kernels",
+    type=click.Choice(list(KERNELS)),
+    default="as given",
+    show_default=True,
+    help="Of operations: auto is whichever of PyTorch's kernels are measured to be faster.",
 )
 compile_option = click.option(
     "--compile/--no-compile",

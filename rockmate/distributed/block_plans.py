@@ -164,7 +164,7 @@ def _refuse_others(options: PlanOptions) -> None:
     """Raise `ArgumentError` for what is said of planning and would not be heard here."""
     usual = PlanOptions()
     others = ("pin", "scope", "optimizer", "shapes", "opaque", "progress", "offload", "layout", "compile")
-    for name in (*others, "loss_chunks"):
+    for name in (*others, "kernels", "loss_chunks"):
         if getattr(options, name) != getattr(usual, name):
             raise ArgumentError(
                 f"{name} is an option of whole models, and plans of blocks do not follow it: leave it out. Loss, "

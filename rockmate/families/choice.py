@@ -121,6 +121,7 @@ class FamilyPlans:
             stored_bytes=best.stored_bytes,
             layout=request.chosen_layout,
             compiled=base.regions,
+            kernels=base.kernels,
             loss_chunks=request.loss_chunks,
         )
         tier = request.tiers.on(base.device) if is_moving and request.tiers is not None else None

@@ -20,7 +20,6 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.measured import Measured, borrowed_with_gradients
 from rockmate.planning.trying.real_step import run_step
 from rockmate.planning.trying.tried import measured_peak
-from rockmate.regions.option import is_compiled
 from rockmate.regions.rounding import CLOSE, MOVES, is_as_moved, is_close, is_explained, moved
 from rockmate.runtime.runner import Runner
 
@@ -32,15 +31,15 @@ def gives_the_same(
 
     A module that differs from itself is none to compare with, but where a device adds in another order each time: then
     the two are compared in a fixed order. Where its own step does not fit the memory, nothing is compared. A step by
-    `runner` that fails gives nothing. Where parts are compiled, which rounds otherwise, numbers are to be near, and
+    `runner` that fails gives nothing. Where it rounds otherwise than the module, numbers are to be near, and
     streams the same. The module is left as it was. Raises `GuardError` where the data take another branch than the plan
     is for.
     """
-    compiled = is_compiled(measured.regions)
-    note = _kept if compiled else digest
+    rounds_otherwise = measured.rounds_otherwise
+    note = _kept if rounds_otherwise else digest
     step = partial(_step, module, measured, sample, loss, note)
     same: Callable[[Any, Any], bool] = operator.eq
-    if compiled:
+    if rounds_otherwise:
         same = partial(
             _are_near, of_moved=lambda seed: _step(module, measured, moved(sample, seed), loss, note, module)
         )

@@ -12,6 +12,7 @@ import msgspec
 
 from rk_solvers import Chain, Problem, Schedule, SecondMemory
 from rkgb.ir.profiles import BlockProfile
+from rockmate.kernels.option import ChosenKernels
 from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
 from rockmate.planning.plan import Plan
@@ -152,6 +153,7 @@ class Promise(Record, frozen=True):
     measured_stored_bytes: int | None = None
     layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
     compiled: CompiledRegions | None = None  # parts that are compiled; None where nobody asked for that
+    kernels: ChosenKernels | None = None  # by which operations run; None where nobody asked for others
 
     @property
     def whole_budget_bytes(self) -> int:

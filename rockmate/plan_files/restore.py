@@ -145,6 +145,7 @@ def request_of(plan_file: PlanFile, request: PlanRequest) -> PlanRequest:
         tiers=tiers,
         chosen_layout=plan_file.promise.layout,
         chosen_regions=plan_file.promise.compiled,
+        chosen_kernels=plan_file.promise.kernels,
     )
 
 

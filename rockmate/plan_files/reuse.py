@@ -72,8 +72,8 @@ def plan_or_reuse(
                 cache.put(key, plan_file_of(model, measured, planned.plan, request))
         else:
             measured, planned = found
-            # A graph none of whose parts is compiled is that of nobody who asked for it.
-            planned.plan = replace(planned.plan, compiled=measured.regions)
+            # A graph none of whose parts is compiled, or runs by other kernels, is that of nobody who asked for it.
+            planned.plan = replace(planned.plan, compiled=measured.regions, kernels=measured.kernels)
     measured.sample = None
     return measured, planned
 

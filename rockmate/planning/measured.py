@@ -32,6 +32,9 @@ from rockmate.guards.inputs import CallPattern
 from rockmate.guards.module import ModuleTraits, TraitsReader
 from rockmate.guards.numbers import RunTimeNumbers
 from rockmate.guards.sharded import refuse_collectives
+from rockmate.kernels.choose import as_chosen as kernels_as_chosen
+from rockmate.kernels.choose import with_faster_kernels
+from rockmate.kernels.option import ChosenKernels, has_others
 from rockmate.memory.allocators import refuse_uncounted
 from rockmate.memory.optimizer_state import StateRests, optimizer_state_bytes
 from rockmate.memory.split import (
@@ -48,7 +51,7 @@ from rockmate.planning.pins import check_pins, pinned_operations, reading_what_i
 from rockmate.planning.request import PlanRequest
 from rockmate.planning.trying.real_step import eager_peak_bytes
 from rockmate.regions.choose import as_chosen, with_compiled_regions
-from rockmate.regions.option import CompiledRegions
+from rockmate.regions.option import CompiledRegions, is_compiled
 from rockmate.runtime.windows import parameters_that_may_rest
 
 
@@ -85,6 +88,7 @@ class Measured:
     # Bytes of parameters that may be in a second memory until they are read, by name; none where nobody asked.
     may_rest: Mapping[str, int] = field(default_factory=dict)
     regions: CompiledRegions | None = None  # its parts that are compiled; None where nobody asked
+    kernels: ChosenKernels | None = None  # of its operations; None where nobody asked for others
     drawn_sooner_ms: float = 0.0  # than by the eager step: random numbers, by kernels of our own
     threads: int = field(default_factory=torch.get_num_threads)  # of the CPU's operations: each has scratch memory
 
@@ -97,7 +101,13 @@ class Measured:
     def eager_time_ms(self) -> float:
         """Of a step that repeats nothing, of which nothing is compiled, and in which all kernels are PyTorch's."""
         compiled_ms = 0.0 if self.regions is None else self.regions.gained_ms
-        return self.problem.keep_all_time_ms + compiled_ms + self.drawn_sooner_ms
+        kernels_ms = 0.0 if self.kernels is None else self.kernels.gained_ms
+        return self.problem.keep_all_time_ms + compiled_ms + kernels_ms + self.drawn_sooner_ms
+
+    @property
+    def rounds_otherwise(self) -> bool:
+        """Whether what it computes is rounded otherwise than by the module itself."""
+        return is_compiled(self.regions) or has_others(self.kernels)
 
     @property
     def peak_now_bytes(self) -> int:
@@ -142,6 +152,7 @@ class Traced:
     gradients: frozenset[str]  # parameters whose gradients are there now; none where the budget counts all gradients
     asked_sizes: tuple[SizeQuestion, ...] | None = None  # what forward asks of sizes; None where that is not known
     regions: CompiledRegions | None = None  # its parts that are compiled; None where nobody asked
+    kernels: ChosenKernels | None = None  # of its operations; None where nobody asked for others
 
 
 def measure(model: torch.nn.Module, sample: Any, request: PlanRequest, sibling: Measured | None = None) -> Measured:
@@ -190,6 +201,7 @@ def trace_model(
         dataflow, loss_cost = _with_loss(dataflow, model, arguments, request, trained, returned)
         del returned
         pinned = {**asked_for, **reading_what_is_written(dataflow, loss_cost), **(pinned or {})}
+        dataflow, kernels = _with_kernels(dataflow, request)
         dataflow, regions = _with_regions(dataflow, model, arguments, request, pinned)
         graph = run_once(d_to_s(dataflow), pinned)
     devices = module_devices(model, arguments.tensors)
@@ -208,6 +220,7 @@ def trace_model(
         frozenset() if request.scope == "total" else gradients_there(model, dataflow),
         asked_sizes,
         regions,
+        kernels,
     )
 
 
@@ -341,6 +354,7 @@ def joined(
         gradients,
         asked_sizes=traced.asked_sizes,
         regions=traced.regions,
+        kernels=traced.kernels,
     )
 
 
@@ -359,6 +373,15 @@ def _trace(
         opaque=opaque,
         low_memory="or none" if request.is_checked else None,
     )
+
+
+def _with_kernels(graph: DGraph, request: PlanRequest) -> tuple[DGraph, ChosenKernels | None]:
+    """The graph with other kernels, as was asked for or as another plan has them."""
+    if request.chosen_kernels is not None:
+        return kernels_as_chosen(graph, request.chosen_kernels), request.chosen_kernels
+    if request.kernels == "as given":
+        return graph, None
+    return with_faster_kernels(graph, request.progress, request.known_kernels)
 
 
 def _with_regions(

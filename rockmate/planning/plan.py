@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rk_solvers import Schedule, SecondMemory
+from rockmate.kernels.option import ChosenKernels
 from rockmate.layouts.option import ChosenLayout
 from rockmate.memory.split import MemorySplit
 from rockmate.nn.chunked_logits import Chunks
@@ -50,6 +51,7 @@ class Plan:
     layout: ChosenLayout | None = None  # of the weights of convolutions; None where none was asked for
     loss_chunks: Chunks = None  # rows whose logits are made at once; None where they are made whole
     compiled: CompiledRegions | None = None  # parts that are compiled; None where nobody asked for that
+    kernels: ChosenKernels | None = None  # by which operations run; None where nobody asked for others
 
     @property
     def whole_budget_bytes(self) -> int:

@@ -10,6 +10,7 @@ from rk_solvers import SOLVERS, Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
 from rk_solvers.links import SecondMemory
 from rockmate.errors import LossError, SolverError
+from rockmate.kernels.option import ChosenKernels, Kernels, KnownKernels, check_kernels
 from rockmate.layouts.option import ChosenLayout, Layout, check_layout
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -46,6 +47,9 @@ class PlanRequest:
     may_exceed: bool = False  # where no plan fits the budget, take the one of lowest peak
     layout: Layout = "as given"  # which layout the weights of convolutions are to have
     chosen_layout: ChosenLayout | None = None  # which they have; None where none was asked for
+    kernels: Kernels = "as given"  # whether operations run by those that PyTorch picks
+    chosen_kernels: ChosenKernels | None = None  # those of another plan, to be had in this one
+    known_kernels: KnownKernels | None = None  # what was found of others before; None where nothing is kept
     compile: bool = False  # whether parts of the model are compiled where that pays
     compiles_anew: bool = True  # and not only where code of them is there already
     loss_chunks: Chunks = None  # rows whose logits the model makes at once; None where it makes them whole
@@ -84,10 +88,12 @@ def limits_of(time_limit: float | None = None, gap: float | None = None, limits:
 def check_request(request: PlanRequest) -> None:
     """Refuse what could only fail after minutes of measuring.
 
-    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `LayoutError`, `ArgumentError`.
+    Raises `BudgetError`, `SolverError`, `OptimizerError`, `LossError`, `LayoutError`, `KernelsError`,
+    `ArgumentError`.
     """
     check_budget(request.budget)
     check_layout(request.layout)
+    check_kernels(request.kernels)
     check_chunks(request.loss_chunks)
     known = request.solver in SOLVERS if isinstance(request.solver, str) else isinstance(request.solver, Solver)
     if not known:

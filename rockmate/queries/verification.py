@@ -31,6 +31,7 @@ from rkgb.state.module_state import (
 from rkgb.state.other_random import other_random_states_kept
 from rkgb.tree import leaves
 from rockmate.errors import ArgumentError
+from rockmate.kernels.option import has_others
 from rockmate.layouts.weights import give_back, laid_out, layout_kept
 from rockmate.memory.budget import Budget
 from rockmate.module import Rockmate
@@ -70,11 +71,17 @@ class Verification:
     # In another layout than the given one: how far the first step's gradients are from those in that, as the norm of
     # the difference over the norm of those. Units that rounding flips, as of a ReLU, are in it. None in the given one.
     from_given_layout: float | None = None
-    # Where parts are compiled, the plan is compared with the model whose parts are, and that has none: how far, in the
-    # same way, the first step's gradients are from those of the model as it is.
+    # Where parts are compiled or run by other kernels, the plan is compared with the model so, and without one: how
+    # far, in the same way, the first step's gradients are from those of the model as it is.
     from_eager: float | None = None
     # The same of a model whose logits are made a few rows at a time, and one that makes them whole.
     from_whole_logits: float | None = None
+
+    @property
+    def _other_code(self) -> str:
+        """What rounds otherwise than eager training does, in words."""
+        parts, kernels = is_compiled(self.plan.compiled), has_others(self.plan.kernels)
+        return " and ".join(text for text, has in (("parts compiled", parts), ("other kernels", kernels)) if has)
 
     def __str__(self) -> str:
         budget = format_bytes(self.plan.budget_bytes)
@@ -85,7 +92,7 @@ class Verification:
         if self.from_whole_logits is not None:
             layout += f", with logits in chunks; gradients are {self.from_whole_logits:.1e} from those of whole ones"
         if self.from_eager is not None:
-            layout += f", with parts compiled; gradients are {self.from_eager:.1e} from eager's"
+            layout += f", with {self._other_code}; gradients are {self.from_eager:.1e} from eager's"
         if self.exact:
             whose = "eager's" if self.from_eager is None else "those without a plan"
             same = f"outputs, gradients, buffers, random stream and parameters are {whose}"
@@ -149,7 +156,7 @@ def verify(
         graph = measured.graphs.D_graph
         present = _present(original, measured)
         training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, present)
-        eager, has_parts = training, is_compiled(measured.regions)
+        eager, has_parts = training, measured.rounds_otherwise
         if has_parts:
             training = replace(training, compiled=graph)
         expected, repeated = (training.run(original) for _ in range(2))

@@ -42,10 +42,10 @@ def tried(graph: DGraph, region: Region, call: CompiledCall, values: Mapping[str
         return (list(made) if isinstance(made, (list, tuple)) else [made])[: len(region.outputs)]
 
     gradients: list[torch.Tensor] = []
-    expected, found = (_Step(run, inputs, taking, gradients) for run in (eager, compiled))
+    expected, found = (Step(run, inputs, taking, gradients) for run in (eager, compiled))
 
-    def of_moved(seed: int) -> _Step:
-        return _Step(eager, moved(Sample(tuple(inputs), {}), seed).tensors, taking, gradients, is_watched=False)
+    def of_moved(seed: int) -> Step:
+        return Step(eager, moved(Sample(tuple(inputs), {}), seed).tensors, taking, gradients, is_watched=False)
 
     reason = _misfit(graph, region, expected, found) or _other_numbers(expected, found, of_moved)
     eager_bytes, compiled_bytes = expected.saved_bytes, found.saved_bytes
@@ -59,7 +59,7 @@ def tried(graph: DGraph, region: Region, call: CompiledCall, values: Mapping[str
         for run, spent in zip((eager, compiled), times, strict=True):
             device.synchronize()
             begun = time.perf_counter()
-            _Step(run, inputs, taking, gradients, is_watched=False)
+            Step(run, inputs, taking, gradients, is_watched=False)
             device.synchronize()
             spent.append(1e3 * (time.perf_counter() - begun))
     return RegionTrial(names, min(times[0]), min(times[1]), eager_bytes, compiled_bytes)
@@ -69,7 +69,7 @@ def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return tensor.detach().requires_grad_(requires_grad)
 
 
-class _Step:
+class Step:
     """One forward and backward: what it gave, and what autograd saved for it."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _Step:
         )
         reached = [one for one, takes in zip(outputs, taking, strict=True) if takes and one.requires_grad]
         if not gradients:
-            gradients += [_random_like(one, seed) for seed, one in enumerate(reached)]
+            gradients += [random_like(one, seed) for seed, one in enumerate(reached)]
         wanted = [one for one in inputs if one.requires_grad]
         self.gradients: Sequence[torch.Tensor | None] = ()
         if wanted and reached:
@@ -106,14 +106,14 @@ class _Step:
         self.outputs = [one.detach() for one in outputs]
 
 
-def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """A gradient: numbers of a generator of their own."""
     generator = torch.Generator("cpu").manual_seed(seed)
     numbers = torch.rand(tensor.shape, generator=generator, dtype=torch.float32) - 0.25
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(numbers)
 
 
-def _misfit(graph: DGraph, region: Region, expected: _Step, found: _Step) -> str:
+def _misfit(graph: DGraph, region: Region, expected: Step, found: Step) -> str:
     """Why the compiled region must not stand for the operations; "" where it may."""
     seen: set[int] = set()
     for name, theirs, ours in zip(region.outputs, expected.outputs, found.outputs, strict=True):
@@ -132,12 +132,12 @@ def _misfit(graph: DGraph, region: Region, expected: _Step, found: _Step) -> str
     return "it has other gradients" if any((one is None) != (other is None) for one, other in pairs) else ""
 
 
-def _other_numbers(expected: _Step, found: _Step, of_moved: Callable[[int], _Step]) -> str:
+def _other_numbers(expected: Step, found: Step, of_moved: Callable[[int], Step]) -> str:
     """Why numbers are others by more than rounding; "" if none are. `of_moved` is a step on inputs moved by that."""
     for value, made in zip(expected.outputs, found.outputs, strict=True):
         if not is_close(value, made):
             return f"its numbers are others: {distance(value, made):.1e} away"
-    moves: list[_Step] = []
+    moves: list[Step] = []
     for place, (one, other) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
         if one is None or other is None or is_close_but_for_few(one, other):
             continue

@@ -88,6 +88,9 @@ def facts(plan_file: PlanFile, measured: MeasuredSteps | None) -> tuple[Fact, ..
     found.append(Fact("Recomputations", str(plan.recomputations or "none"), of_which))
     found += _of_moves(plan_file)
     found += _of_layout(plan_file)
+    if promise.kernels is not None:
+        count = len(promise.kernels.operations)
+        found.append(Fact("Other kernels", f"{count or 'no'} operations", promise.kernels.told))
     if promise.compiled is not None:
         found.append(Fact("Compiled", f"{len(promise.compiled.chosen) or 'no'} parts", promise.compiled.told))
     taken_bytes = promise.planning_peak_bytes

@@ -16,6 +16,7 @@ from rockmate.cli.options import (
     Chosen,
     OutputFile,
     compile_option,
+    kernels_option,
     layout_option,
     offload_options,
     output_options,
@@ -38,6 +39,7 @@ from rockmate.queries.verification import OPTIMIZERS
         "rockmate plan mixer-tiny --budget 0.8 --solver greedy --time-limit 2 -o mixer.json.gz",
         "rockmate plan model.py:make --budget 2MiB --scope total --optimizer adamw",
         "rockmate plan resnet18-tiny --budget 0.8 --layout auto",
+        "rockmate plan llama-demo --budget 0.7 --kernels auto",
         "rockmate plan llama-demo --budget 0.7 --compile",
         "rockmate plan gpt2-demo --budget 0.3 --offload disk:. --offload-limit 4GiB",
     ),
@@ -65,6 +67,7 @@ from rockmate.queries.verification import OPTIMIZERS
 @click.option("--opaque", multiple=True, metavar="PATH", help="A submodule whose call is one operation.")
 @offload_options
 @layout_option
+@kernels_option
 @compile_option
 @solver_options
 @click.option("-o", "--output", type=OutputFile(), help="Write the plan; packed, if it ends in .gz.")

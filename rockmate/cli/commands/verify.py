@@ -12,12 +12,14 @@ from rockmate.cli.options import (
     Chosen,
     compile_option,
     json_option,
+    kernels_option,
     layout_option,
     offload_options,
     target_options,
 )
 from rockmate.cli.output import DIFFERENT, GOOD, tell, tell_json
 from rockmate.cli.plans import plan_content
+from rockmate.kernels.option import Kernels
 from rockmate.layouts.option import Layout
 from rockmate.offload.option import Offload
 from rockmate.options import PlanOptions
@@ -64,10 +66,17 @@ def with_training_options(function: Any) -> Any:
 @with_training_options
 @offload_options
 @layout_option
+@kernels_option
 @compile_option
 @json_option
 def command(
-    chosen: Chosen, as_json: bool, offload: Offload | None, layout: Layout, compile: bool, **training: Any
+    chosen: Chosen,
+    as_json: bool,
+    offload: Offload | None,
+    layout: Layout,
+    kernels: Kernels,
+    compile: bool,
+    **training: Any,
 ) -> int:
     """Compare training under a budget with eager training, bit by bit.
 
@@ -76,7 +85,7 @@ def command(
     are not, and 2 where the input is wrong or cannot be planned.
     """
     target = chosen.target()
-    options = PlanOptions(loss=target.loss, offload=offload, layout=layout, compile=compile)
+    options = PlanOptions(loss=target.loss, offload=offload, layout=layout, kernels=kernels, compile=compile)
     found = verify(target.model, target.sample, options=options, **training)
     if as_json:
         tell_json("verify", verification_content(found) | {"plan": plan_content(found.plan)})

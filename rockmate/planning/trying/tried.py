@@ -99,6 +99,7 @@ def as_planned(
         stored_bytes=solution.stored_bytes,
         layout=request.chosen_layout,
         compiled=measured.regions,
+        kernels=measured.kernels,
         loss_chunks=request.loss_chunks,
     )
     tier = None if solution.memory is None or request.tiers is None else request.tiers.on(measured.device)
