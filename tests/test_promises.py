@@ -56,6 +56,7 @@ PROMISES = {
     "`time_limit`": "module/test_module.py::test_a_search_that_is_interrupted_leaves_its_best_plan",
     "`gap`": "module/test_module.py::test_a_plan_tells_how_far_from_the_best_it_may_be",
     "`compile`": "regions/test_choose.py::test_training_is_that_of_the_parts_compiled_without_a_plan",
+    "`kernels`": "kernels/test_choose.py::test_training_is_that_of_these_kernels_without_a_plan",
     "`layout`": "module/test_layout.py::test_each_region_is_in_the_layout_in_which_it_is_quicker",
     "`loss_chunks`": "nn/test_chunked_logits.py::test_logits_are_never_whole",
     "`offload`": "module/test_offload.py::test_most_of_a_chain_moves_where_the_disk_is_quick",

@@ -25,9 +25,9 @@ def eager(case: Case, eager_peak_bytes: int) -> Built:
 def planned(
     case: Case, eager_peak_bytes: int, *, share: float, layout: Layout = "auto", kernels: Kernels = "as given"
 ) -> Built:
-    """A plan for that share of the eager peak as given, in the layout and by the kernels that are measured to be faster.
+    """A plan for that share of the eager peak as given, in that layout and by those kernels.
 
-    Those are left as they are where that is said.
+    What is "auto" is as was measured to be faster.
     """
     weights = case.fresh_model()
     model = Rockmate(

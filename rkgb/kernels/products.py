@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rkgb.torch_private.operations import linear_of_onednn
 
@@ -28,7 +27,7 @@ def product(input: Tensor, other: Tensor, bias: Tensor | None = None, transposed
     """``input @ other + bias``, or ``input @ other.t() + bias``.
 
     `input` is of shape (..., K), `other` of (K, N), or (N, K) where it is to be `transposed`, `bias` of (N); all are of
-    float32 and on the CPU. Autograd saves `input` and `other`. Gradients have no gradients of their own.
+    float32 and on the CPU. Autograd saves `input` and `other`.
     """
     if torch.is_grad_enabled():
         result: Tensor = _Product.apply(input, other, bias, transposed)  # type: ignore[no-untyped-call]
@@ -48,7 +47,6 @@ class _Product(torch.autograd.Function):
         return _product(input, other if transposed else other.t(), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None, None, None
@@ -57,7 +55,7 @@ class _Product(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         of_input = of_other = None
         if for_input:
-            of_input = _product(rows, other.t() if ctx.transposed else other, None).view(input.shape)
+            of_input = product(rows, other, None, not ctx.transposed).view(input.shape)
         if for_other:
             given = input.reshape(-1, input.shape[-1])
             of_other = _summed(rows, given) if ctx.transposed else _summed(given, rows)
@@ -65,10 +63,12 @@ class _Product(torch.autograd.Function):
 
 
 def _summed(one: Tensor, other: Tensor) -> Tensor:
-    """``one.t() @ other``. The narrower one is what is copied to have its columns one after the other."""
-    if one.shape[1] <= other.shape[1]:
-        return _product(one.t(), other.t(), None)
-    return _product(other.t(), one.t(), None).t().contiguous()
+    """``one.t() @ other``. oneDNN copies the first of two matrices where it lies transposed; the fewer numbers, the
+    better: those of `one`, or those of `other` and the result."""
+    (count, rows), columns = one.shape, other.shape[1]
+    if count * rows <= (count + rows) * columns:
+        return product(one.t(), other)
+    return product(other.t(), one).t().contiguous()
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
