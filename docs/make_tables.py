@@ -714,6 +714,21 @@ def transfer_sections(report: dict[str, Any]) -> Iterator[str]:
     yield from bar_table(report["bars"])
 
 
+def compiling_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of what compiling takes: a table, and the bars."""
+    where = report["circumstances"]
+    yield f"{machine(where)}; code at {where['code']}."
+    yield ""
+    yield row(["GPT-2", "layers", "parts", "empty caches", "warm caches"])
+    yield row(["---", *["--:"] * 4])
+    told = {"parts": "its parts, compiled and tried", "whole": "`torch.compile` of all"}
+    for one in report["rows"]:
+        seconds = [f"{one[key]:.1f} s" for key in ("cold_s", "warm_s")]
+        yield row([told[one["way"]], str(one["layers"]), str(one["parts"] or "–"), *seconds])
+    yield ""
+    yield from bar_table(report["bars"])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -735,6 +750,7 @@ SECTIONS = {
     "in-place-cpu.json": in_place_sections,
     "draws-cpu.json": draw_sections,
     "transfers-cpu.json": transfer_sections,
+    "compile-seconds-cpu.json": compiling_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

@@ -259,6 +259,17 @@ def test_implementations_of_operations_are_compared(tmp_path):
 
 
 @pytest.mark.ci
+def test_seconds_of_compiling_are_told(tmp_path):
+    run_script("benchmarks/compile_seconds.py", "--quick", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "compile-seconds-cpu.json").read_text("utf-8"))
+    assert [(row["way"], row["layers"]) for row in report["rows"]] == [
+        ("parts", 2), ("whole", 2), ("parts", 4), ("whole", 4),
+    ]  # fmt: skip
+    assert report["rows"][0]["parts"] > 0
+    assert len(report["bars"]) == 3
+
+
+@pytest.mark.ci
 def test_operations_are_compared_with_their_forms_in_place(tmp_path):
     run_script("benchmarks/in_place.py", "--quick", "--models", "hf-bert", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "in-place-cpu.json").read_text("utf-8"))["rows"]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from rkgb import DGraph, DNode
-from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.process.autocast import without_autocast
 from rockmate.errors import KernelsError
 from rockmate.kernels.alternatives import Alternative, alternative_of
 from rockmate.kernels.option import ChosenKernels, KernelTrial, KnownKernels
 from rockmate.kernels.trial import class_of, tried
 from rockmate.progress import ProgressCallback
+from rockmate.regions.choose import reason_of
 
 _TRIED: dict[str, KernelTrial] = {}  # in this process: each class is tried once
 
@@ -72,10 +72,9 @@ def _others_of(graph: DGraph) -> dict[DNode, Alternative]:
 def _tried(graph: DGraph, op: DNode, other: Alternative) -> KernelTrial:
     try:
         with without_autocast():
-            trial = if_it_fits(lambda: tried(op, other, graph.values))
+            return tried(op, other, graph.values)
     except Exception as error:  # noqa: BLE001  whatever PyTorch cannot do stays as it is
-        trial = KernelTrial((op.name,), other.kernel, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
-    return trial or KernelTrial((op.name,), other.kernel, 0.0, 0.0, "memory ran out while it was tried")
+        return KernelTrial((op.name,), other.kernel, 0.0, 0.0, reason_of(error))
 
 
 def _with(graph: DGraph, others: dict[DNode, Alternative]) -> DGraph:
