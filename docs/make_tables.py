@@ -729,6 +729,18 @@ def compiling_sections(report: dict[str, Any]) -> Iterator[str]:
     yield from bar_table(report["bars"])
 
 
+def division_sections(report: dict[str, Any]) -> Iterator[str]:
+    """Lines of divisions of compiled parts: one table of all models."""
+    where = report["circumstances"]
+    yield f"{machine(where)}; code at {where['code']}."
+    yield ""
+    yield row(["", "price of a byte", "parts", "of a step's time", "saved, of eager's"])
+    yield row(["---", *["--:"] * 4])
+    for one in report["rows"]:
+        share, saved = one["compiled_ms"] / one["step_ms"], one["compiled_bytes"] / max(one["eager_bytes"], 1)
+        yield row([one["model"], f"{one['price']:g}", str(one["parts"]), f"{100 * share:.1f} %", f"{saved:.2f}"])
+
+
 SECTIONS = {
     "bytes-cpu.json": bytes_sections,
     "solvers.json": solver_sections,
@@ -751,6 +763,7 @@ SECTIONS = {
     "draws-cpu.json": draw_sections,
     "transfers-cpu.json": transfer_sections,
     "compile-seconds-cpu.json": compiling_sections,
+    "part-divisions-cpu.json": division_sections,
 }
 """What is drawn of each file of results, in the order of the page's marks after the first."""
 

@@ -259,6 +259,15 @@ def test_implementations_of_operations_are_compared(tmp_path):
 
 
 @pytest.mark.ci
+def test_divisions_of_parts_are_compared(tmp_path):
+    run_script("benchmarks/part_divisions.py", "--quick", "--models", "hf-llama", "--output", str(tmp_path))
+    rows = json.loads((tmp_path / "part-divisions-cpu.json").read_text("utf-8"))["rows"]
+    saved = [row["compiled_bytes"] for row in rows]
+    assert saved == sorted(saved, reverse=True)
+    assert saved[0] > saved[-1]
+
+
+@pytest.mark.ci
 def test_seconds_of_compiling_are_told(tmp_path):
     run_script("benchmarks/compile_seconds.py", "--quick", "--output", str(tmp_path))
     report = json.loads((tmp_path / "compile-seconds-cpu.json").read_text("utf-8"))
