@@ -36,7 +36,6 @@ from benchmarks.reporting import (
     print_bars,
     write_report,
 )
-from rockmate import zoo
 from rockmate.choices.trial_notes import TrialNotes
 from rockmate.planning.measured import trace_model
 from rockmate.planning.request import PlanRequest
@@ -51,7 +50,9 @@ RESULTS = "compile-seconds-cpu.json"
 def main() -> None:
     """Runs the benchmark, or one way in this process."""
     parser = option_parser(__doc__, "a tiny model of two sizes")
-    parser.add_argument("--one", nargs=2, metavar=("WAY", "LAYERS"), help="in this process, from the caches as they are")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("WAY", "LAYERS"), help="in this process, from the caches as they are"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.one is not None:
@@ -134,7 +135,9 @@ def bars_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the parts are to take beside the whole model."""
     parts, whole = ([row for row in rows if row["way"] == way] for way in WAYS)
     return [
-        bar("all parts, from empty caches, of what the whole model takes", parts[0]["cold_s"] / whole[0]["cold_s"], 0.5),
+        bar(
+            "all parts, from empty caches, of what the whole model takes", parts[0]["cold_s"] / whole[0]["cold_s"], 0.5
+        ),
         bar("all parts, with warm caches: seconds", parts[0]["warm_s"], 5.0),
         # Each class of parts is compiled once: what is left is noise, and as many operations more to read.
         bar("all parts of twice the layers, of those of once", parts[1]["cold_s"] / parts[0]["cold_s"], 1.25),

@@ -27,7 +27,8 @@ def product(input: Tensor, other: Tensor, bias: Tensor | None = None, transposed
     """``input @ other + bias``, or ``input @ other.t() + bias``.
 
     `input` is of shape (..., K), `other` of (K, N), or (N, K) where it is to be `transposed`, `bias` of (N); all are of
-    float32 and on the CPU. Autograd saves `input` and `other`.
+    float32 and on the CPU. Autograd saves `input` and
+    `other`, each where the other one has a gradient.
     """
     if torch.is_grad_enabled():
         result: Tensor = _Product.apply(input, other, bias, transposed)  # type: ignore[no-untyped-call]
@@ -43,7 +44,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, other: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.transposed = transposed
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, other)
+        for_input, for_other, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(input if for_other else None, other if for_input else None)
+        ctx.shape = input.shape
         return _product(input, other if transposed else other.t(), bias)
 
     @staticmethod
@@ -55,7 +58,7 @@ class _Product(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         of_input = of_other = None
         if for_input:
-            of_input = product(rows, other, None, not ctx.transposed).view(input.shape)
+            of_input = product(rows, other, None, not ctx.transposed).view(ctx.shape)
         if for_other:
             given = input.reshape(-1, input.shape[-1])
             of_other = _summed(rows, given) if ctx.transposed else _summed(given, rows)

@@ -31,8 +31,8 @@ from rockmate.calls.remembered import RememberedCalls
 from rockmate.calls.resting import RestingParameters
 from rockmate.calls.specialization import InferenceCall, Specialization
 from rockmate.calls.told import Told
+from rockmate.choices.kernels import plan_by_faster_kernels
 from rockmate.choices.module_layout import ModuleLayout
-from rockmate.choices.parts import plan_with_or_without_parts
 from rockmate.errors import (
     BudgetTooSmall,
     NothingToTrain,
@@ -372,7 +372,7 @@ class Specializations:
             return plan_again(self._model, remembered, call, request)
         as_now = [member for member in self.members if member.measured.was_measured_as_now()]  # it may take more else
         earlier = [(member.measured, member.planned) for member in as_now]
-        return plan_with_or_without_parts(self._model, call, request, known, self.use_cache, earlier)
+        return plan_by_faster_kernels(self._model, call, request, known, self.use_cache, earlier)
 
     # ---- calls without a plan ----------------------------------------------------------------------
 

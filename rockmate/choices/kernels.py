@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rkgb import make_sample
+from rkgb.profile.measure import MeasuredBlocks
+from rockmate.choices.parts import Planned, plan_with_or_without_parts
 from rockmate.choices.trial_notes import TrialNotes
-from rockmate.kernels.option import ChosenKernels, KernelTrial
+from rockmate.errors import BudgetTooSmall
+from rockmate.kernels.option import ChosenKernels, KernelTrial, has_others
+from rockmate.plan_files import cache
 from rockmate.plan_files.rank_agreement import default_exchange
 from rockmate.planning.measured import trace_model
 from rockmate.planning.planner import planning
-from rockmate.planning.request import PlanRequest
+from rockmate.planning.request import PlanRequest, check_request
 
 _WAIT_S = 600.0  # for another rank, which traces and measures
 
 
-def with_agreed_kernels(model: torch.nn.Module, sample: Any, request: PlanRequest, keeps: bool) -> PlanRequest:
+def plan_by_faster_kernels(
+    model: torch.nn.Module,
+    sample: Any,
+    request: PlanRequest,
+    known: MeasuredBlocks,
+    use_cache: bool,
+    earlier: Sequence[Planned] = (),
+) -> Planned:
+    """What `plan_with_or_without_parts` finds, by other kernels where those may be, and are faster.
+
+    They may take more memory: where no plan with them is within the budget, PyTorch's choice is taken.
+
+    Raises as `plan_with_or_without_parts` does.
+    """
+
+    def make(asked: PlanRequest) -> Planned:
+        return plan_with_or_without_parts(model, sample, asked, known, use_cache, earlier)
+
+    if request.kernels == "as given" or request.chosen_kernels is not None:
+        return make(request)
+    check_request(request)
+    usual = replace(request, kernels="as given")
+    try:
+        made = make(_with_agreed(model, sample, request, use_cache and cache.is_enabled()))
+    except BudgetTooSmall:
+        return _told(make(usual), "no plan by other kernels is within the budget")
+    if not (made[1].plan.exceeds and has_others(made[0].kernels)):
+        return made
+    try:
+        other = make(usual)
+    except BudgetTooSmall:
+        return made
+    ours, theirs = (one.plan.bounded_bytes or one.plan.peak_bytes for _, one in (made, other))
+    return made if ours <= theirs else _told(other, "plans by PyTorch's choice take less memory")
+
+
+def _told(one: Planned, why: str) -> Planned:
+    """A plan by the kernels that PyTorch picks, and `why` there are no others."""
+    measured, planned = one
+    measured.kernels = ChosenKernels(refused=why)
+    planned.plan = replace(planned.plan, kernels=measured.kernels)
+    return measured, planned
+
+
+def _with_agreed(model: torch.nn.Module, sample: Any, request: PlanRequest, keeps: bool) -> PlanRequest:
     """`request`, with what was found of other kernels before, if the cache `keeps` it, and what all ranks have.
 
     The ranks of a process group have the same: the first to come chooses. Raises as tracing does.
@@ -35,7 +84,6 @@ def with_agreed_kernels(model: torch.nn.Module, sample: Any, request: PlanReques
 
     shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
     calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
-    agreed: ChosenKernels = exchange.agree_on(
-        ["kernels", type(model).__qualname__, shapes, calls], ChosenKernels, of_this_rank
-    )
+    content = ["kernels", type(model).__qualname__, shapes, calls]
+    agreed: ChosenKernels = exchange.agree_on(content, ChosenKernels, of_this_rank)
     return replace(request, chosen_kernels=agreed)

@@ -12,7 +12,6 @@ import torch
 from rkgb import make_sample
 from rkgb.devices.out_of_memory import if_it_fits
 from rkgb.profile.measure import MeasuredBlocks
-from rockmate.choices.kernels import with_agreed_kernels
 from rockmate.choices.trial_notes import TrialNotes
 from rockmate.errors import BudgetTooSmall
 from rockmate.plan_files import cache
@@ -56,13 +55,10 @@ def plan_with_or_without_parts(
 
     Raises as `plan_or_reuse` does.
     """
-    keeps = use_cache and cache.is_enabled()
-    if request.kernels != "as given" and request.chosen_kernels is None:
-        check_request(request)
-        request = with_agreed_kernels(model, sample, request, keeps)
     if not request.compile:
         return plan_or_reuse(model, sample, request, known, use_cache, earlier)
     check_request(request)
+    keeps = use_cache and cache.is_enabled()
     trials = TrialNotes(model, RegionTrial) if keeps else None
     request = replace(request, compiles_anew=len(earlier) < _MOST_COMPILED, trials=trials)
     exchange = default_exchange(_WAIT_S)

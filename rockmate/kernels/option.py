@@ -46,11 +46,12 @@ class ChosenKernels:
     """The operations of a model for which there are other kernels."""
 
     trials: tuple[KernelTrial, ...] = ()
+    refused: str = ""  # why none is taken, where one would be faster
 
     @property
     def chosen(self) -> tuple[KernelTrial, ...]:
         """Those that run by them."""
-        return tuple(trial for trial in self.trials if trial.pays)
+        return () if self.refused else tuple(trial for trial in self.trials if trial.pays)
 
     @property
     def operations(self) -> frozenset[str]:
@@ -66,6 +67,8 @@ class ChosenKernels:
     def told(self) -> str:
         """What runs by which, and what that gains, in words."""
         chosen = self.chosen
+        if self.refused:
+            return self.refused
         if not chosen:
             return "those that PyTorch picks are the fastest" if self.trials else "there are no others for this model"
         of_kernel: dict[str, int] = {}

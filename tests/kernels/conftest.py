@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,17 @@ from rockmate.kernels.option import KernelTrial
 
 if not is_there():
     collect_ignore_glob = ["test_*.py"]  # this PyTorch has no oneDNN
+
+
+@contextlib.contextmanager
+def onednn_off() -> Iterator[None]:
+    """As `torch.backends.mkldnn.flags` has it, which warns of a flag for other devices that it sets, too."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @pytest.fixture

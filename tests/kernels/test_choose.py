@@ -28,6 +28,7 @@ from rockmate.kernels.option import ChosenKernels, KernelTrial
 from rockmate.plan_files.rank_agreement import RankAgreement
 from rockmate.planning.measured import trace_model
 from rockmate.planning.request import PlanRequest
+from tests.kernels.conftest import onednn_off
 from tests.module.models import built
 from tests.module.random_networks import random_case
 from tests.module.steps import BRIEFLY, squares, train
@@ -47,7 +48,7 @@ class Products(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = x + self.drop(layer(x).relu())
+            x = x + self.drop(layer(x).tanh())
         flat = torch.addmm(self.bias, self.plain(x).flatten(0, 1), self.weight).tanh()
         return flat.view(*x.shape[:2], 20) @ self.last
 
@@ -67,7 +68,7 @@ class Points(nn.Module):
         return self.head(self.strided(x).mean((2, 3)))
 
 
-def rows(batch=3, length=10):
+def rows(batch=8, length=32):
     return torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(batch + length))
 
 
@@ -75,7 +76,14 @@ def images():
     return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-CASES = {"products": (Products, rows, 8), "points": (Points, images, 3)}
+CASES = {"products": (Products, rows, 7), "points": (Points, images, 3)}
+
+
+def steady():
+    """A smooth model that draws nothing."""
+    model = built(Products)
+    model.drop.p = 0.0
+    return model
 
 
 def planned(model, sample, budget=0.8, **said):
@@ -98,8 +106,10 @@ def others_in(model: nn.Module, sample: torch.Tensor) -> list[str]:
 
 
 @pytest.mark.usefixtures("quicker")
-@pytest.mark.parametrize("budget", [1.0, 0.8, 0.6])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("products", 1.0), ("products", 0.8), ("products", 0.6), ("points", "1MiB"), ("points", "195KiB")],
+)
 def test_training_is_that_of_these_kernels_without_a_plan(name, budget):
     make, sample, count = CASES[name]
     model = planned(built(make), sample(), budget)
@@ -121,7 +131,7 @@ def test_all_budgets_give_equal_bits():
 
 @pytest.mark.usefixtures("quicker")
 def test_smooth_models_of_float64_tell_how_near_they_are():
-    truth, ours = built(Products).double().eval(), planned(built(Products).eval(), rows())
+    truth, ours = steady().double(), planned(steady(), rows())
     squares(truth(rows().double())).backward()
     squares(ours(rows())).backward()
     for one, other in zip(truth.parameters(), ours.parameters(), strict=True):
@@ -133,8 +143,9 @@ def test_smooth_models_of_float64_tell_how_near_they_are():
 @pytest.mark.parametrize("seed", range(24))
 def test_random_networks_train_exactly(seed):
     case = random_case(seed)
-    found = verify(case.model, case.sample, 0.8, options=AUTO, loss=None, steps=2)
-    assert found.exact, found
+    with case.casting():
+        found = verify(case.network, case.batch(0), 0.9, options=replace(AUTO, loss=case.loss), steps=2)
+    assert found.exact or not found.eager_is_deterministic, f"{found}\n{case}"
 
 
 @pytest.mark.usefixtures("quicker")
@@ -162,7 +173,7 @@ def test_the_measured_peak_is_within_the_budget_and_predicted():
 def test_a_class_of_equal_operations_is_tried_once(quicker):
     model = planned(built(Products), rows())
     counts = sorted(len(one.operations) for one in kernels_of(model).trials)
-    assert counts == [1, 1, 1, 1, 4]  # the first layer's input has no gradient, or all four are alike
+    assert counts == [1, 1, 1, 1, 3]  # the input of the first layer has no gradient
     assert len(quicker) == len(counts)
     planned(built(Products), rows())
     assert len(quicker) == len(counts)
@@ -217,16 +228,16 @@ def test_a_kernel_that_is_wrong_or_fails_stands_for_nothing(monkeypatch, change,
             return self.layer(x).tanh()
 
     monkeypatch.setattr(choose, "alternative_of", wrong)
-    model = planned(built(Narrow), rows())
+    model = planned(built(Narrow), rows(), 1.0)
     (found,) = kernels_of(model).trials
     assert reason in found.refused
     assert verify(model, rows(), loss=squares).from_eager is None
 
 
 def test_no_other_kernel_is_known_of_what_it_would_not_fit():
-    assert len(others_in(built(Products), rows())) == 8
+    assert len(others_in(built(Products), rows())) == 7
     assert not others_in(built(Products).double(), rows().double())
-    with torch.backends.mkldnn.flags(enabled=False):
+    with onednn_off():
         assert not others_in(built(Products), rows())
 
 
@@ -239,7 +250,7 @@ class Scaled(nn.Module):
         return torch.addmm(self.bias, x[0], self.weight, beta=self.beta).tanh()
 
 
-@pytest.mark.parametrize(("beta", "bias", "count"), [(1, (6,), 1), (2, (6,), 0), (1, (10, 6), 0), (1, (1,), 0)])
+@pytest.mark.parametrize(("beta", "bias", "count"), [(1, (6,), 1), (2, (6,), 0), (1, (32, 6), 0), (1, (1,), 0)])
 def test_sums_with_a_product_are_taken_where_a_bias_is_added(beta, bias, count):
     assert len(others_in(built(Scaled, beta, bias), rows())) == count
 
@@ -250,6 +261,16 @@ def test_points_are_pytorch_s_own_choice_in_large_batches_and_with_threads():
     assert len(others_in(built(Points), torch.randn(16, 3, 16, 16))) == 1  # the linear layer
     torch.set_num_threads(2)
     assert len(others_in(built(Points), images())) == 1
+
+
+@pytest.mark.usefixtures("quicker")
+def test_where_they_take_too_much_the_usual_ones_are_taken():
+    model = planned(built(Points), images(), 0.9)
+    assert str(model.plan.kernels) == "no plan by other kernels is within the budget"
+    assert model.plan.measured_peak_bytes <= model.plan.budget_bytes
+    found = verify(model, images(), loss=squares)
+    assert found.exact
+    assert found.from_eager is None
 
 
 @pytest.mark.usefixtures("quicker")
@@ -288,24 +309,27 @@ def test_a_plan_of_a_file_has_the_same_kernels(tmp_path, monkeypatch):
     found = train(again, [rows()])
     for name, value in expected.parameters.items():
         assert bitwise_equal(found.parameters[name], value), name
-    with torch.backends.mkldnn.flags(enabled=False), pytest.raises(KernelsError, match="is oneDNN switched off"):
+    with onednn_off(), pytest.raises(KernelsError, match="is oneDNN switched off"):
         Rockmate(built(Products), rows(), plan=path, loss=squares)
 
 
 @pytest.mark.usefixtures("quicker")
-def test_a_second_start_tries_nothing(monkeypatch):
+def test_a_second_start_tries_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROCKMATE_CACHE", "1")
+    monkeypatch.setenv("ROCKMATE_CACHE_DIR", str(tmp_path))
     first = planned(built(Products), rows(), cache=True)
     choose._TRIED.clear()
     monkeypatch.setattr(choose, "tried", lambda *_: pytest.fail("it is in the cache"))
     again = planned(built(Products), rows(), cache=True)
     assert again.plan.kernels == first.plan.kernels
     assert again.plan.schedule == first.plan.schedule
-    assert len(kernels_of(planned(built(Products), rows(), 0.7, cache=True)).operations) == 8
+    assert len(kernels_of(planned(built(Products), rows(), 0.7, cache=True)).operations) == 7
 
 
+@pytest.mark.filterwarnings("ignore::rockmate.ReplanWarning")
 @pytest.mark.usefixtures("quicker")
 def test_lengths_that_are_not_planned_have_them_too():
-    model, eager = planned(built(Products).eval(), rows(3, 24)), built(Products).eval()
+    model, eager = planned(steady(), rows(3, 24)), steady()
     for length in (24, 20, 16, 22, 12, 18, 23):
         batch = rows(3, length)
         found, expected = (squares(one(batch)) for one in (model, eager))
@@ -341,7 +365,7 @@ def test_a_planned_module_is_copied_and_pickled_with_them():
 @pytest.mark.usefixtures("quicker")
 def test_questions_are_answered_for_plans_with_them():
     options = replace(AUTO, cache=False)
-    found = smallest_budget(built(Products), rows(), options=options)
+    found = smallest_budget(built(Products), rows(), 1.2, options=options)
     assert found.plan_file.plan.kernels.operations
     largest = max_batch(
         lambda batch: (built(Products), rows(batch), squares), budget="400KiB", measurements=2, options=options
@@ -351,7 +375,7 @@ def test_questions_are_answered_for_plans_with_them():
 
 @pytest.mark.usefixtures("quicker")
 def test_it_goes_with_compiled_parts_and_layouts(monkeypatch):
-    found = verify(built(Points), images(), 0.9, options=replace(AUTO, layout="channels_last"))
+    found = verify(built(Points), images(), "1MiB", options=replace(AUTO, layout="channels_last"))
     assert found.exact, found
     assert len(found.plan.kernels.operations) == 3
     assert found.plan.layout.weights

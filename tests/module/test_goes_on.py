@@ -298,7 +298,7 @@ def ending_with(monkeypatch, error: Callable[[], BaseException]) -> list[int]:
         attempts.append(1)
         raise error()
 
-    monkeypatch.setattr("rockmate.calls.specializations.plan_with_or_without_parts", fail)
+    monkeypatch.setattr("rockmate.calls.specializations.plan_by_faster_kernels", fail)
     return attempts
 
 
@@ -605,6 +605,6 @@ def test_a_module_that_reads_something_else_even_as_it_runs_after_planning_goes_
         return measured, planned
 
     with monkeypatch.context() as failing:
-        failing.setattr("rockmate.calls.specializations.plan_with_or_without_parts", planned_for_other_data)
+        failing.setattr("rockmate.calls.specializations.plan_by_faster_kernels", planned_for_other_data)
         trained_beside_eager(model, [rows(1)[:50]])
     assert calls_of(model) == {("GuardError", "by itself"): 1}

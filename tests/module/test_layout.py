@@ -303,7 +303,7 @@ def test_a_budget_that_is_too_small_leaves_the_module_as_it_was(quicker):
 
 def test_what_fits_as_given_alone_is_planned_so(quicker, monkeypatch):
     quicker.add("first.weight")
-    plan, tried = specializations.plan_with_or_without_parts, []
+    plan, tried = specializations.plan_by_faster_kernels, []
 
     def plan_or_reuse(model, call, request, *rest):
         tried.append(bool(laid_out(model)))
@@ -311,7 +311,7 @@ def test_what_fits_as_given_alone_is_planned_so(quicker, monkeypatch):
             raise BudgetTooSmall("budget 1 KiB < 2 KiB. Raise it.", 2048, "first", 0)
         return plan(model, call, request, *rest)
 
-    monkeypatch.setattr(specializations, "plan_with_or_without_parts", plan_or_reuse)
+    monkeypatch.setattr(specializations, "plan_by_faster_kernels", plan_or_reuse)
     model = built(Convolutions)
     module = planned(model, images(), layout="auto")
     assert tried == [True, False]

@@ -141,7 +141,7 @@ def test_calls_that_train_nothing_are_run_by_the_module_itself_and_traced_but_on
     planned = Rockmate(model, budget=1.0)
     traced = []
     monkeypatch.setattr(
-        "rockmate.calls.specializations.plan_with_or_without_parts",
+        "rockmate.calls.specializations.plan_by_faster_kernels",
         lambda *given: traced.append(1) or plan_or_reuse(*given),
     )
     model.on = False
