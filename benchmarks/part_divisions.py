@@ -6,8 +6,8 @@
 
 A compiled part saves some values for its backward, and computes the others there again. Which, is a least cut, at a
 price of a byte: at none all is saved that saves time, at a high one as little as can be. All parts of a model are
-compiled at each price, and tried beside their operations. Were a second way worth its
-compiling, it would take much less time than the usual one, or save far fewer bytes. Nothing else should be computed on the machine.
+compiled at each price, and tried beside their operations. Were a second way worth its compiling, it would take much
+less time than the usual one, or save far fewer bytes. Nothing else should be computed on the machine.
 """
 
 from __future__ import annotations
