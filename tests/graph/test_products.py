@@ -7,7 +7,6 @@ from torch import Tensor
 import rkgb.kernels
 from rkgb.kernels.products import is_there
 from rkgb.replay.step_record import bitwise_equal
-from rkgb.torch_private.operations import linear_of_onednn
 from tests.kernels.conftest import onednn_off
 
 product = torch.ops.rkgb.product.default
@@ -114,10 +113,3 @@ def test_it_is_off_where_onednn_is():
     with onednn_off():
         assert not is_there()
     assert is_there()
-
-
-def test_pytorch_takes_what_it_is_given():
-    input, other, bias = operands((3, 5, 8), 6, transposed=True)
-    assert linear_of_onednn is not None
-    assert_near(linear_of_onednn(input, other, bias, "none", [], ""), by_blas(input, other, bias, True), 8)
-    assert_near(linear_of_onednn(input, other, None, "none", [], ""), by_blas(input, other, None, True), 8)

@@ -130,12 +130,16 @@ def test_all_budgets_give_equal_bits():
 
 
 @pytest.mark.usefixtures("quicker")
-def test_smooth_models_of_float64_tell_how_near_they_are():
-    truth, ours = steady().double(), planned(steady(), rows())
-    squares(truth(rows().double())).backward()
-    squares(ours(rows())).backward()
-    for one, other in zip(truth.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(other.grad.double(), one.grad, rtol=1e-4, atol=1e-4)  # float32, beside float64
+def test_a_smooth_model_is_as_far_from_float64_as_eager_is():
+    models = steady().double(), steady(), planned(steady(), rows())
+    for model, batch in zip(models, (rows().double(), rows(), rows()), strict=True):
+        squares(model(batch)).backward()
+    truth, eager, ours = ([one.grad.double() for one in model.parameters()] for model in models)
+    away, usual = (
+        sum(float((one - other).square().sum()) for one, other in zip(found, truth, strict=True)) ** 0.5
+        for found in (ours, eager)
+    )
+    assert 0 < away < 3 * usual  # rounding, in another order of sums
 
 
 @pytest.mark.ci
