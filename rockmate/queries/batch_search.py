@@ -207,9 +207,7 @@ class BatchSearch:
         """
         if self._checked is not None and self._checked[0] is model:
             known = self._checked[1]
-            alike = replace(request, chosen_kernels=known.kernels)
-            if known.regions is not None:
-                alike = replace(alike, chosen_regions=known.regions)
+            alike = request if known.regions is None else replace(request, chosen_regions=known.regions)
             try:
                 found = measure(model, call, alike, known)
             except TraceError as error:  # another way, which may be traced otherwise

@@ -156,9 +156,9 @@ def verify(
         graph = measured.graphs.D_graph
         present = _present(original, measured)
         training = _Training(arguments, loss, steps, learning_rate, optimizer, graph.generators, present)
-        eager, has_parts = training, measured.rounds_otherwise
-        if has_parts:
-            training = replace(training, compiled=graph)
+        eager, is_other = training, measured.rounds_otherwise
+        if is_other:
+            training = replace(training, replayed=graph)
         expected, repeated = (training.run(original) for _ in range(2))
         itself = _first_difference(expected, repeated)
         found = training.run(planned)
@@ -167,7 +167,7 @@ def verify(
         checkpoint, where = _blamed(difference, found, training, original, planned) if has_place else (None, None)
         from_given = _from_given_layout(expected, training, original)
         from_whole = _from_whole_logits(training, original)
-        from_eager = _distance(expected[0], eager.run(original)[0]) if has_parts else None
+        from_eager = _distance(expected[0], eager.run(original)[0]) if is_other else None
     return Verification(
         exact=difference is None,
         first_difference=None if difference is None else str(difference),
@@ -266,7 +266,7 @@ class _Training:
     optimizer: str | MakeOptimizer
     generators: tuple[OwnGenerator, ...]
     present: frozenset[str]  # parameters whose gradients are there before a step, as zeros
-    compiled: DGraph | None = None  # by which the module itself runs, where parts of it are compiled under the plan
+    replayed: DGraph | None = None  # by which the module runs, where the plan has compiled parts or other kernels
 
     def run(self, module: torch.nn.Module) -> list[StepRecord]:
         """What each step left behind; the parameters are in the last record. `module` is left as it was."""
@@ -286,7 +286,7 @@ class _Training:
         for _ in range(self.steps):
             for name, parameter in module.named_parameters():
                 parameter.grad = torch.zeros_like(parameter) if name in self.present else None
-            records.append(_step(module, self.sample.copy(), self.loss, self.compiled))
+            records.append(_step(module, self.sample.copy(), self.loss, self.replayed))
             for one in self.generators:
                 records[-1].add(f"state of {one.name}", one.in_module(traced).get_state())
             if optimizer is not None:
