@@ -55,19 +55,6 @@ def test_nothing_here_imports_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---- products by oneDNN ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(operations.linear_of_onednn is None, reason="a build without oneDNN")
-@pytest.mark.parametrize("bias", [None, torch.arange(3.0)])
-def test_a_linear_layer_by_onednn(bias):
-    x, weight = torch.arange(8.0).view(1, 2, 4), torch.arange(12.0).view(3, 4)
-    expected = torch.nn.functional.linear(x, weight, bias)  # whole numbers: nothing is rounded
-    assert torch.equal(operations.linear_of_onednn(x, weight, bias, "none", [], ""), expected)
-    across = weight.t().contiguous().t()
-    assert torch.equal(operations.linear_of_onednn(x, across, bias, "none", [], ""), expected)
-
-
 # ---- attributes ---------------------------------------------------------------------------------------------
 
 HOLDERS = {
