@@ -3,6 +3,8 @@
 import copy
 import random
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,17 +33,17 @@ def compiled_parts(module, x):
     return [] if plan.compiled is None else [trial.operations for trial in plan.compiled.chosen]
 
 
-def train(seed: int) -> tuple[int, int]:
-    """How many steps were taken, and how many of these with compiled parts."""
+def train(seed: int, chosen: Callable[[Rockmate, torch.Tensor], Any], **said: Any) -> tuple[int, int]:
+    """How many steps were taken, and how many of these with what is `chosen` of a plan that is made as `said`."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     eager = WithLengths(seed)
     tight, loose = (
-        Rockmate(copy.deepcopy(eager), budget=budget, loss=squares, limits=FEW_ROUNDS, compile=True)
+        Rockmate(copy.deepcopy(eager), budget=budget, loss=squares, limits=FEW_ROUNDS, **said)
         for budget in (rng.choice([0.9, 0.8, 0.7]), "1GiB")
     )
     lengths = [rng.randint(24, 40), *(rng.randint(2, 40) for _ in range(10))]
-    compiled = 0
+    others = 0
     for number, length in enumerate([*lengths, *lengths]):
         x = torch.randn(PER_ROW, length, WIDTH)
         try:
@@ -49,21 +51,21 @@ def train(seed: int) -> tuple[int, int]:
         except BudgetTooSmall:
             tight.replan(1.0)
             mine, stream = gradients_of(tight, x, number)
-        others, _ = gradients_of(loose, x, number)
+        with_room, _ = gradients_of(loose, x, number)
         expected, theirs = gradients_of(eager, x, number)
         assert torch.equal(stream, theirs)
         away = sum(float((one - other).square().sum()) for one, other in zip(mine, expected, strict=True))
         # Sums in another order, and the few units that this switches.
         assert away**0.5 <= 1e-3 * sum(float(one.square().sum()) for one in expected) ** 0.5 + 1e-6
-        if compiled_parts(tight, x) == compiled_parts(loose, x):
-            assert all(bitwise_equal(*pair) for pair in zip(mine, others, strict=True)), (seed, number)
-        compiled += bool(compiled_parts(tight, x))
+        if chosen(tight, x) == chosen(loose, x):
+            assert all(bitwise_equal(*pair) for pair in zip(mine, with_room, strict=True)), (seed, number)
+        others += bool(chosen(tight, x))
         if number >= len(lengths) and not tight.fallbacks:
             tight.zero_grad()
             with AllocationLog(CPU) as log:
                 squares(tight(x)).backward()
             assert log.peak_bytes <= tight.plan.budget_bytes
-    return 2 * len(lengths), compiled
+    return 2 * len(lengths), others
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -71,5 +73,5 @@ def train(seed: int) -> tuple[int, int]:
 def test_steps_of_any_length_are_near_eager_s_and_those_of_any_budget(seed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        steps, compiled = train(seed)
+        steps, compiled = train(seed, compiled_parts, compile=True)
     assert compiled in (0, steps) or compiled > steps // 3
