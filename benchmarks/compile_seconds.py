@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,8 @@ def gpt2(layers: int, quick: bool) -> tuple[GPT2, tuple[Any, torch.Tensor]]:
     rows, length = (2, config.context) if quick else (4, config.context)
     torch.manual_seed(0)
     tokens = torch.randint(config.vocabulary, (rows, length + 1))
-    model = GPT2(GPT2Config(**{**vars_of(config), "layers": layers}))
+    model = GPT2(replace(config, layers=layers))
     return model.train(), ((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous())
-
-
-def vars_of(config: GPT2Config) -> dict[str, Any]:
-    """The fields of a configuration."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 def rows_of(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:

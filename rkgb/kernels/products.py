@@ -27,8 +27,7 @@ def product(input: Tensor, other: Tensor, bias: Tensor | None = None, transposed
     """``input @ other + bias``, or ``input @ other.t() + bias``.
 
     `input` is of shape (..., K), `other` of (K, N), or (N, K) where it is to be `transposed`, `bias` of (N); all are of
-    float32 and on the CPU. Autograd saves `input` and
-    `other`, each where the other one has a gradient.
+    float32 and on the CPU. Autograd saves `input` and `other`, each where the other one has a gradient.
     """
     if torch.is_grad_enabled():
         result: Tensor = _Product.apply(input, other, bias, transposed)  # type: ignore[no-untyped-call]

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from rkgb import make_sample
 from rkgb.profile.measure import MeasuredBlocks
-from rockmate.choices.parts import Planned, plan_with_or_without_parts
+from rockmate.choices.parts import Planned, plan_with_or_without_parts, same_on_all_ranks, takes_no_more
 from rockmate.choices.trial_notes import TrialNotes
 from rockmate.errors import BudgetTooSmall
 from rockmate.kernels.option import ChosenKernels, KernelTrial, has_others
@@ -55,8 +54,7 @@ def plan_by_faster_kernels(
         other = make(usual)
     except BudgetTooSmall:
         return made
-    ours, theirs = (one.plan.bounded_bytes or one.plan.peak_bytes for _, one in (made, other))
-    return made if ours <= theirs else _told(other, "plans by PyTorch's choice take less memory")
+    return made if takes_no_more(made, other) else _told(other, "plans by PyTorch's choice take less memory")
 
 
 def _told(one: Planned, why: str) -> Planned:
@@ -82,8 +80,6 @@ def _with_agreed(model: torch.nn.Module, sample: Any, request: PlanRequest, keep
         with planning(model):
             return trace_model(model, sample, request).kernels or ChosenKernels()
 
-    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
-    calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
-    content = ["kernels", type(model).__qualname__, shapes, calls]
+    content = ["kernels", *same_on_all_ranks(model, sample)]
     agreed: ChosenKernels = exchange.agree_on(content, ChosenKernels, of_this_rank)
     return replace(request, chosen_kernels=agreed)

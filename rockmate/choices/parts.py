@@ -101,9 +101,7 @@ def chosen(
     except BudgetTooSmall:
         return made
     if plan.exceeds or other[1].plan.exceeds:  # whichever is the nearest to the budget, where that is all there is
-        ours, theirs = (one.bounded_bytes or one.peak_bytes for one in (plan, other[1].plan))
-        is_nearest = ours <= theirs
-        return made if is_nearest else _told(other, "plans without compiled parts take less memory")
+        return made if takes_no_more(made, other) else _told(other, "plans without compiled parts take less memory")
     found = times(made, other)
     if found.with_parts is None or found.without is None:
         is_slower = plan.time_ms > other[1].plan.time_ms
@@ -112,6 +110,19 @@ def chosen(
         is_slower = found.with_parts > (1 - _WORTH_IT) * found.without
         told = f"steps with compiled parts took {found.with_parts:.4g} ms, and {found.without:.4g} ms without"
     return _told(other, told) if is_slower else made
+
+
+def takes_no_more(one: Planned, other: Planned) -> bool:
+    """Whether a plan takes at most what another does, of that which the budget is for."""
+    ours, theirs = (plan.bounded_bytes or plan.peak_bytes for plan in (one[1].plan, other[1].plan))
+    return ours <= theirs
+
+
+def same_on_all_ranks(model: torch.nn.Module, sample: Any) -> list[Any]:
+    """What tells a module and its calls, and is equal on all ranks: its class, and shapes of parameters and tensors."""
+    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
+    calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
+    return [type(model).__qualname__, shapes, calls]
 
 
 def _told(one: Planned, why: str) -> Planned:
@@ -150,8 +161,6 @@ def _agreed_regions(
         with planning(model):
             return trace_model(model, sample, request).regions
 
-    shapes = [(path, list(parameter.shape)) for path, parameter in model.named_parameters()]
-    calls = [list(tensor.shape) for tensor in make_sample(model, sample).tensors]
-    content = ["regions", type(model).__qualname__, shapes, calls]
+    content = ["regions", *same_on_all_ranks(model, sample)]
     agreed: CompiledRegions | None = exchange.agree_on(content, CompiledRegions | None, of_this_rank)
     return agreed
