@@ -75,6 +75,7 @@ def steps_for(kind: str, out: Path) -> Iterator[Step]:
     yield from _peers(("gpt2", "resnet50"), "", (*on, "--quick", "--repeats", "1", "--sittings", "0", *QUICKEST))
     yield Step("reserved", ("benchmarks/reserved.py", *on, "--quick"))
     yield Step("offload", ("benchmarks/offload.py", *on, "--quick", "--shares", "0.5"))
+    yield Step("implementations", ("benchmarks/implementations.py", *on, "--quick", "--models", "hf-bert"))
     if kind == "cpu":  # inductor compiles for it
         few = ("--quick", "--models", "hf-llama", "--shares", "0.7", "--repeats", "2", "--no-inductor")
         yield Step("compiled parts", ("benchmarks/compiled_parts.py", *on, *few))
@@ -94,6 +95,7 @@ def _in_order(on: tuple[str, ...]) -> Iterator[Step]:
     for model in ("hf-llama", "resnet50"):
         parts = ("--models", model, "--shares", "0.7", "0.4", "--no-inductor")
         yield Step(f"compiled parts, {model}", ("benchmarks/compiled_parts.py", *on, *parts))
+    yield Step("implementations", ("benchmarks/implementations.py", *on, "--models", "hf-llama", "vit", "resnet50"))
     yield Step("lengths", ("benchmarks/lengths.py", *on, "--models", "hf-gpt2"))
     others = ("--skip-families", "auto-sac", "hugging-face", "offload", "rockmates-other-solvers")
     yield from _peers(FILLING[:2], ", all peers", (*usual, "--tag", "all", "--limit", "60", *others))

@@ -61,6 +61,7 @@ class Device(abc.ABC):
     packs: bool = False  # masks, indices and statistics stand for larger tensors: written for it, and pays
     times_cold: ClassVar[bool] = False  # what repetitions take depends on what the caches hold
     may_capture_graphs: ClassVar[bool] = False  # a compiler may put kernels into graphs with memory of their own
+    attentions: ClassVar[tuple[str, ...]] = ()  # kernels of attention that it has, as `torch.ops.rkgb.attention` says
     # Flags of PyTorch's back ends that matter there beside those that matter everywhere: names, and what reads them.
     flags: ClassVar[tuple[Getter, ...]] = ()
     # In errors of no class of their own: parts of what allocators say, and all that they say.

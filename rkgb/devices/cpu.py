@@ -41,6 +41,7 @@ class Cpu(Device):
     overcommits = True
     fails_for_good = False
     is_orderly = True
+    attentions = ("flash of the CPU", "written out")
     packs = True
     times_cold = True
     said_out_of_memory = (

@@ -33,6 +33,7 @@ class Cuda(Accelerator):
     kind = "cuda"
     title = '"cuda" (with ROCm, too)'
     may_capture_graphs = True
+    attentions = ("flash", "memory-efficient", "cuDNN", "written out")
     said_out_of_memory = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
     # It takes memory in pieces of these sizes, for small and for large blocks, whatever its settings.
     smallest_segments_bytes = (2 << 20) + (20 << 20)

@@ -116,6 +116,15 @@ attention_of_the_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cp
 attention_of_accelerators = _aten._scaled_dot_product_efficient_attention
 """A fused attention of CUDA that takes masks and dropout: the same, and the state of its draws."""
 
+flash_attention = _aten._scaled_dot_product_flash_attention
+"""Another one, for half precision and without masks: the same, and for what it was given in which order."""
+
+attention_of_cudnn = _aten._scaled_dot_product_cudnn_attention
+"""That of cuDNN, for half precision."""
+
+attention_written_out = _aten._scaled_dot_product_attention_math
+"""Attention by products and a softmax: the output, and the weights."""
+
 grouped_product = _aten._grouped_mm.default
 """A product of matrices for each group of rows, of columns, or of what is summed over."""
 

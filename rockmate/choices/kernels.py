@@ -44,9 +44,12 @@ def plan_by_faster_kernels(
         return make(request)
     check_request(request)
     usual = replace(request, kernels="as given")
+    asked = _with_agreed(model, sample, request, use_cache and cache.is_enabled())
     try:
-        made = make(_with_agreed(model, sample, request, use_cache and cache.is_enabled()))
+        made = make(asked)
     except BudgetTooSmall:
+        if not has_others(_chosen(model, sample, asked)):
+            raise
         return _told(make(usual), "no plan by other kernels is within the budget")
     if not (made[1].plan.exceeds and has_others(made[0].kernels)):
         return made
@@ -76,10 +79,12 @@ def _with_agreed(model: torch.nn.Module, sample: Any, request: PlanRequest, keep
     if exchange is None:
         return request
 
-    def of_this_rank() -> ChosenKernels:
-        with planning(model):
-            return trace_model(model, sample, request).kernels or ChosenKernels()
-
     content = ["kernels", *same_on_all_ranks(model, sample)]
-    agreed: ChosenKernels = exchange.agree_on(content, ChosenKernels, of_this_rank)
+    agreed: ChosenKernels = exchange.agree_on(content, ChosenKernels, lambda: _chosen(model, sample, request))
     return replace(request, chosen_kernels=agreed)
+
+
+def _chosen(model: torch.nn.Module, sample: Any, request: PlanRequest) -> ChosenKernels:
+    """Those that are measured to be faster, or were before."""
+    with planning(model):
+        return trace_model(model, sample, request).kernels or ChosenKernels()

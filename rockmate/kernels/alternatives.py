@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from rkgb.ir.call import Call, Ref
 from rkgb.ir.values import ValueInfo
 from rkgb.kernels.products import is_there
 from rkgb.torch_private.operations import convolution
+from rockmate.kernels.alternative import Alternative, given, replaced
+from rockmate.kernels.attentions import attentions, is_attention
 
 _aten = torch.ops.aten
 _product = torch.ops.rkgb.product.default
@@ -22,44 +24,41 @@ _CONVOLUTIONS = frozenset({convolution, _aten.conv2d.default, _aten.convolution.
 _BATCH_BY_ONEDNN = 16  # from which on PyTorch has oneDNN for all convolutions, as it has with several threads
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """An operation by another kernel."""
-
-    kernel: str  # what runs, in words and in the plural
-    call: Call
-    is_picked: bool = False  # by PyTorch itself, for calls of these sizes
-
-
-def alternative_of(graph: DGraph, op: DNode) -> Alternative | None:
-    """The operation by another kernel that gives the same but for rounding; None where there is none."""
-    function = op.call.function
+def alternatives_of(graph: DGraph, op: DNode) -> tuple[Alternative, ...]:
+    """The operation by each other kernel that gives the same but for rounding."""
     read = [graph.values[name] for name in op.inputs]
+    if not read:
+        return ()
+    if is_attention(op):
+        return attentions(graph, op)
     of_host = all(device_of(info.device).is_host and info.dtype is torch.float32 for info in read)
-    if not read or not of_host or not is_there():
-        return None
-    if function in _CONVOLUTIONS:
-        return _pointwise(op.call, graph.values)
-    make = _PRODUCTS.get(function)
-    call = None if make is None else make(op.call, graph.values)
-    if call is None:
+    other = _by_onednn(op.call, graph.values) if of_host and is_there() else None
+    return () if other is None else (other,)
+
+
+def _by_onednn(call: Call, values: Mapping[str, ValueInfo]) -> Alternative | None:
+    if call.function in _CONVOLUTIONS:
+        return _pointwise(call, values)
+    make = _PRODUCTS.get(call.function)
+    other = None if make is None else make(call, values)
+    if other is None:
         return None
     # None of its arguments is a number that comes of sizes.
-    return Alternative("products by oneDNN", replace(call, sizes=None if op.call.sizes is None else {}))
+    return Alternative("products by oneDNN", replace(other, sizes=None if call.sizes is None else {}))
 
 
 # ---- products --------------------------------------------------------------------------------------------
 
 
 def _linear(call: Call, values: Mapping[str, ValueInfo]) -> Call | None:
-    input, weight, bias = _given(call, "input", "weight", "bias")
+    input, weight, bias = given(call, "input", "weight", "bias")
     if not _is_matrix_of(values, input, weight):
         return None
     return Call(_product, (input, weight, bias, True))
 
 
 def _addmm(call: Call, values: Mapping[str, ValueInfo]) -> Call | None:
-    bias, input, other, beta, alpha = _given(call, "self", "mat1", "mat2", "beta", "alpha")
+    bias, input, other, beta, alpha = given(call, "self", "mat1", "mat2", "beta", "alpha")
     one = all(number is None or number == 1 for number in (beta, alpha))
     if not one or not _is_matrix_of(values, input, other) or len(values[bias.name].shape) != 1:
         return None
@@ -97,7 +96,7 @@ def _pointwise(call: Call, values: Mapping[str, ValueInfo]) -> Alternative | Non
     With one thread and a small batch PyTorch computes these by products of its BLAS library, but not where points are
     apart by a `dilation`, of which a kernel of one point has no use: that changes nothing but the kernel that it picks.
     """
-    input, weight, stride, dilation, transposed = _given(call, "input", "weight", "stride", "dilation", "transposed")
+    input, weight, stride, dilation, transposed = given(call, "input", "weight", "stride", "dilation", "transposed")
     if not (isinstance(input, Ref) and isinstance(weight, Ref)):
         return None
     sizes, batch = values[weight.name].shape, values[input.name].shape
@@ -105,29 +104,10 @@ def _pointwise(call: Call, values: Mapping[str, ValueInfo]) -> Alternative | Non
     ones = all(size == 1 for size in sizes[2:]) and _are_ones(stride) and _are_ones(dilation)
     if len(batch) != len(sizes) or places < 2 or not ones or transposed:
         return None
-    apart = _replaced(call, "dilation", [2] * places)
+    apart = replaced(call, "dilation", [2] * places)
     is_picked = torch.get_num_threads() > 1 or batch[0] >= _BATCH_BY_ONEDNN
     return None if apart is None else Alternative("convolutions of single points by oneDNN", apart, is_picked)
 
 
 def _are_ones(numbers: Any) -> bool:
     return numbers is None or all(number == 1 for number in numbers)
-
-
-# ---- arguments -------------------------------------------------------------------------------------------
-
-
-def _given(call: Call, *names: str) -> list[Any]:
-    """What the arguments of these names are; None where one is left out."""
-    found = {argument.name: value for argument, value in call.schema_pairs()}
-    return [found.get(name) for name in names]
-
-
-def _replaced(call: Call, name: str, value: Any) -> Call | None:
-    names = [argument.name for argument, _ in call.schema_pairs()]
-    if name not in names:
-        return None
-    place = names.index(name)
-    if place < len(call.args):
-        return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
-    return replace(call, kwargs={**call.kwargs, name: value})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from rkgb import DGraph, DNode
+from rkgb.ir.call import Ref
 from rkgb.process.autocast import without_autocast
 from rockmate.errors import KernelsError
-from rockmate.kernels.alternatives import Alternative, alternative_of
+from rockmate.kernels.alternative import Alternative
+from rockmate.kernels.alternatives import alternatives_of
 from rockmate.kernels.option import ChosenKernels, KernelTrial, KnownKernels
 from rockmate.kernels.trial import class_of, tried
 from rockmate.progress import ProgressCallback
@@ -23,28 +26,28 @@ def with_faster_kernels(
 ) -> tuple[DGraph, ChosenKernels]:
     """`graph` with other kernels where these take less time, forward and backward, and all that were tried.
 
-    Each class of equal operations is tried once, on random numbers. Classes that are `known` are not tried again, and
-    what is found is added there.
+    Each class of equal operations is tried once by each kernel, on random numbers. Classes that are `known` are not
+    tried again, and what is found is added there.
     """
-    others = {op: other for op, other in _others_of(graph).items() if not other.is_picked}
-    classes: dict[str, list[DNode]] = {}
-    for op, other in others.items():
+    others = [(op, other) for op, other in _others_of(graph) if not other.is_picked]
+    classes: dict[str, list[tuple[DNode, Alternative]]] = {}
+    for op, other in others:
         digest = f"{class_of(op, other, graph.values)}, {torch.get_num_threads()} threads"
-        classes.setdefault(digest, []).append(op)
+        classes.setdefault(digest, []).append((op, other))
     trials = []
-    for number, (digest, ops) in enumerate(classes.items()):
+    for number, (digest, alike) in enumerate(classes.items()):
         progress("kernels", number, len(classes))
         found = _TRIED.get(digest) or (known.get(digest) if known is not None else None)
         if found is None:
-            found = _tried(graph, ops[0], others[ops[0]])
+            found = _tried(graph, *alike[0])
             if known is not None:
                 known.put(digest, found)
         _TRIED[digest] = found
-        trials.append(replace(found, operations=tuple(op.name for op in ops)))
+        trials.append(replace(found, operations=tuple(op.name for op, _ in alike)))
     if classes:
         progress("kernels", len(classes), len(classes))
-    chosen = ChosenKernels(tuple(trials))
-    return _with(graph, {op: other for op, other in others.items() if op.name in chosen.operations}), chosen
+    chosen = ChosenKernels(_with_one_each(trials))
+    return _with(graph, others, chosen), chosen
 
 
 def as_chosen(graph: DGraph, chosen: ChosenKernels) -> DGraph:
@@ -52,21 +55,34 @@ def as_chosen(graph: DGraph, chosen: ChosenKernels) -> DGraph:
 
     Raises `KernelsError` where this PyTorch has no such kernel for one that it has.
     """
-    names = chosen.operations
-    found = {op: other for op, other in _others_of(graph).items() if op.name in names}
-    missing = sorted(names.intersection(op.name for op in graph).difference(op.name for op in found))
+    others = _others_of(graph)
+    kernels, there = chosen.kernel_of, {(op.name, other.kernel) for op, other in others}
+    missing = [op.name for op in graph if op.name in kernels and (op.name, kernels[op.name]) not in there]
     if missing:
-        trial = next(one for one in chosen.chosen if missing[0] in one.operations)
         raise KernelsError(
-            f"{missing[0]} is one of {trial.kernel} in the plan, and cannot be here: is oneDNN "
-            "switched off (torch.backends.mkldnn), or not in this PyTorch? Plan anew, or have it."
+            f"{missing[0]} is one of {kernels[missing[0]]} in the plan, and cannot be here: are they switched off "
+            "(torch.backends.mkldnn, torch.backends.cuda.enable_flash_sdp and the like), or not in this PyTorch? "
+            "Plan anew, or have them."
         )
-    return _with(graph, found)
+    return _with(graph, others, chosen)
 
 
-def _others_of(graph: DGraph) -> dict[DNode, Alternative]:
-    found = ((op, alternative_of(graph, op)) for op in graph)
-    return {op: other for op, other in found if other is not None}
+def _others_of(graph: DGraph) -> list[tuple[DNode, Alternative]]:
+    return [(op, other) for op in graph for other in alternatives_of(graph, op)]
+
+
+def _with_one_each(trials: Sequence[KernelTrial]) -> tuple[KernelTrial, ...]:
+    """The same, where of several kernels that would pay for an operation the quickest does."""
+    quickest: dict[str, KernelTrial] = {}
+    for trial in sorted((one for one in trials if one.pays), key=lambda one: one.other_ms):
+        for name in trial.operations:
+            quickest.setdefault(name, trial)
+
+    def told(trial: KernelTrial) -> KernelTrial:
+        first = quickest.get(trial.operations[0], trial)
+        return trial if first is trial or not trial.pays else replace(trial, refused=f"{first.kernel} are faster")
+
+    return tuple(map(told, trials))
 
 
 def _tried(graph: DGraph, op: DNode, other: Alternative) -> KernelTrial:
@@ -77,10 +93,17 @@ def _tried(graph: DGraph, op: DNode, other: Alternative) -> KernelTrial:
         return KernelTrial((op.name,), other.kernel, 0.0, 0.0, reason_of(error))
 
 
-def _with(graph: DGraph, others: dict[DNode, Alternative]) -> DGraph:
-    if not others:
+def _with(graph: DGraph, others: Sequence[tuple[DNode, Alternative]], chosen: ChosenKernels) -> DGraph:
+    """`graph` with those of the `others` that were chosen."""
+    kernels = chosen.kernel_of
+    taken = {op: other for op, other in others if kernels.get(op.name) == other.kernel}
+    if not taken:
         return graph
-    nodes = [replace(op, call=others[op].call) if op in others else op for op in graph.nodes]
-    result = replace(graph, nodes=nodes)
+    nodes = [
+        replace(op, call=taken[op].call, outputs=Ref(op.output_names[0])) if op in taken else op for op in graph.nodes
+    ]
+    noted = {name for op in taken for name in op.output_names[1:]}  # by a kernel, for its backward alone
+    values = {name: info for name, info in graph.values.items() if name not in noted}
+    result = replace(graph, nodes=nodes, values=values)
     result.verify()
     return result

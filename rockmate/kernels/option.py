@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -54,9 +55,14 @@ class ChosenKernels:
         return () if self.refused else tuple(trial for trial in self.trials if trial.pays)
 
     @property
+    def kernel_of(self) -> Mapping[str, str]:
+        """By the name of an operation that runs by another kernel: that kernel, in words."""
+        return {name: trial.kernel for trial in self.chosen for name in trial.operations}
+
+    @property
     def operations(self) -> frozenset[str]:
         """Names of the operations that run by them."""
-        return frozenset(name for trial in self.chosen for name in trial.operations)
+        return frozenset(self.kernel_of)
 
     @property
     def gained_ms(self) -> float:

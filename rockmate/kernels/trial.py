@@ -12,8 +12,8 @@ from rkgb import DNode
 from rkgb.devices.registry import device_of
 from rkgb.ir.call import Call, Ref
 from rkgb.ir.values import ValueInfo
-from rkgb.tree import map_leaves
-from rockmate.kernels.alternatives import Alternative
+from rkgb.tree import leaves, map_leaves
+from rockmate.kernels.alternative import Alternative
 from rockmate.kernels.option import KernelTrial
 from rockmate.regions.rounding import distance, is_close
 from rockmate.regions.trial import Step, random_like
@@ -21,6 +21,7 @@ from rockmate.regions.trial import Step, random_like
 _TURNS = 3  # of each, at least
 _MOST_TURNS = 15
 _TRIAL_S = 0.15  # beyond which there are no more turns than there must be
+_NOTES = 0.01  # of what is saved for the backward: some kernels of attention note a seed beside, or pad what they note
 _CLEAR = (0.85, 1.1)  # of the given one's time, beyond which no more turns are needed to tell
 
 
@@ -40,11 +41,11 @@ def tried(op: DNode, other: Alternative, values: Mapping[str, ValueInfo]) -> Ker
     """The operation by the `other` kernel beside its own, on random numbers that lie as its inputs do."""
     infos = {name: values[name] for name in op.inputs}
     inputs = [_random(info, op.tracks(name, values), seed) for seed, (name, info) in enumerate(infos.items())]
-    (made,) = op.output_names
+    made = op.output_names[0]
     taking = [op.grad_enabled and any(one.requires_grad for one in inputs)]
 
     def run(call: Call) -> Any:
-        return lambda *given: [call.evaluate(dict(zip(infos, given, strict=True)))]
+        return lambda *given: leaves(call.evaluate(dict(zip(infos, given, strict=True))))[:1]
 
     calls = run(op.call), run(other.call)
     gradients: list[torch.Tensor] = []
@@ -88,7 +89,7 @@ def _misfit(info: ValueInfo, expected: Step, found: Step) -> str:
         return "it gives a tensor that lies otherwise"
     if ours.untyped_storage().nbytes() != info.storage_bytes:
         return "its result takes other bytes"
-    if found.saved_bytes > expected.saved_bytes:
+    if found.saved_bytes > (1 + _NOTES) * expected.saved_bytes:
         return "it saves more for the backward"
     pairs = [(theirs, ours), *zip(expected.gradients, found.gradients, strict=True)]
     for one, other in pairs:

@@ -10,7 +10,7 @@ from rk_solvers import SOLVERS, Limits, Solver
 from rk_solvers.limits import USUAL_LIMITS
 from rk_solvers.links import SecondMemory
 from rockmate.errors import LossError, SolverError
-from rockmate.kernels.option import ChosenKernels, Kernels, KnownKernels, check_kernels
+from rockmate.kernels.option import ChosenKernels, Kernels, KnownKernels, check_kernels, has_others
 from rockmate.layouts.option import ChosenLayout, Layout, check_layout
 from rockmate.memory.budget import Budget, check_budget
 from rockmate.memory.optimizer_state import OptimizerLike
@@ -21,7 +21,7 @@ from rockmate.planning.costs import LossFunction
 from rockmate.planning.fixed_plan import PortablePlan
 from rockmate.planning.pins import Pin
 from rockmate.progress import ProgressCallback, no_progress
-from rockmate.regions.option import CompiledRegions, KnownTrials
+from rockmate.regions.option import CompiledRegions, KnownTrials, is_compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,22 @@ class PlanRequest:
     of_any_size: bool = False  # of these regions, those alone whose code is for other sizes, too
     trials: KnownTrials | None = None  # what was found of such parts before; None where nothing is kept
 
-    def with_and_without_parts(self) -> tuple[PlanRequest, ...]:
-        """Where parts may be compiled, what is asked for with them and without: the better answer is taken."""
-        return (self, self.without_parts()) if self.compile else (self,)
+    def in_each_way(self) -> tuple[PlanRequest, ...]:
+        """What is asked for; then, where there may be such, without compiled parts, and without other kernels, too.
+
+        Either may take more memory than it is worth: the best answer is taken.
+        """
+        ways = [self]
+        if self.compile:
+            ways.append(self.without_parts())
+        if self.kernels != "as given":
+            ways.append(replace(ways[-1], kernels="as given", chosen_kernels=None))
+        return tuple(ways)
+
+    def is_answered_by(self, regions: CompiledRegions | None, kernels: ChosenKernels | None) -> bool:
+        """Whether a graph that has these is what is asked for here, as there are no others in it."""
+        has_others_than_usual = self.kernels == "as given" and has_others(kernels)
+        return not has_others_than_usual and (self.compile or not is_compiled(regions))
 
     def without_parts(self) -> PlanRequest:
         """The same, where nothing is compiled."""

@@ -23,7 +23,6 @@ from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback, progress_display
 from rockmate.queries.batch_search import BatchSearch, LargestBatch
 from rockmate.queries.batches import MakeBatch, find_batch
-from rockmate.regions.option import is_compiled
 
 _START = 4  # the first batch where nobody says one: of one row alone, some layers cannot be trained
 
@@ -122,24 +121,25 @@ def _searched(
     start: int,
     found: str,
 ) -> LargestBatch:
-    """The largest batch; where parts may be compiled, that of plans with them, unless a larger one fits without."""
-    if not request.compile:
-        return BatchSearch(make, request, allowed, measurements).run(start, found)
-    without = request.without_parts()
-    try:
-        best = BatchSearch(make, request, allowed, measurements).run(start, found)
-    except BudgetTooSmall:
-        return BatchSearch(make, without, allowed, measurements).run(start, found)
-    larger = allowed[bisect_right(allowed, best.batch) :]
-    if not is_compiled(best.plan_file.plan.compiled) or not larger:
-        return best
-    try:
-        other = BatchSearch(make, replace(without, budget=best.budget_bytes), larger, measurements).run(
-            larger[0], found
-        )
-    except BudgetTooSmall:
-        return best
-    return replace(other, trials=(*best.trials, *other.trials))
+    """The largest batch in each of the ways that there are: a later one is taken where a larger batch fits."""
+    best: LargestBatch | None = None
+    for one in request.in_each_way():
+        batches, first = allowed, start
+        if best is not None:
+            plan = best.plan_file.plan
+            batches = allowed[bisect_right(allowed, best.batch) :]
+            if not batches or one.is_answered_by(plan.compiled, plan.kernels):
+                continue
+            one, first = replace(one, budget=best.budget_bytes), batches[0]
+        try:
+            larger = BatchSearch(make, one, batches, measurements).run(first, found)
+        except BudgetTooSmall as error:
+            refused = error
+            continue
+        best = larger if best is None else replace(larger, trials=(*best.trials, *larger.trials))
+    if best is None:
+        raise refused
+    return best
 
 
 def _allowed(most: int, among: Sequence[int] | None) -> Sequence[int]:

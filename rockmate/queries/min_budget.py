@@ -26,7 +26,6 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest
 from rockmate.progress import ProgressCallback, progress_display
-from rockmate.regions.option import is_compiled
 
 _PRECISION = 0.002  # of the smallest budget, as a share of the eager peak
 
@@ -99,14 +98,11 @@ def smallest_budget(
             left_as_it_was(model, call) as first,
             first.told(),
         ):
-            found: CheapestBudget | None = None
-            for one in request.with_and_without_parts():
-                other = _cheapest(model, call, one, slowdown, found)
-                if found is None or other.budget_bytes < found.budget_bytes:
-                    found = other
-                if not is_compiled(other.plan_file.plan.compiled):
-                    break
-    assert found is not None
+            found = other = _cheapest(model, call, request, slowdown, None)
+            for one in request.in_each_way()[1:]:
+                if not one.is_answered_by(other.plan_file.plan.compiled, other.plan_file.plan.kernels):
+                    other = _cheapest(model, call, one, slowdown, found)
+                    found = min(found, other, key=lambda answer: answer.budget_bytes)
     return found
 
 

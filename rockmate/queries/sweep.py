@@ -34,7 +34,6 @@ from rockmate.planning.measured import Measured, measure
 from rockmate.planning.planner import make_plan, planning
 from rockmate.planning.request import PlanRequest, check_request
 from rockmate.progress import ProgressCallback, progress_display
-from rockmate.regions.option import is_compiled
 
 OURS = "auto"  # what `Rockmate` does by default: its plans are run, too
 DEFAULT_TIME_LIMIT_S = 5.0  # for each solver and budget
@@ -125,9 +124,11 @@ def sweep(
         for budget in budgets:
             check_request(replace(request, budget=budget))
         with as_asked(model, sample, request) as request, planning(model):
-            ways = [(measure(model, sample, one), one) for one in request.with_and_without_parts()]
+            ways = [(measure(model, sample, request), request)]
+            for one in request.in_each_way()[1:]:
+                if not one.is_answered_by(ways[-1][0].regions, ways[-1][0].kernels):
+                    ways.append((measure(model, sample, one), one))
             measured, request = ways[-1]  # of eager operations
-            ways = [way for way in ways if way[0] is measured or is_compiled(way[0].regions)]
             resolved = sorted({resolve_budget(one, measured.peak_now_bytes, measured.device) for one in budgets})
             rows: list[SweepRow] = []
             left_out: list[tuple[str, str]] = []

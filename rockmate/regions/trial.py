@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,8 +94,12 @@ class Step:
             else:
                 outputs = list(run(*inputs))
         parameters = {one.untyped_storage().data_ptr() for one in inputs if one.dim() <= 1}
+        # Inputs may be parts of one storage, such as queries and keys; here each has one of its own.
+        parts = {one.untyped_storage().data_ptr(): one.nbytes for one in inputs}
         self.saved_bytes = sum(
-            one.untyped_storage().nbytes() for place, one in saved.items() if place not in parameters
+            min(one.untyped_storage().nbytes(), parts.get(place, sys.maxsize))
+            for place, one in saved.items()
+            if place not in parameters
         )
         reached = [one for one, takes in zip(outputs, taking, strict=True) if takes and one.requires_grad]
         if not gradients:

@@ -103,6 +103,22 @@ def test_fused_attention_keeps_its_output_and_a_logarithm_for_each_row():
     assert made[1].numel() >= 2 * 3 * 8
 
 
+@pytest.mark.parametrize("kernel", [operations.flash_attention, operations.attention_of_cudnn])
+def test_attention_in_half_precision_keeps_its_output_and_a_logarithm_for_each_row(kernel):
+    query = torch.randn(2, 3, 8, 16, device="meta", dtype=torch.float16)
+    given = (query, query, query) if kernel is operations.flash_attention else (query, query, query, None, True)
+    output, logarithm, *_ = kernel(*given, 0.0, True, False, scale=None)
+    assert output.shape == query.shape
+    assert logarithm.numel() >= 2 * 3 * 8
+
+
+def test_attention_written_out_is_a_softmax_between_two_products():
+    query = torch.randn(2, 3, 8, 4)
+    output, weights = operations.attention_written_out(query, query, query, None, 0.0, False, None, scale=1.0)
+    torch.testing.assert_close(weights, (query @ query.transpose(2, 3)).softmax(-1))
+    torch.testing.assert_close(output, weights @ query)
+
+
 def test_layers_of_lstms_have_a_function_and_a_derivative():
     rows, weight, bias, state = torch.randn(5, 2, 4), torch.randn(16, 4), torch.randn(16), torch.zeros(2, 4)
     given = (rows, weight, weight, bias, bias, state, state)

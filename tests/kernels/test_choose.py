@@ -11,6 +11,7 @@ from torch import nn
 from rkgb.replay.step_record import bitwise_equal
 from rockmate import (
     ArgumentError,
+    BudgetTooSmall,
     KernelsError,
     PlanOptions,
     Rockmate,
@@ -23,11 +24,13 @@ from rockmate import (
 )
 from rockmate.choices import kernels as choice
 from rockmate.kernels import choose, trial
-from rockmate.kernels.alternatives import Alternative, alternative_of
+from rockmate.kernels.alternative import Alternative
+from rockmate.kernels.alternatives import alternatives_of
 from rockmate.kernels.option import ChosenKernels, KernelTrial
 from rockmate.plan_files.rank_agreement import RankAgreement
 from rockmate.planning.measured import trace_model
 from rockmate.planning.request import PlanRequest
+from rockmate.queries.sweep import OURS, sweep
 from tests.kernels.conftest import onednn_off
 from tests.module.models import built
 from tests.module.random_networks import random_case
@@ -98,8 +101,7 @@ def kernels_of(model: Rockmate) -> ChosenKernels:
 def others_in(model: nn.Module, sample: torch.Tensor) -> list[str]:
     """Names of the operations for which there is another kernel that PyTorch does not pick itself."""
     graph = trace_model(model, sample, PlanRequest(None, loss=squares)).graph.dgraph
-    found = [(op.name, alternative_of(graph, op)) for op in graph]
-    return [name for name, other in found if other is not None and not other.is_picked]
+    return [op.name for op in graph for other in alternatives_of(graph, op) if not other.is_picked]
 
 
 # ---- exactness -------------------------------------------------------------------------------------------
@@ -117,7 +119,8 @@ def test_training_is_that_of_these_kernels_without_a_plan(name, budget):
     found = verify(model, sample(), loss=squares)
     assert found.exact, found
     assert found.from_eager is not None
-    assert 0 < found.from_eager < 1e-5  # rounding alone
+    # Rounding alone; both libraries of an Intel processor sum small products in one order.
+    assert 0 <= found.from_eager < 1e-5
     assert "with other kernels; gradients are" in str(found)
 
 
@@ -203,8 +206,7 @@ def test_both_kernels_are_timed_on_numbers_like_theirs():
     for name, (make, sample, _) in CASES.items():
         graph = trace_model(built(make), sample(), PlanRequest(None, loss=squares)).graph.dgraph
         for op in graph:
-            other = alternative_of(graph, op)
-            if other is not None:
+            for other in alternatives_of(graph, op):
                 found = trial.tried(op, other, graph.values)
                 assert not found.refused, (name, op.name, found.refused)
                 assert min(found.given_ms, found.other_ms) > 0
@@ -220,8 +222,8 @@ def test_both_kernels_are_timed_on_numbers_like_theirs():
 )
 def test_a_kernel_that_is_wrong_or_fails_stands_for_nothing(monkeypatch, change, reason):
     def wrong(graph, op):
-        other = alternative_of(graph, op)
-        return None if other is None or op.call.op_name != "linear" else Alternative(other.kernel, change(other.call))
+        others = alternatives_of(graph, op) if op.call.op_name == "linear" else ()
+        return tuple(Alternative(other.kernel, change(other.call)) for other in others)
 
     class Narrow(nn.Module):
         def __init__(self):
@@ -231,7 +233,7 @@ def test_a_kernel_that_is_wrong_or_fails_stands_for_nothing(monkeypatch, change,
         def forward(self, x):
             return self.layer(x).tanh()
 
-    monkeypatch.setattr(choose, "alternative_of", wrong)
+    monkeypatch.setattr(choose, "alternatives_of", wrong)
     model = planned(built(Narrow), rows(), 1.0)
     (found,) = kernels_of(model).trials
     assert reason in found.refused
@@ -313,7 +315,12 @@ def test_a_plan_of_a_file_has_the_same_kernels(tmp_path, monkeypatch):
     found = train(again, [rows()])
     for name, value in expected.parameters.items():
         assert bitwise_equal(found.parameters[name], value), name
-    with onednn_off(), pytest.raises(KernelsError, match="is oneDNN switched off"):
+    with (
+        onednn_off(),
+        pytest.raises(
+            KernelsError, match="one of products by oneDNN in the plan, and cannot be here: are they switched off"
+        ),
+    ):
         Rockmate(built(Products), rows(), plan=path, loss=squares)
 
 
@@ -370,11 +377,45 @@ def test_a_planned_module_is_copied_and_pickled_with_them():
 def test_questions_are_answered_for_plans_with_them():
     options = replace(AUTO, cache=False)
     found = smallest_budget(built(Products), rows(), 1.2, options=options)
-    assert found.plan_file.plan.kernels.operations
+    usual = smallest_budget(built(Products), rows(), 1.2, options=replace(options, kernels="as given"))
+    assert found.plan_file.plan.kernels or found.budget_bytes <= usual.budget_bytes
+    assert len(found.attempts) > len(usual.attempts)  # of plans with them, and without
     largest = max_batch(
         lambda batch: (built(Products), rows(batch), squares), budget="400KiB", measurements=2, options=options
     )
-    assert largest.plan_file.plan.kernels.operations
+    assert largest.batch > 1
+    assert largest.plan_file.plan.measured_peak_bytes <= largest.budget_bytes
+
+
+@pytest.mark.usefixtures("quicker")
+def test_where_they_take_more_memory_answers_are_those_of_the_usual_ones():
+    """Convolutions of single points are said to be quicker here, and take more."""
+    options, usual = replace(AUTO, cache=False), replace(AUTO, cache=False, kernels="as given")
+    found, expected = (smallest_budget(built(Points), images(), 3.0, options=one) for one in (options, usual))
+    assert found.budget_bytes == expected.budget_bytes
+    assert found.plan_file.plan.kernels is None
+    largest, most = (
+        max_batch(
+            lambda batch: (built(Points), torch.randn(batch, 3, 16, 16), squares), budget="1MiB", options=one
+        ).batch
+        for one in (options, usual)
+    )
+    assert largest >= most
+    table = sweep(built(Points), images(), [0.9, 1.0], options=replace(options, loss=squares))
+    assert [row.fits for row in table.rows if row.solver == OURS] == [True, True]
+
+
+@pytest.mark.usefixtures("fresh", "one_thread")
+def test_a_budget_that_is_too_small_is_searched_once_where_no_other_kernel_is_faster(monkeypatch):
+    monkeypatch.setattr(choose, "tried", lambda op, other, _: KernelTrial((op.name,), other.kernel, 1.0, 1.2))
+    asked = []
+    plain = choice.plan_with_or_without_parts
+    monkeypatch.setattr(
+        choice, "plan_with_or_without_parts", lambda *given: (asked.append(given[2].kernels), plain(*given))[1]
+    )
+    with pytest.raises(BudgetTooSmall):
+        planned(built(Products), rows(), "40KiB")
+    assert asked == ["auto"]
 
 
 @pytest.mark.usefixtures("quicker")

@@ -11,7 +11,7 @@ from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.cuda import Cuda, _allocator_settings, _set_allocator_settings, segments_are_expandable
 from rkgb.ir.sample import make_sample
 from rkgb.replay.replay import record_step
-from rockmate import PeakMemory, Rockmate, reduce_fragmentation, zoo
+from rockmate import PeakMemory, PlanOptions, Rockmate, reduce_fragmentation, verify, zoo
 from rockmate.memory.allocators import end_peak, start_peak
 from tests.module.steps import planned_if_it_may
 
@@ -224,3 +224,31 @@ def test_other_lengths_are_planned_by_their_sizes(lengths, others):
         for one, other in zip(*grads, strict=True):
             assert (one - other).abs().max() <= RELATIVE_TOLERANCE * one.abs().max(), length
     assert len(list(planned._family._by_size)) == len(others)
+
+
+class Causal(nn.Module):
+    """Blocks of causal attention without dropout, in half precision, for which a GPU has several kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 768) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            heads = (part.unflatten(-1, (4, 64)).transpose(1, 2) for part in layer(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_attention_by_the_fastest_kernel_is_within_the_budget():
+    torch.manual_seed(0)
+    model, x = Causal().cuda().bfloat16(), torch.randn(4, 1024, 256, device="cuda", dtype=torch.bfloat16)
+    options = PlanOptions(loss=lambda output: output.float().square().mean(), kernels="auto")
+    planned = planned_if_it_may(model, (x,), 0.8, options=options)
+    tried = {one.kernel for one in planned.plan.kernels.trials}
+    assert {"attentions by memory-efficient kernels", "attentions by products and a softmax"} <= tried
+    with PeakMemory("cuda") as memory:
+        options.loss(planned(x)).backward()
+    assert memory.peak_bytes <= planned.plan.budget_bytes
+    planned.zero_grad()
+    assert verify(planned, (x,), loss=options.loss).exact

