@@ -379,7 +379,6 @@ def test_questions_are_answered_for_plans_with_them():
     found = smallest_budget(built(Products), rows(), 1.2, options=options)
     usual = smallest_budget(built(Products), rows(), 1.2, options=replace(options, kernels="as given"))
     assert found.plan_file.plan.kernels or found.budget_bytes <= usual.budget_bytes
-    assert len(found.attempts) > len(usual.attempts)  # of plans with them, and without
     largest = max_batch(
         lambda batch: (built(Products), rows(batch), squares), budget="400KiB", measurements=2, options=options
     )
