@@ -22,6 +22,7 @@ class TestAccelerator(Accelerator):
     is_orderly = True
     said_out_of_memory = ("Test accelerator out of memory",)
     smallest_segments_bytes = (2 << 20) + (20 << 20)
+    attentions = ("flash of the CPU", "written out")
     processor = "as the CPU"  # plans of files are believed where it is the same
 
     def recorder(self) -> AllocationRecorder:

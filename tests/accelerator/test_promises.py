@@ -45,7 +45,7 @@ ELSEWHERE = {
     "DDP, FSDP2": "tests/accelerator/test_distributed.py",
     '`"2GiB"`, `"500 MB"`, `"2G"`, `"1e9"`': "reading a text runs nothing on a device",
     '`None`, `"auto"`': "test_without_a_budget_it_is_what_the_device_has_free, below",
-    "`kernels`": "there are others on the CPU alone: test_by_other_kernels_there_are_none, below",
+    "`kernels`": "products by oneDNN are on the CPU alone: tests/accelerator/test_kernels.py has attention",
     "`compile`": "inductor compiles for no device of this kind: tests/accelerator/test_compiled_parts.py",
     "Training goes on.": "test_what_no_plan_fits_runs_by_the_least_plan_and_is_told, below: the CPU's has its numbers",
     "`plan_in_background`": "whether it is wanted is no matter of a device; test_families has that it works there",
@@ -106,12 +106,6 @@ def test_what_no_plan_fits_runs_by_the_least_plan_and_is_told():
     assert_same_training(ours, train(built(Layers), batches))
     assert model.plan.budget_bytes < model.plan.measured_peak_bytes < model.plan.baseline_peak_bytes
     assert peak_of_step(model, (rows(3),)) <= model.plan.measured_peak_bytes
-
-
-def test_by_other_kernels_there_are_none():
-    model = Rockmate(built(Layers), rows(), 0.8, loss=squares, limits=FEW_ROUNDS, kernels="auto")
-    assert str(model.plan.kernels) == "there are no others for this model"
-    assert_same_training(train(model.original, [rows(1)], forward=model), train(built(Layers), [rows(1)]))
 
 
 def test_every_promise_is_shown_on_the_device_or_says_why_not():

@@ -13,7 +13,12 @@ from rkgb import DGraph
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.cuda import Cuda
 from rkgb.kernels.attention import IS_ON
-from rkgb.torch_private.operations import attention_of_accelerators, attention_of_cudnn, flash_attention
+from rkgb.torch_private.operations import (
+    attention_of_accelerators,
+    attention_of_cudnn,
+    attention_of_the_cpu,
+    flash_attention,
+)
 from rockmate import KernelsError, PlanOptions, Rockmate, plan_files, verify
 from rockmate.kernels import trial
 from rockmate.kernels.alternative import Alternative
@@ -24,16 +29,18 @@ from rockmate.planning.measured import trace_model
 from rockmate.planning.request import PlanRequest
 from tests.module.models import built
 from tests.module.steps import BRIEFLY, squares
+from tests.where import placed
 
 AUTO = PlanOptions(loss=squares, kernels="auto", limits=BRIEFLY, plan_in_background=False)
 LENGTH, WIDTH, HEADS = 24, 32, 4
 
 
 class Attending(nn.Module):
-    """Blocks of attention, of which one may share its keys among heads, and one may have a mask."""
+    """Blocks of attention, whose heads may share keys; by PyTorch's choice, or by a `fused` call as a trace has it."""
 
-    def __init__(self, keys=HEADS, masked=False, dropout=0.0, learned=False):
+    def __init__(self, keys=HEADS, masked=False, dropout=0.0, learned=False, fused=False):
         super().__init__()
+        self.fused = fused
         self.size, self.keys, self.dropout = WIDTH // HEADS, keys, dropout
         self.layers = nn.ModuleList(
             nn.ModuleDict({"in": nn.Linear(WIDTH, (HEADS + 2 * keys) * self.size), "out": nn.Linear(WIDTH, WIDTH)})
@@ -46,9 +53,12 @@ class Attending(nn.Module):
         for layer in self.layers:
             parts = layer["in"](x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             query, key, value = parts.split([HEADS, self.keys, self.keys], 1)
-            mixed = scaled_dot_product_attention(
-                query, key, value, self.mask, self.dropout, self.mask is None, enable_gqa=self.keys != HEADS
-            )
+            if self.fused:
+                mixed = attention_of_the_cpu(query, key, value, 0.0, True)[0]
+            else:
+                mixed = scaled_dot_product_attention(
+                    query, key, value, self.mask, self.dropout, self.mask is None, enable_gqa=self.keys != HEADS
+                )
             x = x + layer["out"](mixed.transpose(1, 2).flatten(2)).tanh()
         return x
 
@@ -58,7 +68,7 @@ def attending(**options):
 
 
 def rows(batch=4):
-    return torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(batch))
+    return placed(torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(batch)))
 
 
 def graph_of(model: nn.Module) -> DGraph:
