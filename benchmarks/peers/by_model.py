@@ -43,18 +43,20 @@ def measured_models(
 ) -> None:
     """Measure the models that are asked for, and put them in the place of those of an earlier run in the file.
 
-    It has the name of the `results` and of the device.
+    It has the name of the `results`, of the machine if that is told apart from others, and of the device.
     """
     parser.add_argument("--device", default="cpu", help="where the models are (default cpu)")
     parser.add_argument("--models", nargs="+", choices=models, default=list(models))
     parser.add_argument("--shares", nargs="+", type=float, default=list(shares), help="of eager's peak")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each (default 9)")
     parser.add_argument("--no-inductor", dest="inductor", action="store_false", help="leave it out")
+    parser.add_argument("--machine", help="a word for it: results of its own, beside those of other machines")
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    file_name = f"{results}-{torch.device(options.device).type}.json"
+    kind = torch.device(options.device).type
+    file_name = "-".join(filter(None, (results, options.machine, kind))) + ".json"
     path = options.output / file_name
     for name in options.models:
         asked = tuple(options.shares)

@@ -1,12 +1,19 @@
-"""Convolutions in channels_last: eager training so, and our plans that may have them so, or run by other kernels."""
+"""Convolutions in channels_last: eager training so, our plans that may have them so, and inductor with our partitioner.
+
+On the CPU inductor always takes that layout.
+"""
 
 from __future__ import annotations
 
 import functools
 
+import torch
+
+from benchmarks.peers import compiled
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
 from benchmarks.peers.families import Family
 from rockmate import Rockmate
+from rockmate.compile import Partitioner
 from rockmate.kernels.option import Kernels
 from rockmate.layouts.option import Layout
 from rockmate.layouts.weights import lay_out, may_change
@@ -44,6 +51,15 @@ def planned(
     return Built(weights, model, plan=model.plan, note="; ".join(chosen), own_numbers=True)
 
 
+def partitioned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
+    """The whole model compiled by inductor, divided by our partitioner for that share of the eager peak."""
+    compiled.set_up()
+    model = case.fresh_model()
+    options = {"custom_partitioner_fn": Partitioner(int(share * eager_peak_bytes))}
+    call = torch.compile(model, options=options)
+    return Built(model, call, first_step=functools.partial(compiled.compiling, 1.0), own_numbers=True)
+
+
 def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str) -> tuple[Peer, ...]:
     """Ours at each of these shares, by the kernels that are measured to be faster."""
     return tuple(
@@ -58,10 +74,20 @@ def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str) -> t
 
 
 def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
-    """Eager training in channels_last, and ours at each of these shares, by the usual kernels and by the fastest."""
+    """Eager training in channels_last, and ours at each of these shares: by the usual kernels, by the fastest, and by
+    inductor's."""
     ours = (
         Peer(f"rockmate {share:.2f}, layout auto", Family.LAYOUT, functools.partial(planned, share=share), share)
         for share in shares
     )
     others = of_other_kernels(shares, "auto", "layout and kernels auto")
-    return (Peer("eager, channels_last", Family.LAYOUT, eager), *others, *ours)
+    whole = (
+        Peer(
+            f"compile inductor, our partitioner {share:.2f}",
+            Family.COMPILE,
+            functools.partial(partitioned, share=share),
+            share,
+        )
+        for share in shares
+    )
+    return (Peer("eager, channels_last", Family.LAYOUT, eager), *others, *ours, *whole)

@@ -15,6 +15,7 @@ class Alternative:
     kernel: str  # what runs, in words and in the plural
     call: Call
     is_picked: bool = False  # by PyTorch itself, for calls of these sizes
+    mask: str = ""  # of what it reads, what is a mask of an attention: kernels differ where a row is masked wholly
 
 
 def given(call: Call, *names: str) -> list[Any]:

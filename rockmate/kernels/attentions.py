@@ -67,7 +67,8 @@ def attentions(graph: DGraph, op: DNode) -> tuple[Alternative, ...]:
         fits = (mask is None or kernel not in _WITHOUT_MASKS) and not (shares and kernel in _OF_EQUAL_HEADS)
         if fits and kernel != _KERNELS.get(op.call.function) and IS_ON[kernel]():
             args = (query, key, value, mask, bool(is_causal), scale, shares, kernel)
-            found.append(Alternative(_SAID[kernel], Call(_attention, args, sizes=op.call.sizes)))
+            call = Call(_attention, args, sizes=op.call.sizes)
+            found.append(Alternative(_SAID[kernel], call, mask="" if mask is None else mask.name))
     return tuple(found)
 
 

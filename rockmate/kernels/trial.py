@@ -40,7 +40,10 @@ def class_of(op: DNode, other: Alternative, values: Mapping[str, ValueInfo]) -> 
 def tried(op: DNode, other: Alternative, values: Mapping[str, ValueInfo]) -> KernelTrial:
     """The operation by the `other` kernel beside its own, on random numbers that lie as its inputs do."""
     infos = {name: values[name] for name in op.inputs}
-    inputs = [_random(info, op.tracks(name, values), seed) for seed, (name, info) in enumerate(infos.items())]
+    inputs = [
+        _mask(info, seed) if name == other.mask else _random(info, op.tracks(name, values), seed)
+        for seed, (name, info) in enumerate(infos.items())
+    ]
     made = op.output_names[0]
     taking = [op.grad_enabled and any(one.requires_grad for one in inputs)]
 
@@ -80,6 +83,19 @@ def _random(info: ValueInfo, requires_grad: bool, seed: int) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(info.shape, info.stride, strict=True) if size)
     plain = random_like(torch.empty(max(extent, 1), dtype=info.dtype, device=info.device), seed)
     return plain.as_strided(info.shape, info.stride).requires_grad_(requires_grad)
+
+
+def _mask(info: ValueInfo, seed: int) -> torch.Tensor:
+    """A mask of an attention that hides a quarter of all, and, where there are several rows, a whole one of them."""
+    made = _random(info, False, seed)
+    once = made[tuple(slice(None) if stride else slice(1) for stride in info.stride)]  # of what is expanded
+    hidden = torch.rand(once.shape, generator=torch.Generator("cpu").manual_seed(seed)) < 0.25
+    rows = next((axis for axis, size in enumerate(once.shape[:-1]) if size > 1), None)
+    if rows is not None:
+        hidden.select(rows, 0).fill_(True)
+    hidden = hidden.to(made.device)
+    once.copy_(~hidden if info.dtype is torch.bool else once.masked_fill(hidden, float("-inf")))
+    return made
 
 
 def _misfit(info: ValueInfo, expected: Step, found: Step) -> str:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rkgb import DGraph
 from rkgb.devices.cpu import Cpu
 from rkgb.devices.cuda import Cuda
+from rkgb.ir.values import ValueInfo
 from rkgb.kernels.attention import IS_ON
 from rkgb.torch_private.operations import (
     attention_of_accelerators,
@@ -20,7 +21,7 @@ from rkgb.torch_private.operations import (
     flash_attention,
 )
 from rockmate import KernelsError, PlanOptions, Rockmate, plan_files, verify
-from rockmate.kernels import trial
+from rockmate.kernels import choose, trial
 from rockmate.kernels.alternative import Alternative
 from rockmate.kernels.alternatives import alternatives_of
 from rockmate.kernels.choose import _with_one_each
@@ -208,6 +209,57 @@ def test_what_is_noted_for_others_stays():
 
     graph = graph_of(built(Logarithms))
     assert attentions_in(graph) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"), [((24, 24), (24, 1)), ((4, 1, 24, 24), (24, 24, 0, 1)), ((4, 4, 24, 24), (0, 0, 24, 1))]
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_a_mask_of_a_trial_hides_a_whole_row(shape, stride, dtype):
+    info = ValueInfo(shape, stride, 0, dtype, torch.device("cpu"), False, "mask", 0)
+    made = trial._mask(info, 0)
+    assert (made.shape, made.stride(), made.dtype) == (shape, stride, dtype)
+    shown = made if dtype is torch.bool else made != -torch.inf
+    assert 0.3 < float(shown.double().mean()) < 0.8
+    assert not bool(shown.any(-1).all())
+    assert bool(shown.any(-1).any())
+
+
+class Sensitive(nn.Module):
+    """An attention whose rows may be masked wholly."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask = nn.Linear(WIDTH, WIDTH), nn.Buffer(torch.ones(LENGTH, LENGTH).tril() > 0)
+
+    def forward(self, x):
+        heads = self.layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return scaled_dot_product_attention(heads, heads.sin(), heads.cos(), self.mask)
+
+
+@pytest.mark.usefixtures("attends")
+def test_a_kernel_that_gives_other_numbers_for_rows_of_nothing_stands_for_nothing(monkeypatch):
+    plain = choose.alternatives_of
+
+    def unsafe(graph, op):
+        """A softmax that makes no numbers of such rows, as some kernels have it."""
+        if "attention" not in op.name or "flash" not in op.call.op_name:
+            return plain(graph, op)
+        (other,) = plain(graph, op)
+
+        def made(query, key, value, mask):
+            scores = query @ key.transpose(2, 3) / key.shape[3] ** 0.5
+            output = scores.masked_fill(mask == -torch.inf, -torch.inf).softmax(-1) @ value
+            return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+        return (replace(other, call=replace(other.call, function=made, args=other.call.args[:4])),)
+
+    monkeypatch.setattr(choose, "alternatives_of", unsafe)
+    model = Rockmate(attending(masked=True), rows(), "2MiB", options=AUTO)
+    refused = {one.refused for one in model.plan.kernels.trials if one.kernel.startswith("attentions")}
+    assert refused == {"its numbers are others: nan away"}
+    monkeypatch.setattr(choose, "alternatives_of", plain)
+    assert verify(built(Sensitive), rows(), "2MiB", options=AUTO).exact
 
 
 def test_of_several_that_pay_the_quickest_is_taken():
