@@ -495,7 +495,7 @@ def _short_layout_lines(report: dict[str, Any]) -> Iterator[str]:
         found: dict[str, list[str]] = {way: [] for way in ways}
         for result in model["rows"]:
             label = result["label"]
-            way = next((way for way in ("inductor", "auto", "rockmate") if way in label), label)
+            way = next((way for way in ("our partitioner", "inductor", "auto", "rockmate") if way in label), label)
             if way in found and result["time_ratio"] is not None:
                 told = " (wrong gradients)" if result["status"] == "wrong" else ""
                 found[way].append(f"{result['time_ratio']:.2f} at {result['peak_share']:.2f}{told}")
@@ -751,6 +751,7 @@ SECTIONS = {
     "planning-cpu.json": planning_sections,
     "offload-cpu.json": offload_sections,
     "layouts-cpu.json": model_sections,
+    "layouts-intel-cpu.json": model_sections,
     "compiled-budgets-cpu.json": compiled_budget_sections,
     "compiled-parts-cpu.json": model_sections,
     "estimates.json": estimate_sections,
