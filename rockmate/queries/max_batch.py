@@ -72,7 +72,8 @@ def max_batch(
         BudgetTooSmall: the smallest batch that can be tried does not fit.
         BudgetError: the budget is a part of the eager peak, or of what an allocator reserves.
         BatchError: the batch dimension of a module is not found; the message tells what was tried.
-        ArgumentError: `start`, `most` or what is in `among` is no batch, or `measurements` no positive number.
+        ArgumentError: `start`, `most` or what is in `among` is no batch, or `measurements` no positive number; or a
+            sample is given beside a function.
     """
     said = {
         "loss": loss,
@@ -101,6 +102,11 @@ def max_batch(
         make, found = batches.make, batches.tried[-1]
         start = start or batches.size
     else:
+        if sample is not None:
+            raise ArgumentError(
+                f"a sample is given, {str(sample)[:60]!r}, beside a function that makes one for each batch; "
+                "if it is the budget, say budget=..."
+            )
         make, found = model, "by the function of the batch"
     allowed = _allowed(most, among)
     start = start or min(_START, most)

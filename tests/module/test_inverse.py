@@ -152,6 +152,8 @@ def test_budgets_for_all_of_training_leave_room_for_the_rest():
 def test_a_part_of_the_eager_peak_is_no_budget_for_a_batch():
     with pytest.raises(BudgetError, match="which grows with the batch"):
         max_batch(make, budget=0.5)
+    with pytest.raises(ValueError, match="a sample is given, '1MiB', beside a function .* say budget="):
+        max_batch(make, "1MiB")
     with pytest.raises(ValueError, match="cannot begin with a batch of 9 and end at 3"):
         max_batch(make, budget=40_000, start=9, most=3)
 
