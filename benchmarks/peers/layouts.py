@@ -6,6 +6,7 @@ On the CPU inductor always takes that layout.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def partitioned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
     """The whole model compiled by inductor, divided by our partitioner for that share of the eager peak."""
     compiled.set_up()
     model = case.fresh_model()
-    options = {"custom_partitioner_fn": Partitioner(int(share * eager_peak_bytes))}
+    options: dict[str, Any] = {"custom_partitioner_fn": Partitioner(int(share * eager_peak_bytes))}
     call = torch.compile(model, options=options)
     return Built(model, call, first_step=functools.partial(compiled.compiling, 1.0), own_numbers=True)
 

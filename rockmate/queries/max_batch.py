@@ -86,27 +86,13 @@ def max_batch(
         "compile": compile,
     }
     options = PlanOptions.of(options, said, time_limit, gap)
-    if is_fraction(budget):
-        raise BudgetError(
-            f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
-            'as "8GiB", or None for the free memory.'
-        )
-    if options.scope == "reserved":
-        raise BudgetError(
-            'scope="reserved" is measured of one batch at a time: search with scope="step" and a budget somewhat '
-            "lower, and plan the batch that is found."
-        )
+    _check(model, sample, budget, options.scope)
     if isinstance(model, torch.nn.Module):
         with left_as_it_was(model, make_sample(model, sample)):
             batches = find_batch(model, sample, options.loss)
         make, found = batches.make, batches.tried[-1]
         start = start or batches.size
     else:
-        if sample is not None:
-            raise ArgumentError(
-                f"a sample is given, {str(sample)[:60]!r}, beside a function that makes one for each batch; "
-                "if it is the budget, say budget=..."
-            )
         make, found = model, "by the function of the batch"
     allowed = _allowed(most, among)
     start = start or min(_START, most)
@@ -117,6 +103,25 @@ def max_batch(
     with progress_display(options.progress) as tell:
         request = replace(options.request(budget), progress=tell)
         return _searched(make, request, allowed, measurements, start, found)
+
+
+def _check(model: torch.nn.Module | MakeBatch, sample: Any, budget: Budget, scope: Scope) -> None:
+    """Refuse what no batch can be searched for."""
+    if is_fraction(budget):
+        raise BudgetError(
+            f"the budget {budget!r} is a part of the eager peak, which grows with the batch: give bytes, a size such "
+            'as "8GiB", or None for the free memory.'
+        )
+    if scope == "reserved":
+        raise BudgetError(
+            'scope="reserved" is measured of one batch at a time: search with scope="step" and a budget somewhat '
+            "lower, and plan the batch that is found."
+        )
+    if sample is not None and not isinstance(model, torch.nn.Module):
+        raise ArgumentError(
+            f"a sample is given, {str(sample)[:60]!r}, beside a function that makes one for each batch; if it is the "
+            "budget, say budget=..."
+        )
 
 
 def _searched(
@@ -140,7 +145,7 @@ def _searched(
         try:
             larger = BatchSearch(make, one, batches, measurements).run(first, found)
         except BudgetTooSmall as error:
-            refused = error
+            refused = error.with_traceback(None)  # whose frames hold a model and a batch
             continue
         best = larger if best is None else replace(larger, trials=(*best.trials, *larger.trials))
     if best is None:
