@@ -52,6 +52,7 @@ SETS = {
     "tests/forecast/test_recurrent.py": Sets(6, 12),
     "tests/front_doors/": Sets(2, 5),
     "tests/graph/": Sets(2, 8),
+    "tests/graph/test_attention.py": Sets(EVERY, EVERY),
     "tests/graph/test_products.py": Sets(EVERY, EVERY),
     "tests/graph/test_json_refusals.py": Sets(EVERY, EVERY),
     "tests/graph/test_render.py": Sets(2, 12),

@@ -54,11 +54,11 @@ def attention(
     """
     saves = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
     given = (query, key, value)
+    mask = None if attn_mask is None else _added(attn_mask, query)
     made: Any
     if kernel == "written out":
-        made = attention_written_out(*given, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+        made = attention_written_out(*given, mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)
         return _as_fused(made[0])
-    mask = None if attn_mask is None else _added(attn_mask, query)
     if kernel == "flash of the CPU":
         made = attention_of_the_cpu(*given, 0.0, is_causal, attn_mask=mask, scale=scale)
         return made[0]
@@ -87,7 +87,7 @@ def _as_fused(output: Tensor) -> Tensor:
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as numbers to be added."""
+    """A mask as numbers to be added: kernels take truths for numbers."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
