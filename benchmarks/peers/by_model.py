@@ -30,8 +30,8 @@ def beside(others: Sequence[Peer], shares: tuple[float, ...], inductor: bool) ->
     """Eager training, which comes first, `others`, our plans at these shares, and inductor if it is to be there."""
     eager = peers_for((), [family for family in Family if family is not Family.EAGER])[0]
     plans = [peer for peer in ours.peers(shares) if peer.family is Family.OURS]
-    inductors = [peer for peer in compiled.PEERS if inductor and "inductor" in peer.label]
-    return (eager, *others, *plans, *inductors)
+    inductors = [peer for peer in compiled.PEERS if "inductor" in peer.label]
+    return tuple(peer for peer in (eager, *others, *plans, *inductors) if inductor or peer.family is not Family.COMPILE)
 
 
 def measured_models(

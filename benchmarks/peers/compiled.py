@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,13 +38,17 @@ def set_up() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def compiled(case: Case, eager_peak_bytes: int, *, backend: str, budget: float) -> Built:
-    """The compiled model; it is compiled in its first step."""
+def compiled(
+    case: Case, eager_peak_bytes: int, *, backend: str, budget: float, settings: Mapping[str, Any] | None = None
+) -> Built:
+    """The compiled model; it is compiled in its first step, with these settings of the backend."""
     set_up()
     model = case.fresh_model()
     options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # PyTorch 2.14 and later
         options["isolate_recompiles"] = True
+    if settings is not None:
+        options["options"] = dict(settings)
     call = torch.compile(model, backend=backend, **options)
     return Built(model, call, first_step=functools.partial(compiling, budget), own_numbers=True)
 

@@ -6,9 +6,6 @@ On the CPU inductor always takes that layout.
 from __future__ import annotations
 
 import functools
-from typing import Any
-
-import torch
 
 from benchmarks.peers import compiled
 from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
@@ -54,11 +51,8 @@ def planned(
 
 def partitioned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
     """The whole model compiled by inductor, divided by our partitioner for that share of the eager peak."""
-    compiled.set_up()
-    model = case.fresh_model()
-    options: dict[str, Any] = {"custom_partitioner_fn": Partitioner(int(share * eager_peak_bytes))}
-    call = torch.compile(model, options=options)
-    return Built(model, call, first_step=functools.partial(compiled.compiling, 1.0), own_numbers=True)
+    settings = {"custom_partitioner_fn": Partitioner(int(share * eager_peak_bytes))}
+    return compiled.compiled(case, eager_peak_bytes, backend="inductor", budget=1.0, settings=settings)
 
 
 def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str) -> tuple[Peer, ...]:

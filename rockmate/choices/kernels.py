@@ -48,7 +48,7 @@ def plan_by_faster_kernels(
     try:
         made = make(asked)
     except BudgetTooSmall:
-        if not has_others(_chosen(model, sample, asked)):
+        if not has_others(asked.chosen_kernels or _chosen(model, sample, asked)):
             raise
         return _told(make(usual), "no plan by other kernels is within the budget")
     if not (made[1].plan.exceeds and has_others(made[0].kernels)):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from rockmate import Rockmate, plan_files, verify
-from rockmate.kernels import trial
 from tests.accelerator.shared import shared_from
 from tests.kernels import conftest
 from tests.kernels.test_attentions import AUTO, attending, rows
@@ -21,19 +20,17 @@ pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::rockmate.Fragm
 globals().update(shared_from(conftest))
 
 
-@pytest.mark.usefixtures("quicker")
+@pytest.mark.usefixtures("attends")
 @pytest.mark.parametrize("budget", ["2MiB", "300KiB"])
-def test_training_is_that_of_these_kernels_without_a_plan(monkeypatch, budget):
-    monkeypatch.setattr(trial, "_NOTES", 1e9)  # attention written out may save as much as it does
+def test_training_is_that_of_these_kernels_without_a_plan(budget):
     found = verify(attending(fused=True), rows(), budget, options=AUTO)
     assert found.exact, found
     assert str(found.plan.kernels) == "3 attentions by products and a softmax, at 0.50 of their time"
     assert 0 < found.from_eager < 1e-5
 
 
-@pytest.mark.usefixtures("quicker")
-def test_peaks_are_within_the_budget_and_plans_of_files_have_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(trial, "_NOTES", 1e9)
+@pytest.mark.usefixtures("attends")
+def test_peaks_are_within_the_budget_and_plans_of_files_have_them(tmp_path):
     model, path = (
         Rockmate(attending(fused=True), rows(), "300KiB", options=replace(AUTO, cache=False)),
         tmp_path / "plan",

@@ -72,7 +72,7 @@ def test_the_heads_of_a_row_are_beside_each_other(kernel):
 @pytest.mark.parametrize("kernel", Cuda.attentions)
 @pytest.mark.parametrize("masked", [False, True])
 def test_kernels_of_accelerators_take_what_they_are_given(kernel, masked):
-    """Without data, and so on any machine; tests/module/test_cuda.py has the numbers."""
+    """Without data, and so on any machine; below, a GPU has the numbers."""
     query, key, value = (torch.randn(2, 4, 16, 32, device="meta", dtype=torch.float16) for _ in range(3))
     mask = torch.ones(2, 1, 16, 16, dtype=torch.bool, device="meta") if masked else None
     if masked and kernel == "flash":

@@ -88,10 +88,10 @@ def attentions_in(graph: DGraph) -> list[list[Alternative]]:
 
 
 @pytest.fixture
-def attends(monkeypatch: pytest.MonkeyPatch, quicker: list[KernelTrial]) -> list[KernelTrial]:
-    """Attention written out is said to be quick, and may save as much as it does."""
-    monkeypatch.setattr(trial, "_NOTES", 1e9)
-    return quicker
+def all_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of attention are on, whatever was built."""
+    for kernel in IS_ON:
+        monkeypatch.setitem(IS_ON, kernel, lambda: True)
 
 
 # ---- exactness -------------------------------------------------------------------------------------------
@@ -146,14 +146,13 @@ def test_a_plan_of_a_file_says_so_where_the_user_has_switched_it_off(tmp_path):
 # ---- which there are -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("all_on")
 def test_the_kernels_of_a_device_are_offered_but_the_one_that_runs(monkeypatch):
     graph = graph_of(attending())
     assert [[one.kernel for one in others] for others in attentions_in(graph)] == 3 * [
         ["attentions by products and a softmax"]
     ]
     monkeypatch.setattr(Cpu, "attentions", ("flash of the CPU", *Cuda.attentions))
-    for kernel in IS_ON:
-        monkeypatch.setitem(IS_ON, kernel, lambda: True)
     kernels = {other.call.args[-1] for other in attentions_in(graph)[0]}
     assert kernels == set(Cuda.attentions)
     assert {other.call.args[-1] for other in attentions_in(graph_of(attending(masked=True)))[0]} == {
@@ -168,12 +167,11 @@ def test_the_kernels_of_a_device_are_offered_but_the_one_that_runs(monkeypatch):
     }
 
 
+@pytest.mark.usefixtures("all_on")
 @pytest.mark.parametrize("kernel", [flash_attention, attention_of_accelerators, attention_of_cudnn])
 def test_calls_of_accelerators_are_read_by_their_names(monkeypatch, kernel):
     """As a trace on a GPU has them: the names of arguments and their places are others for each kernel."""
     monkeypatch.setattr(Cpu, "attentions", Cuda.attentions)
-    for name in IS_ON:
-        monkeypatch.setitem(IS_ON, name, lambda: True)
     graph = graph_of(attending())
     op = next(op for op in graph if "flash" in op.call.op_name)
     query, key, value = op.call.args[:3]
@@ -226,11 +224,11 @@ def test_a_mask_of_a_trial_hides_a_whole_row(shape, stride, dtype):
 
 
 class Sensitive(nn.Module):
-    """An attention whose rows may be masked wholly."""
+    """An attention whose first row sees nothing."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.mask = nn.Linear(WIDTH, WIDTH), nn.Buffer(torch.ones(LENGTH, LENGTH).tril() > 0)
+        self.layer, self.mask = nn.Linear(WIDTH, WIDTH), nn.Buffer(torch.ones(LENGTH, LENGTH).tril(-1) > 0)
 
     def forward(self, x):
         heads = self.layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)

@@ -119,8 +119,9 @@ def test_training_is_that_of_these_kernels_without_a_plan(name, budget):
     found = verify(model, sample(), loss=squares)
     assert found.exact, found
     assert found.from_eager is not None
-    # Rounding alone; both libraries of an Intel processor sum small products in one order.
-    assert 0 <= found.from_eager < 1e-5
+    assert found.from_eager < 1e-5  # rounding alone
+    # Both libraries of an Intel processor sum small products in one order.
+    assert found.from_eager > 0 or name == "products"
     assert "with other kernels; gradients are" in str(found)
 
 
@@ -378,11 +379,13 @@ def test_questions_are_answered_for_plans_with_them():
     options = replace(AUTO, cache=False)
     found = smallest_budget(built(Products), rows(), 1.2, options=options)
     usual = smallest_budget(built(Products), rows(), 1.2, options=replace(options, kernels="as given"))
-    assert found.plan_file.plan.kernels or found.budget_bytes <= usual.budget_bytes
-    largest = max_batch(
-        lambda batch: (built(Products), rows(batch), squares), budget="400KiB", measurements=2, options=options
+    assert found.plan_file.plan.kernels.operations
+    assert found.budget_bytes < usual.budget_bytes  # as the plan may repeat more in that time
+    largest, most = (
+        max_batch(lambda batch: (built(Products), rows(batch), squares), budget="400KiB", measurements=2, options=one)
+        for one in (options, replace(options, kernels="as given"))
     )
-    assert largest.batch > 1
+    assert largest.batch >= most.batch > 1
     assert largest.plan_file.plan.measured_peak_bytes <= largest.budget_bytes
 
 
