@@ -28,11 +28,17 @@ def eager(case: Case, eager_peak_bytes: int) -> Built:
 
 
 def planned(
-    case: Case, eager_peak_bytes: int, *, share: float, layout: Layout = "auto", kernels: Kernels = "as given"
+    case: Case,
+    eager_peak_bytes: int,
+    *,
+    share: float,
+    layout: Layout = "auto",
+    kernels: Kernels = "as given",
+    parts: bool = False,
 ) -> Built:
-    """A plan for that share of the eager peak as given, in that layout and by those kernels.
+    """A plan for that share of the eager peak as given, in that layout, by those kernels, and with compiled `parts`.
 
-    What is "auto" is as was measured to be faster.
+    What is "auto" is as was measured to be faster, and parts are compiled where that is.
     """
     weights = case.fresh_model()
     model = Rockmate(
@@ -42,10 +48,11 @@ def planned(
         loss=case.loss,
         layout=layout,
         kernels=kernels,
+        compile=parts,
         cache=False,
         plan_in_background=False,
     )
-    chosen = [str(one) for one in (model.plan.layout, model.plan.kernels) if one is not None]
+    chosen = [str(one) for one in (model.plan.layout, model.plan.kernels, model.plan.compiled) if one is not None]
     return Built(weights, model, plan=model.plan, note="; ".join(chosen), own_numbers=True)
 
 
@@ -55,13 +62,13 @@ def partitioned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
     return compiled.compiled(case, eager_peak_bytes, backend="inductor", budget=1.0, settings=settings)
 
 
-def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str) -> tuple[Peer, ...]:
-    """Ours at each of these shares, by the kernels that are measured to be faster."""
+def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str, parts: bool = False) -> tuple[Peer, ...]:
+    """Ours at each of these shares, by the kernels that are measured to be faster, and with compiled `parts`."""
     return tuple(
         Peer(
             f"rockmate {share:.2f}, {label}",
             Family.KERNELS,
-            functools.partial(planned, share=share, layout=layout, kernels="auto"),
+            functools.partial(planned, share=share, layout=layout, kernels="auto", parts=parts),
             share,
         )
         for share in shares
@@ -76,6 +83,7 @@ def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
         for share in shares
     )
     others = of_other_kernels(shares, "auto", "layout and kernels auto")
+    parts = of_other_kernels(shares, "auto", "layout and kernels auto, parts compiled", parts=True)
     whole = (
         Peer(
             f"compile inductor, our partitioner {share:.2f}",
@@ -85,4 +93,4 @@ def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
         )
         for share in shares
     )
-    return (Peer("eager, channels_last", Family.LAYOUT, eager), *others, *ours, *whole)
+    return (Peer("eager, channels_last", Family.LAYOUT, eager), *others, *parts, *ours, *whole)

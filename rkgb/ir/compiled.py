@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,9 +22,16 @@ class AnySize(Protocol):
         """Whether the code is right for inputs that lie so, where these are its numbers."""
 
 
+class Handed(NamedTuple):
+    """A tensor that the first operation of a region hands to the second."""
+
+    dtype: torch.dtype
+    layout: Callable[[Sequence[int]], Layout]  # given the numbers that stand for sizes
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Kernels:
-    """What a region was compiled to, and how the two halves hand on values.
+    """What an operation was compiled to, and how the two halves hand on values.
 
     Code for `any_size` is given the numbers that stand for sizes first.
     """
@@ -36,6 +43,8 @@ class Kernels:
     tangents: tuple[int, ...]  # places of the outputs that have gradients, which lie as these outputs do
     saved: tuple[str, ...] = ()  # what the forward hands to the backward beside inputs, in words
     any_size: AnySize | None = None  # None where it was compiled for one set of sizes
+    takes: tuple[int, ...] = ()  # of statistics: places of the region's inputs that they are computed from
+    hands_on: tuple[Handed, ...] = ()  # of statistics: its first outputs, which the rest of the region is given
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +52,10 @@ class CompiledCall:
     """Calls several operations of a graph as one, on the tensors that they read from outside.
 
     It gives the tensors that are read outside: one by itself, or a list. There is one for all regions that are alike.
-    Until it is `built`, the operations run one by one.
+    Until it is built, the operations run one by one.
+
+    Of two `kernels`, the first computes statistics of whole tensors, and the second the rest, which is given these. In
+    a graph they are two operations, its `parts`: the rest is repeated without the statistics, which are small.
     """
 
     name: str
@@ -52,6 +64,8 @@ class CompiledCall:
     outputs: int
     kernels: list[Kernels] = field(default_factory=list)  # none until it is compiled
     numbers: list[int] = field(default_factory=list)  # that stand for its sizes, where its code is for any
+    statistics: int = 0  # how many of its outputs, the last of them, are read by what writes running statistics alone
+    parts: list[CompiledCall] = field(default_factory=list)  # of two kernels: each by itself
 
     @property
     def __name__(self) -> str:
@@ -60,7 +74,7 @@ class CompiledCall:
     @property
     def fingerprint(self) -> str:
         """Equal for those that compute, save and take the same, compiled by whichever release."""
-        divided = [(kernels.read, kernels.saved) for kernels in self.kernels]
+        divided = [(kernels.takes, kernels.read, kernels.saved) for kernels in self.kernels]
         return f"{self.digest} {divided}"
 
     def __repr__(self) -> str:
@@ -71,14 +85,35 @@ class CompiledCall:
             return self.at(self.numbers, inputs)
         return _one_or_all(self.eager(*inputs), self.outputs)
 
+    def build(self, kernels: Sequence[Kernels], numbers: Sequence[int] = ()) -> None:
+        """Run this code from now on; `numbers` stand for its sizes, where it is for any. Without any, it is unbuilt."""
+        self.kernels[:], self.numbers[:] = kernels, numbers
+        self.parts.clear()
+        if len(kernels) == 2:
+            first, rest = kernels
+            counts = len(first.hands_on) + self.statistics, self.outputs - self.statistics
+            for one, what, count in zip((first, rest), ("statistics", "rest"), counts, strict=True):
+                names = f"{self.name}_{what}", f"{self.digest} {what}"
+                self.parts.append(CompiledCall(*names, self.eager, count, [one], self.numbers))
+
     def at(self, numbers: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
         """What its code gives, where these `numbers` stand for the sizes of its `inputs`."""
+        if self.parts:
+            return self._by_parts(numbers, inputs)
         kernels = self.kernels[0]
         if kernels.backward is not None and torch.is_grad_enabled():
             made = _Halves.apply(kernels, self.outputs, numbers, *inputs)  # type: ignore[no-untyped-call]
         else:  # the same code without gradients: other code might round otherwise
             made = kernels.forward([*numbers, *(one.detach() for one in inputs)])
         return _one_or_all(made, self.outputs)
+
+    def _by_parts(self, numbers: Sequence[int], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        statistics, rest = self.parts
+        kernels = self.kernels[0]
+        found = statistics.at(numbers, [inputs[place] for place in kernels.takes])
+        given, written = found[: len(kernels.hands_on)], found[len(kernels.hands_on) :]
+        made = rest.at(numbers, [*inputs, *given])
+        return [*([made] if rest.outputs == 1 else made), *written]
 
 
 def _one_or_all(made: Sequence[torch.Tensor], count: int) -> Any:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from rkgb.errors import GraphError
-from rkgb.ir.compiled import Kernels
+from rkgb.ir.compiled import Handed, Kernels
 from rkgb.ir.values import ValueInfo
-from rkgb.torch_private.compiler.parts import SymbolicSizes, compiled, forward_and_backward_of
+from rkgb.torch_private.compiler.parts import SymbolicSizes, compiled, forward_and_backward_of, numbers_in
 from rockmate.division.cut import SavingProblem
-from rockmate.division.joint import JointGraph, is_tensor_valued, size_of
+from rockmate.division.joint import JointGraph, is_tensor_valued, is_tuple, size_of, tensors_of
 from rockmate.division.rates import Rates
 from rockmate.regions.sizes import OfPattern, Pattern
 
@@ -22,17 +23,21 @@ from rockmate.regions.sizes import OfPattern, Pattern
 # There are no products in it, so that only bytes count.
 _RATES = Rates(operations=1e9, bytes=1e7)
 _PRICE = 3.0  # of a byte that is saved, in times of writing and reading it: joined loops repeat nearly for nothing
+_SMALL = 16  # how many times more numbers are in the largest input than in statistics of it, at least
 
 
-def kernels_of(function: Callable[..., Any], inputs: Sequence[ValueInfo], differentiable: Sequence[bool]) -> Kernels:
+def kernels_of(
+    function: Callable[..., Any], inputs: Sequence[ValueInfo], differentiable: Sequence[bool], statistics: int = 0
+) -> list[Kernels]:
     """What `function` is compiled to for tensors like these `inputs`; which of its outputs have gradients is given.
 
-    Raises what the compiler raises.
+    Where the last of its outputs are so many `statistics` of whole tensors, and what the others need of these tensors
+    is small, they are computed apart: `rkgb.ir.compiled.CompiledCall` tells how. Raises what the compiler raises.
     """
     joint = forward_and_backward_of(
         lambda *given: tuple(function(*given)), lambda: [_like(one, one.shape, one.stride) for one in inputs]
     )
-    return _compiled(_Halves.of(joint, differentiable, 0))
+    return _compiled(_Joint(joint, differentiable, 0, statistics))
 
 
 def kernels_for(
@@ -40,7 +45,8 @@ def kernels_for(
     function_with: Callable[[Sequence[Any]], Callable[..., Any]],
     inputs: Sequence[ValueInfo],
     differentiable: Sequence[bool],
-) -> Kernels:
+    statistics: int = 0,
+) -> list[Kernels]:
     """As `kernels_of`, for all sizes of the `pattern` for which the code holds.
 
     `function_with` gives the function with these arguments of its operations.
@@ -56,15 +62,24 @@ def kernels_for(
         layouts = pattern.layouts_at(symbols)
         return [*symbols, *(_like(one, *layout) for one, layout in zip(inputs, layouts, strict=True))]
 
-    halves = _Halves.of(forward_and_backward_of(function, make, sizes), differentiable, count)
-    made = _compiled(halves)
-    return replace(made, any_size=OfPattern(pattern, sizes.conditions()))  # the compiler has added its own
+    joint = forward_and_backward_of(function, make, sizes)
+    made = _compiled(_Joint(joint, differentiable, count, statistics))
+    conditions = sizes.conditions()  # the compiler has added its own
+    places = [one.takes or range(len(inputs)) for one in made]
+    return [
+        replace(one, any_size=OfPattern(pattern, conditions, tuple(taken)))
+        for one, taken in zip(made, places, strict=True)
+    ]
 
 
-def _compiled(halves: _Halves) -> Kernels:
-    forward = compiled(halves.forward, is_backward=False)
-    backward = None if halves.backward is None else compiled(halves.backward, is_backward=True)
-    return Kernels(forward, backward, halves.read, halves.gradients, halves.tangents, halves.saved)
+def _compiled(joint: _Joint) -> list[Kernels]:
+    made = []
+    for halves in joint.parts():
+        forward = compiled(halves.forward, is_backward=False)
+        backward = None if halves.backward is None else compiled(halves.backward, is_backward=True)
+        kernels = Kernels(forward, backward, halves.read, halves.gradients, halves.tangents, halves.saved)
+        made.append(replace(kernels, takes=halves.takes, hands_on=halves.hands_on))
+    return made
 
 
 def _like(info: ValueInfo, sizes: Sequence[Any], strides: Sequence[Any]) -> torch.Tensor:
@@ -72,43 +87,99 @@ def _like(info: ValueInfo, sizes: Sequence[Any], strides: Sequence[Any]) -> torc
     return made.requires_grad_(info.requires_grad)
 
 
+@dataclass(slots=True)
 class _Halves:
-    """The two graphs of a joint one."""
+    """The two graphs of an operation, as `Kernels` has their code."""
 
-    def __init__(self) -> None:
-        self.forward: GraphModule
-        self.backward: GraphModule | None = None
-        self.read: tuple[int, ...] = ()
-        self.saved: tuple[str, ...] = ()
-        self.gradients: tuple[int | None, ...] = ()
-        self.tangents: tuple[int, ...] = ()
+    forward: GraphModule
+    backward: GraphModule | None = None
+    read: tuple[int, ...] = ()
+    saved: tuple[str, ...] = ()
+    gradients: tuple[int | None, ...] = ()
+    tangents: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
+    hands_on: tuple[Handed, ...] = ()
 
-    @classmethod
-    def of(cls, joint: GraphModule, differentiable: Sequence[bool], numbers: int) -> _Halves:
-        """Those of a graph whose first inputs are so many `numbers`, which both are given."""
-        halves = cls()
-        inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+
+class _Joint:
+    """A joint graph whose first inputs are so many `numbers`, which all that is made of it are given."""
+
+    def __init__(self, graph: GraphModule, differentiable: Sequence[bool], numbers: int, statistics: int) -> None:
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
         tangents = [node for node in inputs if node.name.startswith("tangents")]
         primals = [node for node in inputs if node not in tangents]
-        sizes, primals = primals[:numbers], primals[numbers:]
-        (returned,) = next(node for node in joint.graph.nodes if node.op == "output").args
+        (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
         count = len(differentiable)
-        made, gradients = list(returned[:count]), list(returned[count + numbers :])
-        wanted = [node for node in gradients if isinstance(node, Node)]
-        saved = _saved(joint, count) if wanted else ()
-        read = [node for node in saved if node in primals]
-        kept = [node for node in saved if node not in primals]
-        halves.forward = _extracted(joint, [*sizes, *primals], [*made, *kept])
-        halves.gradients = tuple(None if not isinstance(node, Node) else wanted.index(node) for node in gradients)
-        halves.read = tuple(primals.index(node) for node in read)
-        halves.saved = tuple(_told(node) for node in kept)
-        taking = [place for place, takes in enumerate(differentiable) if takes] if tangents else []
-        halves.tangents = tuple(place for place, _ in zip(taking, tangents, strict=True))
-        if any(_told(one) != _told(made[place]) for place, one in zip(taking, tangents, strict=True)):
-            raise GraphError("the gradient of one of its outputs is compiled to lie otherwise than that output")
-        if wanted:
-            halves.backward = _extracted(joint, [*sizes, *read, *kept, *tangents], wanted)
+        self.graph = graph
+        self.sizes, self.primals = primals[:numbers], primals[numbers:]
+        self.tangents = tangents
+        self.taking = [place for place, takes in enumerate(differentiable) if takes] if tangents else []
+        self.made: list[Node] = list(returned[: count - statistics])
+        self.statistics: list[Node] = list(returned[count - statistics : count])
+        self.gradients = list(returned[count + numbers :])
+        wanted = [node for node in self.gradients if isinstance(node, Node)]
+        self.saved = _saved(graph, count) if wanted else []
+        for place, one in zip(self.taking, tangents, strict=True):
+            if _told(one) != _told(self.made[place]):
+                raise GraphError("the gradient of one of its outputs is compiled to lie otherwise than that output")
+
+    def parts(self) -> list[_Halves]:
+        """The halves of it as a whole, or of statistics and of the rest."""
+        handed = self._handed()
+        if not handed:
+            return [self._halves([], [*self.made, *self.statistics])]
+        return [self._of_statistics(handed), self._halves(handed, self.made)]
+
+    def _handed(self) -> list[Node]:
+        """What the rest needs of statistics, where that spares it to read whole tensors for them."""
+        if not self.statistics:
+            return []
+        most = max(_count(node) for node in self.primals)
+        others = [node for node in self.saved if node not in self.primals and node not in self.made]
+        small = [node for node in others if _SMALL * _count(node) <= most]
+        rest = _between([*self.primals, *small], self.made)
+        spared = _between(self.primals, small) - rest
+        return small if any(_reduces(node) for node in spared) else []
+
+    def _of_statistics(self, handed: list[Node]) -> _Halves:
+        outputs = [*handed, *self.statistics]
+        reached = _between(self.primals, outputs)
+        taken = [node for node in self.primals if node in reached]
+        halves = _Halves(_extracted(self.graph, [*self.sizes, *taken], outputs))
+        halves.gradients = (None,) * len(taken)
+        halves.takes = tuple(map(self.primals.index, taken))
+        halves.hands_on = tuple(
+            Handed(one.dtype, numbers_in((tuple(one.shape), one.stride()), [size.meta["val"] for size in self.sizes]))
+            for one in (node.meta["val"] for node in handed)
+        )
         return halves
+
+    def _halves(self, handed: list[Node], outputs: list[Node]) -> _Halves:
+        given = [*self.primals, *handed]
+        wanted = [node for node in self.gradients if isinstance(node, Node)]
+        read = [node for node in self.saved if node in given]
+        kept = [node for node in self.saved if node not in given]
+        halves = _Halves(_extracted(self.graph, [*self.sizes, *given], [*outputs, *kept]))
+        halves.gradients = tuple(None if not isinstance(node, Node) else wanted.index(node) for node in self.gradients)
+        halves.gradients += (None,) * len(handed)
+        halves.read = tuple(map(given.index, read))
+        halves.saved = tuple(map(_told, kept))
+        halves.tangents = tuple(self.taking)
+        if wanted:
+            halves.backward = _extracted(self.graph, [*self.sizes, *read, *kept, *self.tangents], wanted)
+        return halves
+
+
+def _count(node: Node) -> int:
+    return math.prod(map(size_of, node.meta["val"].shape))
+
+
+def _reduces(node: Node) -> bool:
+    """Whether it makes few numbers of many."""
+    read = [one for one in node.all_input_nodes if is_tensor_valued(one) and not is_tuple(one)]
+    made = [one.numel() for one in tensors_of(node)]
+    most = max(map(_count, read), default=0)
+    return bool(made) and all(_SMALL * size_of(count) <= most for count in made)
 
 
 def _told(node: Node) -> str:
@@ -144,15 +215,21 @@ def _extracted(joint: GraphModule, inputs: Sequence[Node], outputs: Sequence[Nod
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    wanted, waiting = set(inputs), [node for node in outputs if isinstance(node, Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in wanted:
-            wanted.add(node)
-            waiting += node.all_input_nodes
+    wanted = _between(inputs, outputs)
     for node in joint.graph.nodes:
         if node in wanted and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] if isinstance(node, Node) else node for node in outputs))
     graph.lint()
     return GraphModule(joint, graph)
+
+
+def _between(inputs: Iterable[Node], outputs: Iterable[Node]) -> set[Node]:
+    """What it takes to compute these outputs, with them and those of the inputs that are read."""
+    given, found, waiting = set(inputs), set[Node](), [node for node in outputs if isinstance(node, Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += () if node in given else node.all_input_nodes
+    return found

@@ -125,7 +125,7 @@ class _Trials:
         found = self._of_before(known)
         if all(call in found for call in self.calls.values()):
             return found
-        graph = joined(self.graph, list(self.calls.items()))
+        graph = joined(self.graph, list(self.calls.items()), divided=False)
         region_of_node = {f"compiled_{number}": region for number, region in enumerate(self.calls)}
         classes = len(set(self.calls.values()))
         with module_state_kept(module, module_devices(module, sample.tensors), graph.generators), without_autocast():
@@ -173,5 +173,5 @@ class _Trials:
         except Exception as error:  # noqa: BLE001  whatever the compiler cannot do stays as it is
             trial = RegionTrial((), 0.0, 0.0, 0, 0, reason_of(error))
         if trial.refused and not was_built:
-            call.kernels.clear()  # its operations run one by one from here on
+            call.build([])  # its operations run one by one from here on
         return trial

@@ -28,7 +28,7 @@ class _Form:
     """What classes of regions have in common that differ in sizes alone."""
 
     seen: dict[str, RegionSizes] = field(default_factory=dict)  # by digest of the class
-    kernels: list[Kernels] = field(default_factory=list)  # each for all sizes of a pattern
+    kernels: list[list[Kernels]] = field(default_factory=list)  # of a region, each for all sizes of a pattern
     refused: bool = False  # by the compiler: each class is compiled by itself
 
 
@@ -44,8 +44,9 @@ def call_of(graph: DGraph, region: Region) -> CompiledCall:
     if key not in CALLS:
         names = dict.fromkeys(op.call.op_name.strip("_") for op in region.ops)
         name = "_".join(["compiled", *list(names)[:_NAMED]])
-        outputs = len(region.outputs) + 2 * len(normalisations(region))
-        CALLS[key] = CompiledCall(name, digest, function_of(graph, region), outputs)
+        statistics = 2 * len(normalisations(region))
+        function, outputs = function_of(graph, region), len(region.outputs) + statistics
+        CALLS[key] = CompiledCall(name, digest, function, outputs, statistics=statistics)
         _form_of(graph, region).seen[digest] = sizes_of(graph, region)
     return CALLS[key]
 
@@ -68,10 +69,11 @@ def has_code(graph: DGraph, region: Region) -> bool:
     return any(_numbers_for(kernels, sizes) is not None for kernels in _form_of(graph, region).kernels)
 
 
-def _numbers_for(kernels: Kernels, sizes: RegionSizes) -> tuple[int, ...] | None:
+def _numbers_for(kernels: list[Kernels], sizes: RegionSizes) -> tuple[int, ...] | None:
     """What code for any size is given at these; None where it does not hold for them."""
-    assert isinstance(kernels.any_size, OfPattern)
-    return kernels.any_size.numbers_at(sizes)
+    any_size = kernels[0].any_size
+    assert isinstance(any_size, OfPattern)
+    return any_size.numbers_at(sizes)
 
 
 def build(graph: DGraph, region: Region, call: CompiledCall) -> None:
@@ -83,13 +85,13 @@ def build(graph: DGraph, region: Region, call: CompiledCall) -> None:
     for kernels in _kernels_of_any_size(graph, region, call, form):
         numbers = _numbers_for(kernels, sizes)
         if numbers is not None:
-            call.kernels[:], call.numbers[:] = [kernels], numbers
+            call.build(kernels, numbers)
             return
-    call.numbers.clear()
-    call.kernels[:] = [kernels_of(call.eager, _inputs(graph, region), _differentiable(graph, region, call))]
+    taking = _differentiable(graph, region, call)
+    call.build(kernels_of(call.eager, _inputs(graph, region), taking, call.statistics))
 
 
-def _kernels_of_any_size(graph: DGraph, region: Region, call: CompiledCall, form: _Form) -> Iterator[Kernels]:
+def _kernels_of_any_size(graph: DGraph, region: Region, call: CompiledCall, form: _Form) -> Iterator[list[Kernels]]:
     """Code of the form of a region: what there is, then what is compiled for all regions of it that were seen."""
     from rockmate.regions.build import kernels_for
 
@@ -100,7 +102,8 @@ def _kernels_of_any_size(graph: DGraph, region: Region, call: CompiledCall, form
     try:
         pattern = Pattern.of([*others, form.seen[call.digest]])
         with_arguments = partial(function_of, graph, region)
-        made = kernels_for(pattern, with_arguments, _inputs(graph, region), _differentiable(graph, region, call))
+        inputs, taking = _inputs(graph, region), _differentiable(graph, region, call)
+        made = kernels_for(pattern, with_arguments, inputs, taking, call.statistics)
     except Exception:  # noqa: BLE001  what is compiled for its own sizes alone tells what else is wrong
         form.refused = True
         return

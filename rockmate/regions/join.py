@@ -12,8 +12,9 @@ import torch
 
 from rkgb import DGraph, DNode
 from rkgb.errors import GraphError
+from rkgb.ir.bgraph import Source
 from rkgb.ir.call import Call, Ref
-from rkgb.ir.compiled import CompiledCall
+from rkgb.ir.compiled import CompiledCall, Handed
 from rkgb.ir.values import ValueInfo
 from rkgb.passes.b_to_d import statistics_written
 from rockmate.regions.find import Region
@@ -22,13 +23,14 @@ from rockmate.regions.function import normalisations
 _WRITE = torch.ops.aten.lerp_.Scalar  # a statistic comes nearer to the batch's by its momentum
 
 
-def joined(graph: DGraph, calls: Sequence[tuple[Region, CompiledCall]]) -> DGraph:
+def joined(graph: DGraph, calls: Sequence[tuple[Region, CompiledCall]], divided: bool = True) -> DGraph:
     """`graph` with one operation for each of these regions, and one for each statistic that they have written.
 
-    Whatever else it does, it does in the order in which it did. Raises `GraphError` where regions need each other.
+    Where a region has parts, each is an operation, unless they are not to be `divided`. Whatever else it does, it does
+    in the order in which it did. Raises `GraphError` where regions need each other.
     """
     inside = {op: region for region, _ in calls for op in region.ops}
-    made = {region: _operations(graph, number, region, call) for number, (region, call) in enumerate(calls)}
+    made = {region: _operations(graph, number, region, call, divided) for number, (region, call) in enumerate(calls)}
     values = {name: info for name, info in graph.values.items() if name in graph.leaves}
     renamed: dict[str, str] = {}  # storages that are another's now: that of what is read outside
     for region, _ in calls:
@@ -57,13 +59,12 @@ def _alone(info: ValueInfo) -> ValueInfo:
 
 
 def _operations(
-    graph: DGraph, number: int, region: Region, compiled: CompiledCall
+    graph: DGraph, number: int, region: Region, compiled: CompiledCall, divided: bool
 ) -> tuple[list[DNode], dict[str, ValueInfo]]:
-    """The operation of a region, those that write its statistics, and the values that are new with them."""
-    first = region.ops[0]
+    """The operations of a region, those that write its statistics, and the values that are new with them."""
     new: dict[str, ValueInfo] = {}
     writes: list[DNode] = []
-    outputs = list(region.outputs)
+    statistics: list[str] = []
     for op in normalisations(region):
         for place, what in zip(statistics_written(op.call) or (), ("mean", "variance"), strict=True):
             leaf, momentum = op.call.args[place], op.call.args[6]
@@ -78,15 +79,37 @@ def _operations(
                 requires_grad=False,
                 storage_bytes=info.shape[0] * info.dtype.itemsize,
             )
-            outputs.append(name)
+            statistics.append(name)
             moved = f"{name}_written"
             new[moved] = replace(info, owner=leaf.name)
             write = Call(_WRITE, (leaf, Ref(name), momentum))
             writes.append(DNode(moved, write, Ref(moved), False, op.source, written=[leaf.name]))
-    pattern: Any = Ref(outputs[0]) if len(outputs) == 1 else [Ref(name) for name in outputs]
-    arguments = tuple(Ref(name) for name in region.inputs)
-    node = DNode(f"compiled_{number}", Call(compiled, arguments), pattern, True, first.source)
-    return [node, *writes], new
+    name, source = f"compiled_{number}", region.ops[0].source
+    if not (divided and compiled.parts):
+        node = _node(name, compiled, region.inputs, [*region.outputs, *statistics], source)
+        return [node, *writes], new
+    kernels = compiled.kernels[0]
+    taken = [region.inputs[place] for place in kernels.takes]
+    given = {f"{name}_given_{place}": one for place, one in enumerate(kernels.hands_on)}
+    new |= {one: _handed(graph.values[taken[0]], one, handed, compiled) for one, handed in given.items()}
+    first, rest = compiled.parts
+    return [
+        _node(f"{name}_statistics", first, taken, [*given, *statistics], source),
+        *writes,
+        _node(name, rest, [*region.inputs, *given], region.outputs, source),
+    ], new
+
+
+def _node(name: str, call: CompiledCall, read: Sequence[str], made: Sequence[str], source: Source) -> DNode:
+    pattern: Any = Ref(made[0]) if len(made) == 1 else [Ref(one) for one in made]
+    return DNode(name, Call(call, tuple(map(Ref, read))), pattern, True, source)
+
+
+def _handed(read: ValueInfo, name: str, handed: Handed, call: CompiledCall) -> ValueInfo:
+    """The tensor that is handed on of one like what is `read`."""
+    sizes, strides = handed.layout(call.numbers)
+    fresh = replace(read, owner=name, shape=sizes, stride=strides, dtype=handed.dtype, requires_grad=False)
+    return _alone(fresh)
 
 
 def _in_order(graph: DGraph, inside: Mapping[DNode, Region]) -> list[DNode | Region]:

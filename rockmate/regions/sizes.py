@@ -164,6 +164,7 @@ class OfPattern:
 
     pattern: Pattern
     conditions: Callable[[Sequence[int]], bool]  # on what the symbols stand for
+    places: tuple[int, ...]  # of the inputs of these regions, those that it is given first: others are made of them
 
     def numbers_at(self, region: RegionSizes) -> tuple[int, ...] | None:
         """What the code is given for that region; None where it does not hold."""
@@ -172,4 +173,6 @@ class OfPattern:
 
     def holds(self, layouts: Sequence[Layout], numbers: tuple[int, ...]) -> bool:
         """Whether the code is right for inputs that lie so, where these are its numbers."""
-        return self.pattern.layouts_at(numbers) == tuple(layouts) and self.conditions(numbers)
+        lies = self.pattern.layouts_at(numbers)
+        expected = tuple(lies[place] for place in self.places)
+        return tuple(layouts[: len(expected)]) == expected and self.conditions(numbers)

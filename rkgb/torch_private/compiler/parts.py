@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-__all__ = ["SymbolicSizes", "compiled", "forward_and_backward_of"]
+__all__ = ["SymbolicSizes", "compiled", "forward_and_backward_of", "numbers_in"]
 
 
 class SymbolicSizes:
@@ -51,6 +51,21 @@ class SymbolicSizes:
             return min(numbers, default=2) > 1 and all(one.xreplace(given) == sympy.true for one in (*asked, *equal))
 
         return hold
+
+
+def numbers_in(layout: tuple[Sequence[Any], ...], symbols: Sequence[Any]) -> Callable[[Sequence[int]], Any]:
+    """That `layout`, whose numbers may be made of `symbols`, where these are the numbers that are given."""
+    names = [symbol.node.expr for symbol in symbols]
+
+    def at(numbers: Sequence[int]) -> Any:
+        given = dict(zip(names, map(sympy.Integer, numbers), strict=True))
+        return tuple(tuple(_at(number, given) for number in part) for part in layout)
+
+    return at
+
+
+def _at(number: Any, given: dict[Any, Any]) -> int:
+    return number if isinstance(number, int) else int(number.node.expr.xreplace(given))
 
 
 def forward_and_backward_of(
