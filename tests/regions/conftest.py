@@ -28,12 +28,17 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """What is compiled is interpreted, and said to pay wherever it is right, steps included."""
+def said_to_pay(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """What is compiled is said to pay wherever it is right, steps included."""
 
     def tried(*given: Any) -> RegionTrial:
         return replace(trial.tried(*given), eager_ms=1e3, compiled_ms=1.0)
 
-    monkeypatch.setattr(build, "compiled", interpreted_graph)
     monkeypatch.setattr(choose, "tried", tried)
     monkeypatch.setattr(parts, "steps_by_turns_ms", lambda *_: (1.0, 2.0))  # with such parts, and without
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, said_to_pay: None) -> None:
+    """What is compiled is interpreted, and said to pay wherever it is right."""
+    monkeypatch.setattr(build, "compiled", interpreted_graph)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.ir.compiled import CompiledCall
 from rkgb.ir.values import info_of
@@ -37,6 +38,14 @@ def several(x: Tensor, y: Tensor) -> list[Tensor]:
     return [torch.where(positive, x, y), positive, (x * y).sum(-1)]
 
 
+def batch_normalised(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    """Two of them, and the statistics of the batch, which are the last four of its outputs."""
+    made = [aten.native_batch_norm(one, weight, bias, None, None, True, 0.1, 1e-5)[0] for one in (x, y)]
+    with torch.no_grad():
+        found = [torch.var_mean(one, dim=[0, 2, 3], correction=0, keepdim=True) for one in (x, y)]
+    return [torch.relu(made[0] + made[1]), *(one.reshape(-1) for pair in found for one in pair[::-1])]
+
+
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return made.requires_grad_()
@@ -51,22 +60,27 @@ CASES = {
     "several": (several, lambda: [numbers(4, 6), numbers(4, 6, seed=1)]),
     "without gradient": (several, lambda: [numbers(4, 6).detach(), numbers(4, 6, seed=1).detach()]),
     "one without gradient": (gate, lambda: [numbers(3, 16), numbers(3, 16, seed=1).detach()]),
+    "batch normalised": (batch_normalised, lambda: [numbers(4, 3, 5, 6), numbers(4, 3, 5, 6, seed=1), numbers(3),
+                                                    numbers(3, seed=1)]),
 }  # fmt: skip
+STATISTICS = {"batch normalised": 4}
 
 
-def call_of(function, inputs) -> CompiledCall:
+def call_of(function, inputs, statistics: int = 0) -> CompiledCall:
     outputs = function(*inputs)
     infos = [info_of(one, f"value_{place}") for place, one in enumerate(inputs)]
-    kernels = kernels_of(function, infos, [one.requires_grad for one in outputs])
-    return CompiledCall("compiled", "", function, len(outputs), [kernels])
+    call = CompiledCall("compiled", "", function, len(outputs), statistics=statistics)
+    call.build(kernels_of(function, infos, [one.requires_grad for one in outputs], statistics))
+    return call
 
 
 def as_list(made: Tensor | list[Tensor]) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else list(made)
 
 
-def assert_right(function, inputs) -> None:
-    call = call_of(function, inputs)
+def assert_right(function, inputs, statistics: int) -> None:
+    call = call_of(function, inputs, statistics)
+    assert len(call.parts) == (2 if statistics else 0)
     expected, found = function(*inputs), as_list(call(*inputs))
     roots = [place for place, one in enumerate(expected) if one.requires_grad]
     assert [one.requires_grad for one in found] == [one.requires_grad for one in expected]
@@ -82,7 +96,7 @@ def assert_right(function, inputs) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_halves_give_what_the_operations_give(name):
     function, make = CASES[name]
-    assert_right(function, make())
+    assert_right(function, make(), STATISTICS.get(name, 0))
 
 
 @pytest.mark.ci  # seconds for each
@@ -90,7 +104,45 @@ def test_halves_give_what_the_operations_give(name):
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_halves_give_what_the_operations_give(name):
     function, make = CASES[name]
-    assert_right(function, make())
+    assert_right(function, make(), STATISTICS.get(name, 0))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_normalised_comes_back_from_its_statistics_alone():
+    function, make = CASES["batch normalised"]
+    inputs = make()
+    call = call_of(function, inputs, 4)
+    first, rest = call.parts
+    with Operations() as seen:
+        given = first(*inputs[:2])
+    assert call.kernels[0].takes == (0, 1)
+    assert seen.reduce
+    kernels = call.kernels[0]
+    handed = given[: len(kernels.hands_on)]
+    for one, told in zip(handed, kernels.hands_on, strict=True):
+        assert (one.dtype, (tuple(one.shape), one.stride())) == (told.dtype, told.layout(()))
+        assert one.numel() == 3
+    with Operations() as seen:
+        again = rest(*inputs, *handed)
+    assert not seen.reduce
+    assert bitwise_equal(again.detach(), call(*inputs)[0].detach())
+
+
+class Operations(TorchDispatchMode):
+    """Notes whether any of them takes statistics of a tensor."""
+
+    reduce = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reduce |= func.overloadpacket.__name__ in {"var_mean", "mean", "sum", "var", "native_batch_norm"}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_statistics_that_are_not_small_are_computed_with_the_rest():
+    call = call_of(batch_normalised, [numbers(2, 3, 2, 2), numbers(2, 3, 2, 2), numbers(3), numbers(3)], 4)
+    assert len(call.kernels) == 1
+    assert not call.parts
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -161,7 +213,7 @@ def saved_by(run, inputs) -> int:
 def test_no_more_is_saved_than_by_the_operations(name):
     function, make = CASES[name]
     inputs = make()
-    assert saved_by(call_of(function, inputs), inputs) <= saved_by(function, inputs)
+    assert saved_by(call_of(function, inputs, STATISTICS.get(name, 0)), inputs) <= saved_by(function, inputs)
 
 
 @pytest.mark.usefixtures("interpreted")

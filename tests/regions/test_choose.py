@@ -112,6 +112,14 @@ def test_statistics_are_written_once_a_step():
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_statistics_are_computed_once_and_what_is_normalised_again():
+    planned = Rockmate(built(Normalised), torch.randn(4, 3, 16, 16), 0.75, options=COMPILED)
+    batch_norms = sum(isinstance(one, nn.BatchNorm2d) for one in planned.original.modules())
+    assert planned.code.count("_statistics(") == batch_norms
+    assert planned.code.count("_rest(") > batch_norms
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_random_stream_is_eager_s():
     model, batch = built(Layers), rows()
     planned = Rockmate(copy.deepcopy(model), batch, 0.8, options=COMPILED)
@@ -282,6 +290,33 @@ class TestCallsOfOtherSizes:
         assert len(tight.plans) == len({*self.COUNTS, 512})
 
     @pytest.mark.usefixtures("interpreted")
+    def test_images_of_any_size_are_normalised_by_statistics_of_theirs(self):
+        self.trained_on_images()
+
+    @pytest.mark.ci  # a minute
+    @pytest.mark.usefixtures("said_to_pay")
+    def test_images_of_any_size_train_so_where_they_are_compiled(self):
+        self.trained_on_images()
+
+    def trained_on_images(self):
+        model = built(Normalised)
+        first, *others = (torch.randn(count, 3, 4 * count, 48) for count in (10, 6, 8, 4, 5, 7, 9))
+        planned = [Rockmate(copy.deepcopy(model), first, budget, options=COMPILED) for budget in (0.75, "1GiB")]
+        for batch in (first, *others):
+            eager, *ours = gradients_of(batch, model, *planned)
+            torch.testing.assert_close(ours[0], eager, rtol=1e-3, atol=1e-5)
+            assert all(bitwise_equal(*pair) for pair in zip(*ours, strict=True))
+            for one in (model, *planned):
+                one.zero_grad()
+        buffers = [dict(one.original.named_buffers()) for one in planned]
+        assert all(bitwise_equal(one, buffers[1][name]) for name, one in buffers[0].items())
+        torch.testing.assert_close(buffers[0], dict(model.named_buffers()), rtol=1e-4, atol=1e-5)
+        for one in planned:
+            assert len(one.plans) == 7
+            assert all(plan.compiled.chosen for plan in one.plans)
+            assert all(plan.peak_bytes <= plan.budget_bytes for plan in one.plans)
+
+    @pytest.mark.usefixtures("interpreted")
     def test_what_the_compiler_has_for_no_other_sizes_stays_as_it_is(self, monkeypatch):
         def refused(*given):
             raise RuntimeError("no symbols")
@@ -292,9 +327,11 @@ class TestCallsOfOtherSizes:
 
     @pytest.mark.usefixtures("interpreted")
     def test_what_gives_other_numbers_at_other_sizes_is_not_used(self, monkeypatch):
+        def off(kernels):
+            return replace(kernels, forward=lambda inputs: [1.01 * one for one in kernels.forward(inputs)])
+
         def wrong(*given):
-            made = build_kernels(*given)
-            return replace(made, forward=lambda inputs: [1.01 * one for one in made.forward(inputs)])
+            return [off(kernels) for kernels in build_kernels(*given)]
 
         build_kernels = build.kernels_for
         monkeypatch.setattr(build, "kernels_for", wrong)

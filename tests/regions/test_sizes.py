@@ -55,7 +55,7 @@ def call_for(pattern: Pattern) -> CompiledCall:
     kernels = kernels_for(
         pattern, lambda arguments: lambda x, weight: rotated(x, weight, *arguments), inputs, [True, True]
     )
-    return CompiledCall("compiled", "", rotated, 2, [kernels])
+    return CompiledCall("compiled", "", rotated, 2, kernels)
 
 
 def assert_right_for_all_sizes():
