@@ -46,6 +46,11 @@ def test_symbols_stand_for_sizes_and_what_is_asked_of_them_is_told():
     assert hold((7, 2, 14))
     assert not hold((7, 2, 15))
     assert not hold((1, 2, 2))
+    *symbols, _, tangent = (node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
+    lies = parts.numbers_in((tangent.shape, tangent.stride()), symbols)
+    assert lies((3, 5, 15)) == ((3, 5, 4), (20, 4, 1))
+    assert lies((7, 2, 14)) == ((7, 2, 4), (8, 4, 1))
+    assert parts.numbers_in(((3, 2), (2, 1)), [])(()) == ((3, 2), (2, 1))
 
 
 @pytest.mark.ci  # seconds
