@@ -58,4 +58,5 @@ def _normalised(graph: DGraph, op: DNode, values: dict[str, Any]) -> tuple[torch
     count = given.numel() // given.shape[1]
     with torch.no_grad():  # as the normalisation itself is decomposed, so that both are computed once
         variance, mean = torch.var_mean(given.to(kept), dim=places, correction=0, keepdim=True)
-    return made, (mean.reshape(-1), variance.reshape(-1) * (count / max(count - 1, 1)))
+    # The mean is handed on, too: what is written from has a storage of its own.
+    return made, (mean.reshape(-1).clone(), variance.reshape(-1) * (count / max(count - 1, 1)))

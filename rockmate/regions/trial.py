@@ -48,7 +48,8 @@ def tried(graph: DGraph, region: Region, call: CompiledCall, values: Mapping[str
     def of_moved(seed: int) -> Step:
         return Step(eager, moved(Sample(tuple(inputs), {}), seed).tensors, taking, gradients, is_watched=False)
 
-    reason = _misfit(graph, region, expected, found) or _other_numbers(expected, found, of_moved)
+    reason = _misfit(graph, region, expected, found) or _misfit_of_statistics(call, inputs)
+    reason = reason or _other_numbers(expected, found, of_moved)
     eager_bytes, compiled_bytes = expected.saved_bytes, found.saved_bytes
     if reason:
         return RegionTrial(names, 0.0, 0.0, eager_bytes, compiled_bytes, reason)
@@ -135,6 +136,20 @@ def _misfit(graph: DGraph, region: Region, expected: Step, found: Step) -> str:
         return "it has other gradients"
     pairs = zip(expected.gradients, found.gradients, strict=True)
     return "it has other gradients" if any((one is None) != (other is None) for one, other in pairs) else ""
+
+
+def _misfit_of_statistics(call: CompiledCall, inputs: Sequence[torch.Tensor]) -> str:
+    """Why statistics that are computed apart are not what a graph says of them; "" where they are."""
+    if not call.parts:
+        return ""
+    kernels = call.kernels[0]
+    made = call.parts[0].at(call.numbers, [inputs[place] for place in kernels.takes])
+    for one, told in zip(made, kernels.hands_on, strict=False):
+        if (one.dtype, (tuple(one.shape), one.stride())) != (told.dtype, told.layout(call.numbers)):
+            return "its statistics lie otherwise in memory"
+    if len({one.untyped_storage().data_ptr() for one in made}) < len(made):
+        return "its statistics share their memory"
+    return ""
 
 
 def _other_numbers(expected: Step, found: Step, of_moved: Callable[[int], Step]) -> str:

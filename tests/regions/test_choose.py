@@ -219,6 +219,29 @@ def test_what_is_compiled_wrongly_is_not_used(wrong, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::rockmate.CompileWarning")
+@pytest.mark.parametrize(("wrong", "told"), [("strides", "lie otherwise"), ("shared", "share their memory")])
+def test_statistics_that_are_compiled_wrongly_are_not_used(wrong, told, monkeypatch):
+    def compiled(graph, is_backward):
+        run = interpreted_graph(graph, is_backward)
+
+        def changed(given):
+            made = list(run(given))
+            if all(one.numel() == 8 for one in made) and len(given) == 1:  # statistics of eight channels
+                made[0] = (
+                    made[0].as_strided((1, 8, 1, 1), (8, 1, 8, 8)) if wrong == "strides" else made[2].view(1, 8, 1, 1)
+                )
+            return made
+
+        return changed
+
+    monkeypatch.setattr(build, "compiled", compiled)
+    planned = Rockmate(built(Normalised), torch.randn(4, 3, 16, 16), 0.8, options=COMPILED)
+    assert not compiled_parts(planned).chosen
+    assert told in str(planned.plan.compiled)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_ctrl_c_while_compiling_leaves_all_usable(monkeypatch):
     def interrupted(graph, is_backward):
         raise KeyboardInterrupt
