@@ -133,7 +133,6 @@ LONG = frozenset(
         "tests/observing/test_peak_command.py::test_a_plan_is_told_of_a_model_that_the_script_lets_go",
         "tests/offload/test_file_tier.py::test_a_file_may_not_grow_beyond_what_the_system_allows",
         "tests/offload/test_file_tier.py::test_ctrl_c_while_it_is_waited_for_leaves_all_usable",
-        "tests/regions/test_choose.py::TestQuestions::test_a_sweep_has_the_faster_plan_of_each_budget",
         "tests/regions/test_choose.py::test_it_moves_data_too",
         "tests/reports/test_reports.py::test_points_of_memory_against_time_are_plans_of_the_problem",
         "tests/reports/test_reports.py::test_the_same_plan_gives_the_same_bytes",
