@@ -77,8 +77,8 @@ def _compiled(joint: _Joint) -> list[Kernels]:
     for halves in joint.parts():
         forward = compiled(halves.forward, is_backward=False)
         backward = None if halves.backward is None else compiled(halves.backward, is_backward=True)
-        kernels = Kernels(forward, backward, halves.read, halves.gradients, halves.tangents, halves.saved)
-        made.append(replace(kernels, takes=halves.takes, hands_on=halves.hands_on))
+        handing = (halves.read, halves.gradients, halves.tangents, halves.saved)
+        made.append(Kernels(forward, backward, *handing, takes=halves.takes, hands_on=halves.hands_on))
     return made
 
 
@@ -146,7 +146,6 @@ class _Joint:
         reached = _between(self.primals, outputs)
         taken = [node for node in self.primals if node in reached]
         halves = _Halves(_extracted(self.graph, [*self.sizes, *taken], outputs))
-        halves.gradients = (None,) * len(taken)
         halves.takes = tuple(map(self.primals.index, taken))
         halves.hands_on = tuple(
             Handed(one.dtype, numbers_in((tuple(one.shape), one.stride()), [size.meta["val"] for size in self.sizes]))
