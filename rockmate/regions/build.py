@@ -65,11 +65,11 @@ def kernels_for(
     joint = forward_and_backward_of(function, make, sizes)
     made = _compiled(_Joint(joint, differentiable, count, statistics))
     conditions = sizes.conditions()  # the compiler has added its own
-    places = [one.takes or range(len(inputs)) for one in made]
-    return [
-        replace(one, any_size=OfPattern(pattern, conditions, tuple(taken)))
-        for one, taken in zip(made, places, strict=True)
-    ]
+    every = tuple(range(len(inputs)))
+    *first, rest = made
+    found = [replace(one, any_size=OfPattern(pattern, conditions, one.takes)) for one in first]
+    handed = tuple(tensor for one in first for tensor in one.hands_on)
+    return [*found, replace(rest, any_size=OfPattern(pattern, conditions, every, handed))]
 
 
 def _compiled(joint: _Joint) -> list[Kernels]:
@@ -117,8 +117,8 @@ class _Joint:
         self.made: list[Node] = list(returned[: count - statistics])
         self.statistics: list[Node] = list(returned[count - statistics : count])
         self.gradients = list(returned[count + numbers :])
-        wanted = [node for node in self.gradients if isinstance(node, Node)]
-        self.saved = _saved(graph, count) if wanted else []
+        self.wanted = [node for node in self.gradients if isinstance(node, Node)]
+        self.saved = _saved(graph, count) if self.wanted else []
         for place, one in zip(self.taking, tangents, strict=True):
             if _told(one) != _told(self.made[place]):
                 raise GraphError("the gradient of one of its outputs is compiled to lie otherwise than that output")
@@ -154,8 +154,7 @@ class _Joint:
         return halves
 
     def _halves(self, handed: list[Node], outputs: list[Node]) -> _Halves:
-        given = [*self.primals, *handed]
-        wanted = [node for node in self.gradients if isinstance(node, Node)]
+        given, wanted = [*self.primals, *handed], self.wanted
         read = [node for node in self.saved if node in given]
         kept = [node for node in self.saved if node not in given]
         halves = _Halves(_extracted(self.graph, [*self.sizes, *given], [*outputs, *kept]))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rkgb import DGraph
 from rkgb.ir.call import Call
-from rkgb.ir.compiled import Layout
+from rkgb.ir.compiled import Handed, Layout
 from rkgb.passes.equivalence import is_some_size
 from rockmate.regions.find import Region
 
@@ -164,7 +164,8 @@ class OfPattern:
 
     pattern: Pattern
     conditions: Callable[[Sequence[int]], bool]  # on what the symbols stand for
-    places: tuple[int, ...]  # of the inputs of these regions, those that it is given first: others are made of them
+    places: tuple[int, ...]  # of the inputs of these regions, those that it is given
+    handed: tuple[Handed, ...] = ()  # what it is given after them
 
     def numbers_at(self, region: RegionSizes) -> tuple[int, ...] | None:
         """What the code is given for that region; None where it does not hold."""
@@ -174,5 +175,5 @@ class OfPattern:
     def holds(self, layouts: Sequence[Layout], numbers: tuple[int, ...]) -> bool:
         """Whether the code is right for inputs that lie so, where these are its numbers."""
         lies = self.pattern.layouts_at(numbers)
-        expected = tuple(lies[place] for place in self.places)
-        return tuple(layouts[: len(expected)]) == expected and self.conditions(numbers)
+        given = (*(lies[place] for place in self.places), *(one.layout(numbers) for one in self.handed))
+        return given == tuple(layouts) and self.conditions(numbers)
