@@ -307,7 +307,7 @@ class TestCallsOfOtherSizes:
         assert 0 < first < len(compiled) <= 2 * first
 
     @pytest.mark.ci  # a minute
-    @pytest.mark.usefixtures("fresh")
+    @pytest.mark.usefixtures("said_to_pay")
     def test_they_train_so_where_they_are_compiled(self):
         (tight, _) = self.trained(self.COUNTS, 0.8, "1GiB")
         assert len(tight.plans) == len({*self.COUNTS, 512})
