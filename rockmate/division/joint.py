@@ -6,6 +6,7 @@ of the backward, whatever they read.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -120,15 +121,14 @@ def _written(module: GraphModule, nodes: list[Node]) -> set[Node]:
     return found
 
 
-def with_inputs(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes, what they read, what that reads, and so on."""
-    found: set[Node] = set()
-    waiting = list(nodes)
+def with_inputs(nodes: Iterable[Node], given: Iterable[Node] = ()) -> set[Node]:
+    """These nodes, what they read, what that reads, and so on, back to what is `given`."""
+    found, known, waiting = set[Node](), frozenset(given), list(nodes)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += () if node in known else node.all_input_nodes
     return found
 
 
@@ -145,14 +145,12 @@ def tensors_of(node: Node) -> Iterator[torch.Tensor]:
 
 def bytes_of(node: Node) -> int:
     """Bytes of what a node gives; of sizes that vary, those of the sample."""
-    return sum(_count(tensor.shape) * tensor.element_size() for tensor in tensors_of(node))
+    return sum(count_of(tensor.shape) * tensor.element_size() for tensor in tensors_of(node))
 
 
-def _count(shape: Sequence[Any]) -> int:
-    count = 1
-    for size in shape:
-        count *= size_of(size)
-    return count
+def count_of(shape: Sequence[Any]) -> int:
+    """How many numbers a tensor of this shape holds; where sizes vary, that of the sample."""
+    return math.prod(map(size_of, shape))
 
 
 def size_of(size: Any) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from rkgb.ir.compiled import Handed, Kernels
 from rkgb.ir.values import ValueInfo
 from rkgb.torch_private.compiler.parts import SymbolicSizes, compiled, forward_and_backward_of, numbers_in
 from rockmate.division.cut import SavingProblem
-from rockmate.division.joint import JointGraph, is_tensor_valued, is_tuple, size_of, tensors_of
+from rockmate.division.joint import JointGraph, count_of, is_tensor_valued, is_tuple, size_of, tensors_of, with_inputs
 from rockmate.division.rates import Rates
 from rockmate.regions.sizes import OfPattern, Pattern
 
@@ -134,16 +133,16 @@ class _Joint:
         """What the rest needs of statistics, where that spares it to read whole tensors for them."""
         if not self.statistics:
             return []
-        most = max(_count(node) for node in self.primals)
+        most = max(_numbers(node) for node in self.primals)
         others = [node for node in self.saved if node not in self.primals and node not in self.made]
-        small = [node for node in others if _SMALL * _count(node) <= most]
-        rest = _between([*self.primals, *small], self.made)
-        spared = _between(self.primals, small) - rest
+        small = [node for node in others if _SMALL * _numbers(node) <= most]
+        rest = with_inputs(self.made, [*self.primals, *small])
+        spared = with_inputs(small, self.primals) - rest
         return small if any(_reduces(node) for node in spared) else []
 
     def _of_statistics(self, handed: list[Node]) -> _Halves:
         outputs = [*handed, *self.statistics]
-        reached = _between(self.primals, outputs)
+        reached = with_inputs(outputs, self.primals)
         taken = [node for node in self.primals if node in reached]
         halves = _Halves(_extracted(self.graph, [*self.sizes, *taken], outputs))
         halves.takes = tuple(map(self.primals.index, taken))
@@ -168,15 +167,15 @@ class _Joint:
         return halves
 
 
-def _count(node: Node) -> int:
-    return math.prod(map(size_of, node.meta["val"].shape))
+def _numbers(node: Node) -> int:
+    return count_of(node.meta["val"].shape)
 
 
 def _reduces(node: Node) -> bool:
     """Whether it makes few numbers of many."""
     read = [one for one in node.all_input_nodes if is_tensor_valued(one) and not is_tuple(one)]
     made = [one.numel() for one in tensors_of(node)]
-    most = max(map(_count, read), default=0)
+    most = max(map(_numbers, read), default=0)
     return bool(made) and all(_SMALL * size_of(count) <= most for count in made)
 
 
@@ -213,21 +212,10 @@ def _extracted(joint: GraphModule, inputs: Sequence[Node], outputs: Sequence[Nod
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    wanted = _between(inputs, outputs)
+    wanted = with_inputs((node for node in outputs if isinstance(node, Node)), inputs)
     for node in joint.graph.nodes:
         if node in wanted and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] if isinstance(node, Node) else node for node in outputs))
     graph.lint()
     return GraphModule(joint, graph)
-
-
-def _between(inputs: Iterable[Node], outputs: Iterable[Node]) -> set[Node]:
-    """What it takes to compute these outputs, with them and those of the inputs that are read."""
-    given, found, waiting = set(inputs), set[Node](), [node for node in outputs if isinstance(node, Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += () if node in given else node.all_input_nodes
-    return found
