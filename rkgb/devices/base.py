@@ -173,6 +173,13 @@ class Device(abc.ABC):
         """Set what keeps the gaps between tensors small; whether it could be set. For all devices of the kind."""
         return False
 
+    # ---- kernels ------------------------------------------------------------------------------------
+
+    @property
+    def adds_by_index(self) -> bool:
+        """Whether inductor writes loops that add up where indices say, instead of calling PyTorch's operation."""
+        return True
+
     # ---- random numbers -----------------------------------------------------------------------------
 
     @property

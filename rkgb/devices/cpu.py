@@ -83,6 +83,11 @@ class Cpu(Device):
         return _set_malloc(_KEEPING)
 
     @property
+    def adds_by_index(self) -> bool:
+        """Several threads would wait for each other."""
+        return torch.get_num_threads() == 1
+
+    @property
     def generator(self) -> torch.Generator:
         """There is one."""
         return torch.default_generator

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from rkgb.devices.registry import device_of
 from rkgb.torch_private.operations import OpOverload
 
 _FUSED_BESIDE = frozenset(
     "clone _to_copy convert_element_type embedding gather index where full scalar_tensor iota constant_pad_nd cat "
-    "inductor_random inductor_lookup_seed inductor_randint arange".split()
+    "inductor_random inductor_lookup_seed inductor_randint arange _low_memory_max_pool_offsets_to_indices".split()
 )
 """Operations beside those tagged as pointwise whose loops the compiler joins with their readers'."""
+_ADDING = frozenset({"scatter_add", "scatter_reduce"})  # as those of `_JOINING`, on devices that do so
+_JOINING = frozenset("sum mean prod amax amin any all argmax argmin var var_mean scatter index_put".split())
+"""Operations that make few numbers of many, or write them elsewhere, and compute what they read in their own loops."""
 
 
 @dataclass(eq=False)
@@ -36,6 +40,7 @@ class JointGraph:
     given: frozenset[Node]  # what the caller holds: parameters, buffers, the user's inputs
     tangents: tuple[Node, ...]  # gradients of outputs, which the backward is given
     written: frozenset[Node]  # of those given: what the forward writes, so that the backward finds other values there
+    late: frozenset[Node]  # what cannot run before gradients are given
     place: dict[Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +67,7 @@ class JointGraph:
         forward.update(node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in forward)
         given = frozenset([*inputs, *constants]).difference(tangents)
         written = given & _written(module, nodes)
-        return cls(nodes, frozenset(forward) | given, outputs, gradients, given, tangents, written)
+        return cls(nodes, frozenset(forward) | given, outputs, gradients, given, tangents, written, frozenset(after))
 
     @cached_property
     def needed(self) -> tuple[Node, ...]:
@@ -84,11 +89,12 @@ class JointGraph:
         return not (draws(node) or has_effects(node)) and self.written.isdisjoint(node.all_input_nodes)
 
     def backward_order(self, saved: frozenset[Node]) -> list[Node]:
-        """What the backward computes, in order: what is not `saved` is computed just before it is first read."""
+        """What the backward computes, in order: what needs no gradient, and is not `saved`, just before it is read."""
         order: list[Node] = []
         done: set[Node] = set(saved) | self.given | set(self.tangents)
+        wanted = self.late | set(self.gradients)
         for target in self.nodes:
-            if target in self.forward or target in done:
+            if target in done or target not in wanted:
                 continue
             waiting = [target]
             while waiting:
@@ -189,6 +195,18 @@ def is_fused(node: Node) -> bool:
         return is_view(node)
     name = node.target._schema.name.partition("::")[2]
     return torch.Tag.pointwise in node.target.tags or node.target.is_view or name in _FUSED_BESIDE
+
+
+def joins_inputs(node: Node) -> bool:
+    """Whether the compiler joins the loops of what it reads with its own."""
+    if is_fused(node):
+        return True
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    name = node.target._schema.name.partition("::")[2]
+    if name in _ADDING:
+        return all(device_of(tensor.device).adds_by_index for tensor in tensors_of(node))
+    return name in _JOINING
 
 
 def has_effects(node: Node) -> bool:

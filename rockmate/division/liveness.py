@@ -1,7 +1,8 @@
 """Bytes that a divided joint graph takes, forward and backward, as the compiler will allocate them, nearly.
 
-A loop that is joined with the one loop that reads it fills no memory. What else the compiler does, such as taking the
-memory of an input for an output or another order, takes less; scratch memory of libraries is not seen.
+A loop that is joined with the one loop that reads it fills no memory. Convolutions run in channels_last: what they are
+given that lies otherwise is copied as the forward begins, until its backward has read it. What else the compiler does,
+such as taking the memory of an input for an output or another order, mostly takes less.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
-from rockmate.division.joint import JointGraph, bytes_of, is_fused, is_tuple, is_view
+from rockmate.division.joint import JointGraph, bytes_of, is_fused, is_tuple, is_view, joins_inputs, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class Liveness:
             for node in graph.nodes
         }
         self._is_fused = {node: is_fused(node) for node in graph.nodes}
+        self._joins_inputs = {node: joins_inputs(node) for node in graph.nodes}
+        converted = [dep for node in graph.nodes if _is_convolution(node) for dep in node.all_input_nodes]
+        self._converted = {dep for dep in converted if dep in graph.given and _is_converted(dep)}
+        self._bytes.update({node: bytes_of(node) for node in self._converted})
         self._forward = [node for node in graph.nodes if node in graph.forward and node not in graph.given]
 
     def peaks(self, saved: frozenset[Node]) -> Peaks:
@@ -47,8 +53,8 @@ class Liveness:
         graph = self._graph
         kept = {self._holder[node] for node in saved} - graph.given
         returned = {self._holder[node] for node in graph.outputs} - graph.given
-        forward_bytes = self._pass(self._forward, (), kept | returned)
-        held = dict.fromkeys([*kept, *returned, *graph.tangents])
+        forward_bytes = self._pass(self._forward, self._converted, kept | returned | self._converted)
+        held = dict.fromkeys([*kept, *returned, *self._converted, *graph.tangents])
         gradients = {self._holder[node] for node in graph.gradients}
         backward_bytes = self._pass(graph.backward_order(saved), held, returned | gradients)
         return Peaks(forward_bytes, backward_bytes, sum(self._bytes[node] for node in kept))
@@ -75,7 +81,7 @@ class Liveness:
                 and not is_view(node)
                 and self._holder[node] not in kept
                 and len(set(reading)) == 1
-                and self._is_fused[reading[0]]
+                and self._joins_inputs[reading[0]]
             ):
                 joined.add(node)
                 runs_at[node] = runs_at[reading[0]]
@@ -103,10 +109,23 @@ class Liveness:
         return highest
 
     def _scratch_bytes(self, node: Node) -> int:
-        """What the compiler has converted of what a convolution is given, weights above all, while it runs."""
-        if "convolution" not in str(node.target):
+        """What libraries convert of weights, once more, while a convolution runs; in its backward of gradients, too."""
+        if not _is_convolution(node):
             return 0
-        return sum(bytes_of(dep) for dep in node.all_input_nodes if dep in self._graph.given)
+        weights = sum(bytes_of(dep) for dep in node.all_input_nodes[1:] if dep in self._graph.given)
+        return 2 * weights if "backward" in str(node.target) else weights
+
+
+def _is_convolution(node: Node) -> bool:
+    return "convolution" in str(node.target)
+
+
+def _is_converted(node: Node) -> bool:
+    """Whether the compiler makes a copy in channels_last of what a convolution is given, and keeps it for the step."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return any(
+        one.dim() in formats and not one.is_contiguous(memory_format=formats[one.dim()]) for one in tensors_of(node)
+    )
 
 
 def _with_parts(order: Sequence[Node]) -> list[Node]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from rockmate import PeakMemory
 from rockmate.compile import Partitioner
 from rockmate.compile.choose import chain_cuts
+from rockmate.division.joint import is_fused
 from rockmate.division.liveness import Liveness
 from tests.compile.joint_graphs import divided, joint_of
 
@@ -61,6 +62,76 @@ def test_a_chain_of_loops_fills_its_end_alone():
     # What a product reads is filled, and its output.
     assert liveness.peaks(frozenset()).forward_bytes == 2 * BYTES
     assert liveness.peaks(everything).forward_bytes > 2 * BYTES
+
+
+def test_a_chain_of_loops_that_is_summed_up_fills_nothing():
+    def summed(x: Tensor) -> Tensor:
+        return (torch.exp(torch.sin(x)) * 2).sum(0)
+
+    assert Liveness(joint_of(summed, torch.rand(SIDE, SIDE, requires_grad=True))).peaks(frozenset()).forward_bytes == (
+        BYTES // SIDE
+    )
+
+
+@pytest.mark.parametrize(("threads", "filled"), [(1, 1), (2, 2)])
+def test_what_threads_add_up_by_indices_is_filled_before(monkeypatch, threads, filled):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    places = torch.randint(SIDE, (SIDE, SIDE))
+
+    def scattered(x: Tensor, places: Tensor) -> Tensor:
+        return torch.zeros_like(x).scatter_add(0, places, torch.exp(torch.sin(x)))
+
+    graph = joint_of(scattered, torch.rand(SIDE, SIDE, requires_grad=True), places)
+    zeros = next(node for node in graph.nodes if "full" in str(node.target) or "zeros" in str(node.target))
+    assert Liveness(graph).peaks(frozenset()).forward_bytes == (filled + (not is_fused(zeros))) * BYTES
+
+
+def test_weights_and_images_are_copied_to_channels_last_for_the_whole_step():
+    images, weight = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
+
+    def peaks(memory_format):
+        x, w = (one.clone(memory_format=memory_format) for one in (images, weight))
+        graph = joint_of(lambda x, w: torch.conv2d(x, w, padding=1), x, w.requires_grad_())
+        return Liveness(graph).peaks(frozenset())
+
+    as_given, last = peaks(torch.contiguous_format), peaks(torch.channels_last)
+    assert as_given.forward_bytes - last.forward_bytes == images.nbytes + weight.nbytes
+    assert as_given.backward_bytes - last.backward_bytes == images.nbytes + weight.nbytes
+    # Its own output, and the weight as a library wants it.
+    assert last.forward_bytes == images.nbytes + weight.nbytes
+
+
+class Twice(torch.autograd.Function):
+    """Its backward computes what needs no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(y)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient @ (y @ y), None
+
+
+def test_what_needs_no_gradient_is_computed_just_before_it_is_read():
+    def chain(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(6):
+            x = Twice.apply(x, y * 1.5)
+        return x
+
+    graph = joint_of(chain, torch.rand(SIDE, SIDE, requires_grad=True), torch.rand(SIDE, SIDE))
+    apart = [node for node in graph.nodes if node not in graph.forward and node not in graph.late]
+    assert len([node for node in apart if "mm" in node.name]) == 6
+    order = graph.backward_order(frozenset())
+    for node in apart:
+        after = order[order.index(node) + 1 :]
+        readers = set(node.users)
+        between = after[: min(after.index(reader) for reader in readers if reader in after)]
+        assert graph.late.isdisjoint(between)
+    # The gradient, a product that it is multiplied with, what that is made of, and the next gradient.
+    assert Liveness(graph).peaks(frozenset()).backward_bytes <= 4 * BYTES
 
 
 def test_a_value_among_several_is_filled_though_a_loop_alone_reads_it():

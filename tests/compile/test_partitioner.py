@@ -228,6 +228,22 @@ def test_a_compiled_module_keeps_to_its_budget():
 
 
 @needs_compiler
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["resnet18-tiny", "unet-tiny"])
+def test_networks_for_images_take_nearly_what_is_predicted(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what is compiled already is not divided
+    module, x = zoo_module(name)
+    free = Partitioner(EVERYTHING)
+    check(torch.compile(module, options={"custom_partitioner_fn": free}), x)
+    torch._dynamo.reset()
+    partitioner = Partitioner(int(0.75 * free.divisions[0].predicted_peak_bytes))
+    found = check(torch.compile(module, options={"custom_partitioner_fn": partitioner}), x)
+    predicted_bytes = partitioner.divisions[0].predicted_peak_bytes
+    # The compiler, which comes later, joins loops and orders them as it likes: a tenth more or less was seen.
+    assert 0.85 * predicted_bytes <= found.peak_bytes <= 1.15 * predicted_bytes
+
+
+@needs_compiler
 def test_the_compiler_passes_a_refusal_on():
     compiled = torch.compile(Layers(2), options={"custom_partitioner_fn": Partitioner(1000)})
     with pytest.raises(Exception, match="the least takes") as refused:
