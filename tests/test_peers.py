@@ -21,6 +21,7 @@ from benchmarks.peers.monet import PUBLISHED
 from benchmarks.peers.registry import peers_for
 from benchmarks.peers.sittings import sit
 from benchmarks.peers.slope import slope_by_norm
+from rockmate.errors import BudgetTooSmall
 from tests.scripts import load_script, run_script, written_between_marks
 
 EAGER = checkpointing.PEERS[0]
@@ -197,6 +198,18 @@ def test_ours_keeps_its_budget_and_a_refusal_tells_bytes():
     assert good.predicted_ratio >= 1
     assert (refused.status, refused.runs) == ("refused", False)
     assert refused.budget_bytes < refused.proven_bytes <= refused.smallest_budget_bytes
+
+
+def test_a_refusal_within_the_compiler_s_error_is_one():
+    def refuse(case, eager_peak_bytes):
+        try:
+            raise BudgetTooSmall("no division", smallest_budget_bytes=4096, binding_op="", proven_bytes=0)
+        except BudgetTooSmall as error:
+            raise RuntimeError("backend='inductor' raised") from error
+
+    eager, refused = contenders_of(chain_case(), Peer("partitioned", Family.COMPILE, refuse, 0.5))
+    assert (refused.status, refused.smallest_budget_bytes, refused.proven_bytes) == ("refused", 4096, None)
+    assert page.remarks(result_of(refused, [eager])) == "no plan fits the budget; smallest budget 4.00 KiB"
 
 
 @pytest.mark.slow

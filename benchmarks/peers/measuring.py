@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.peers.case import SEED, Built, Case, NotForThisModel, Peer, peak_of
 from benchmarks.peers.families import Family
 from benchmarks.peers.slope import SLOPE_TOLERANCE, slope_by_norm
-from rockmate.errors import BudgetTooSmall
+from rockmate.compile.checking import refusal_in
 
 # Where a gradient is not eager's to the bit, how far it may be off: the norm of the difference by that of the gradient,
 # or by a hundredth of that of all gradients where this is larger. Wrong masks or counts are off by a tenth and more.
@@ -243,13 +243,15 @@ def measure(
         contender.peak_bytes = peak_of(case, built)
         contender.built, contender.note = built, built.note
         fill_in_plan(contender, built)
-    except BudgetTooSmall as error:
-        contender.status, contender.reason = REFUSED, "no plan fits the budget"
-        contender.smallest_budget_bytes, contender.proven_bytes = error.smallest_budget_bytes, error.proven_bytes
     except NotForThisModel as error:
         contender.status, contender.reason = ABSENT, str(error)
     except Exception as error:  # noqa: BLE001  whatever stops a peer is the reason in its row
-        contender.status, contender.reason = FAILED, one_line(error)
+        if (refused := refusal_in(error)) is None:
+            contender.status, contender.reason = FAILED, one_line(error)
+        else:
+            contender.status, contender.reason = REFUSED, "no plan fits the budget"
+            contender.smallest_budget_bytes = refused.smallest_budget_bytes
+            contender.proven_bytes = refused.proven_bytes or None  # a partitioner proves nothing
     return contender, trace
 
 

@@ -194,10 +194,9 @@ def remarks(result: Report) -> str:
     """Reasons and notes, and what a refusal has proven."""
     texts = [result["reason"], result["note"]]
     if result["smallest_budget_bytes"] is not None:
-        texts.append(
-            f"smallest budget {format_bytes(result['smallest_budget_bytes'])}, "
-            f"{format_bytes(result['proven_bytes'])} proven"
-        )
+        texts.append(f"smallest budget {format_bytes(result['smallest_budget_bytes'])}")
+        if result["proven_bytes"] is not None:
+            texts[-1] += f", {format_bytes(result['proven_bytes'])} proven"
     if result["random_equal"] is False:
         texts.append("leaves other random numbers")
     return escaped("; ".join(filter(None, texts)))
