@@ -109,11 +109,13 @@ class Liveness:
         return highest
 
     def _scratch_bytes(self, node: Node) -> int:
-        """What libraries convert of weights, once more, while a convolution runs; in its backward of gradients, too."""
+        """What libraries convert of weights, once more, in a convolution; its backward has gradients twice, too."""
         if not _is_convolution(node):
             return 0
-        weights = sum(bytes_of(dep) for dep in node.all_input_nodes[1:] if dep in self._graph.given)
-        return 2 * weights if "backward" in str(node.target) else weights
+        is_backward = "backward" in str(node.target)
+        weight = node.args[2 if is_backward else 1]
+        assert isinstance(weight, Node)
+        return (3 if is_backward else 1) * bytes_of(weight) if weight in self._graph.given else 0
 
 
 def _is_convolution(node: Node) -> bool:

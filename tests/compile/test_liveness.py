@@ -97,8 +97,9 @@ def test_weights_and_images_are_copied_to_channels_last_for_the_whole_step():
     as_given, last = peaks(torch.contiguous_format), peaks(torch.channels_last)
     assert as_given.forward_bytes - last.forward_bytes == images.nbytes + weight.nbytes
     assert as_given.backward_bytes - last.backward_bytes == images.nbytes + weight.nbytes
-    # Its own output, and the weight as a library wants it.
+    # Its output, and the weight as a library wants it. Then that of both gradients, and once more of the weight's.
     assert last.forward_bytes == images.nbytes + weight.nbytes
+    assert last.backward_bytes == 2 * images.nbytes + 3 * weight.nbytes
 
 
 class Twice(torch.autograd.Function):
