@@ -193,20 +193,19 @@ def is_fused(node: Node) -> bool:
     """Whether the compiler joins its loop with that of who reads it."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return is_view(node)
-    name = node.target._schema.name.partition("::")[2]
-    return torch.Tag.pointwise in node.target.tags or node.target.is_view or name in _FUSED_BESIDE
+    return torch.Tag.pointwise in node.target.tags or node.target.is_view or _name_of(node) in _FUSED_BESIDE
 
 
 def joins_inputs(node: Node) -> bool:
     """Whether the compiler joins the loops of what it reads with its own."""
-    if is_fused(node):
-        return True
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    name = node.target._schema.name.partition("::")[2]
-    if name in _ADDING:
+    if _name_of(node) in _ADDING:
         return all(device_of(tensor.device).adds_by_index for tensor in tensors_of(node))
-    return name in _JOINING
+    return is_fused(node) or _name_of(node) in _JOINING
+
+
+def _name_of(node: Node) -> str:
+    """The operation's, without its library; none of what is no operation."""
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
 
 
 def has_effects(node: Node) -> bool:

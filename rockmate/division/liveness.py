@@ -46,6 +46,7 @@ class Liveness:
         converted = [dep for node in graph.nodes if _is_convolution(node) for dep in node.all_input_nodes]
         self._converted = {dep for dep in converted if dep in graph.given and _is_converted(dep)}
         self._bytes.update({node: bytes_of(node) for node in self._converted})
+        self._scratch_bytes = {node: self._scratch_bytes_of(node) for node in graph.nodes if _is_convolution(node)}
         self._forward = [node for node in graph.nodes if node in graph.forward and node not in graph.given]
 
     def peaks(self, saved: frozenset[Node]) -> Peaks:
@@ -98,7 +99,7 @@ class Liveness:
             if node not in joined and self._bytes[node] and node not in alive:
                 alive.add(node)
                 level += self._bytes[node]
-            highest = max(highest, level + self._scratch_bytes(node))
+            highest = max(highest, level + self._scratch_bytes.get(node, 0))
             for holder in freed.get(number, ()):
                 if holder in alive:
                     alive.discard(holder)
@@ -108,10 +109,8 @@ class Liveness:
                 level -= self._bytes[node]
         return highest
 
-    def _scratch_bytes(self, node: Node) -> int:
+    def _scratch_bytes_of(self, node: Node) -> int:
         """What libraries convert of weights, once more, in a convolution; its backward has gradients twice, too."""
-        if not _is_convolution(node):
-            return 0
         is_backward = "backward" in str(node.target)
         weight = node.args[2 if is_backward else 1]
         assert isinstance(weight, Node)

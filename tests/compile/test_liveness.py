@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from rockmate import PeakMemory
 from rockmate.compile import Partitioner
 from rockmate.compile.choose import chain_cuts
-from rockmate.division.joint import is_fused
 from rockmate.division.liveness import Liveness
 from tests.compile.joint_graphs import divided, joint_of
 
@@ -73,7 +72,7 @@ def test_a_chain_of_loops_that_is_summed_up_fills_nothing():
     )
 
 
-@pytest.mark.parametrize(("threads", "filled"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("threads", "filled"), [(1, 2), (2, 3)])
 def test_what_threads_add_up_by_indices_is_filled_before(monkeypatch, threads, filled):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     places = torch.randint(SIDE, (SIDE, SIDE))
@@ -82,8 +81,8 @@ def test_what_threads_add_up_by_indices_is_filled_before(monkeypatch, threads, f
         return torch.zeros_like(x).scatter_add(0, places, torch.exp(torch.sin(x)))
 
     graph = joint_of(scattered, torch.rand(SIDE, SIDE, requires_grad=True), places)
-    zeros = next(node for node in graph.nodes if "full" in str(node.target) or "zeros" in str(node.target))
-    assert Liveness(graph).peaks(frozenset()).forward_bytes == (filled + (not is_fused(zeros))) * BYTES
+    # Zeros, sums of them, and with several threads what is added.
+    assert Liveness(graph).peaks(frozenset()).forward_bytes == filled * BYTES
 
 
 def test_weights_and_images_are_copied_to_channels_last_for_the_whole_step():
