@@ -86,7 +86,9 @@ class Partitioner(CustomPartitionerFn):
         self.divisions.append(
             Division(chosen.peaks.saved_bytes, chosen.peaks.step_bytes, len(chosen.repeated), chosen.repeated_ms)
         )
-        return partitioned(gm, joint_inputs, chosen.saved, chosen.repeated, **kwargs)
+        # PyTorch would save masks in place of what they are made of: loops that write or read bytes beside numbers of
+        # another layout are slow.
+        return partitioned(gm, joint_inputs, chosen.saved, chosen.repeated | graph.apart, **kwargs)
 
     def uuid(self) -> object:
         """What decides how graphs are divided: the compiler keeps what it compiled under that."""

@@ -76,6 +76,21 @@ class JointGraph:
         read.update(self.gradients)
         return tuple(node for node in self.nodes if node in self.forward and node in read)
 
+    @cached_property
+    def apart(self) -> frozenset[Node]:
+        """What the backward alone reads though no gradient is needed for it, such as masks, and may compute."""
+        own = (node for node in self.nodes if node not in self.forward and node not in self.late)
+        return frozenset(node for node in own if not draws(node) and not has_effects(node))
+
+    @cached_property
+    def readers(self) -> dict[Node, tuple[Node, ...]]:
+        """Who reads each node, or a view of it, and is no view."""
+        found: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        for node in reversed(self.nodes):
+            for dep in dict.fromkeys(node.all_input_nodes):
+                found[dep] += found[node] if is_view(node) else [node]
+        return {node: tuple(dict.fromkeys(reading)) for node, reading in found.items()}
+
     def holder(self, node: Node) -> Node:
         """The node whose memory `node` is a view of: itself, where it has its own."""
         while is_view(node):

@@ -64,24 +64,17 @@ class Liveness:
         """Most bytes while `order` runs, where `held` is there before, and `kept` afterwards."""
         order = _with_parts(order)
         place = {node: number for number, node in enumerate(order)}
-        readers: dict[Node, list[Node]] = {}
-        for node in order:
-            for dep in node.all_input_nodes:
-                readers.setdefault(dep, []).append(node)
         runs_at: dict[Node, int] = {}
         last: dict[Node, int] = {}
         joined: set[Node] = set()
-        real: dict[Node, list[Node]] = {}  # by holder: who reads it, or a view of it, and is none
         for node in reversed(order):
-            reading = [user for user in readers.get(node, ()) if not is_view(user)]
-            reading += [user for view in readers.get(node, ()) if is_view(view) for user in real.get(view, ())]
-            real[node] = reading
+            reading = [reader for reader in self._graph.readers[node] if reader in place]
             runs_at[node] = place[node]
             if (
                 self._is_fused[node]
                 and not is_view(node)
                 and self._holder[node] not in kept
-                and len(set(reading)) == 1
+                and len(reading) == 1
                 and self._joins_inputs[reading[0]]
             ):
                 joined.add(node)

@@ -227,6 +227,29 @@ def test_a_compiled_module_keeps_to_its_budget():
     assert slope(compiled, x) == pytest.approx(1, abs=2e-2)  # the loss bends along the way
 
 
+class ClippedLayers(nn.Module):
+    """The backward of clipping makes a mask of what was clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.clamp_min(layer(x), 0.0)
+        return x
+
+
+def test_what_masks_are_made_of_is_saved_as_chosen_and_no_mask():
+    run = divided(ClippedLayers(), Partitioner(EVERYTHING))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
+        run(torch.randn(64, 32))
+    clipped = [value for value in saved if value.shape == (64, 32)]
+    assert len(clipped) >= 6  # of each layer what it is given, and what is clipped
+    assert {value.dtype for value in clipped} == {torch.float32}
+
+
 @needs_compiler
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["resnet18-tiny", "unet-tiny"])
