@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
+from rkgb.ir.blocks import Block
+from rkgb.ir.dgraph import DGraph
+from rkgb.ir.profiles import BlockProfile
+from rkgb.profile import measure
 from rockmate.choices import parts
+from rockmate.planning import costs
 from rockmate.regions import build, choose, code, trial
 from rockmate.regions.option import RegionTrial
 
@@ -42,3 +47,15 @@ def said_to_pay(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
 def interpreted(monkeypatch: pytest.MonkeyPatch, said_to_pay: None) -> None:
     """What is compiled is interpreted, and said to pay wherever it is right."""
     monkeypatch.setattr(build, "compiled", interpreted_graph)
+
+
+@pytest.fixture
+def a_millisecond_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations, autograd nodes and the loss take a millisecond each, whatever else the machine does."""
+
+    def timed(graph: DGraph, block: Block, values: dict[str, Any], profile: BlockProfile, others: Any) -> BlockProfile:
+        nodes = sum(len(stage.nodes) for stage in profile.stages)
+        return profile.with_times(dict.fromkeys(profile.ops, 1.0), [1.0] * nodes)
+
+    monkeypatch.setattr(measure, "_timed", timed)
+    monkeypatch.setattr(costs, "_timed_ms", lambda *_: 1.0)

@@ -419,17 +419,20 @@ class TestQuestions:
         found = max_batch(make, budget="400KiB", measurements=2, compile=True, limits=BRIEFLY)
         assert found.plan_file.plan.compiled is None
 
+    @pytest.mark.usefixtures("a_millisecond_each")  # each answer measures again: on a busy machine, other times
+    @pytest.mark.parametrize(("slowdown", "is_compiled"), [(1.05, True), (1.3, False)])
     @pytest.mark.parametrize("parts", ["save less", "save more"])
-    def test_the_smallest_budget_is_the_smaller_of_both(self, parts, monkeypatch):
+    def test_the_smallest_budget_is_the_smaller_of_both(self, parts, slowdown, is_compiled, monkeypatch):
         if parts == "save more":
             monkeypatch.setattr(build, "_PRICE", 0.0)
         model = built(Layers)
         given = {"loss": squares, "limits": BRIEFLY}
-        found = smallest_budget(model, rows(), 1.05, compile=True, **given)
-        without = smallest_budget(model, rows(), 1.05, **given)
+        found = smallest_budget(model, rows(), slowdown, compile=True, **given)
+        without = smallest_budget(model, rows(), slowdown, **given)
         assert found.budget_bytes <= without.budget_bytes * 1.01
+        assert (found.plan_file.plan.compiled is not None) == is_compiled
         assert found.plan_file.plan.measured_peak_bytes <= found.budget_bytes
-        assert found.slowdown <= 1.05 + 1e-6
+        assert found.slowdown <= slowdown + 1e-6
 
     def test_a_sweep_has_the_faster_plan_of_each_budget(self):
         given = {"budgets": [0.9, 0.7, 0.1], "solvers": ["auto", "greedy"], "loss": squares}
