@@ -1,14 +1,15 @@
 """Convolutional models as given and in channels_last: eager, planned in either layout, and compiled by inductor.
 
-    python benchmarks/layouts.py                                        # five models; two hours
+    python benchmarks/layouts.py                                        # five models; hours
     python benchmarks/layouts.py --models densenet121 --no-inductor     # one of them, without what takes longest
+    python benchmarks/layouts.py --skip "budget 0.0" "budget 0.3"       # all, without inductor's smallest budgets
     python benchmarks/layouts.py --quick --output folder                # tiny models, whose times mean nothing
 
 Each model's contenders take turns in one process, each round in another order; ratios are of medians, peaks are exact.
 Budgets are shares of the peak of the eager step as given. Inductor always computes convolutions in channels_last on
-the CPU; its budget is a share of the activations, which it does not always keep. What it takes until its first step is
-compiling. Models that are named are measured anew, and take the place of those of an earlier run. Nothing else should
-be computed on the machine.
+the CPU, and compiles each model in both layouts; its budget is a share of the activations, which it does not always
+keep. What it takes until its first step is compiling. Models that are named are measured anew, and take the place of
+those of an earlier run. Nothing else should be computed on the machine.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def measured_models(
     parser.add_argument("--models", nargs="+", choices=models, default=list(models))
     parser.add_argument("--shares", nargs="+", type=float, default=list(shares), help="of eager's peak")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each (default 9)")
+    parser.add_argument("--skip", nargs="+", default=[], help="ways whose names have one of these in them")
     parser.add_argument("--no-inductor", dest="inductor", action="store_false", help="leave it out")
     parser.add_argument("--machine", help="a word for it: results of its own, beside those of other machines")
     options = parser.parse_args()
@@ -60,7 +61,9 @@ def measured_models(
     path = options.output / file_name
     for name in options.models:
         asked = tuple(options.shares)
-        rows = _rows_of(name, beside(others(asked), asked, options.inductor), options)
+        peers = beside(others(asked), asked, options.inductor)
+        wanted = tuple(peer for peer in peers if not any(part in peer.label for part in options.skip))
+        rows = _rows_of(name, wanted, options)
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": []}
         of_this = {
             "model": name,

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+from torch import nn
 
 from benchmarks.peers.case import Built, Case, Peer
 from benchmarks.peers.families import Family
@@ -38,12 +39,16 @@ def set_up() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def compiled(
-    case: Case, eager_peak_bytes: int, *, backend: str, budget: float, settings: Mapping[str, Any] | None = None
+def compiled(case: Case, eager_peak_bytes: int, *, backend: str, budget: float) -> Built:
+    """The model as it is, compiled with that budget."""
+    return compiled_model(case.fresh_model(), backend=backend, budget=budget)
+
+
+def compiled_model(
+    model: nn.Module, *, backend: str, budget: float, settings: Mapping[str, Any] | None = None
 ) -> Built:
-    """The compiled model; it is compiled in its first step, with these settings of the backend."""
+    """This `model`, which is compiled in its first step, with these settings of the backend."""
     set_up()
-    model = case.fresh_model()
     options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # PyTorch 2.14 and later
         options["isolate_recompiles"] = True
