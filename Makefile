@@ -94,14 +94,15 @@ setup-oldest: torch-env
 
 # One environment for each release; it takes gigabytes, as most releases come with the libraries of CUDA.
 EXTRAS ?= test,notebooks,docs
-IN_TORCH = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-torch/$(TORCH)/bin/python -m pytest $(IN_PARALLEL)
+# Of what is installed little is imported: it is compiled to bytecode then, which PYTHONDONTWRITEBYTECODE would not keep.
+IN_TORCH = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-torch/$(TORCH)/bin/python -m pytest $(IN_PARALLEL)
 
 torch-env:
 	@[ -n "$(TORCH)" ] || { echo "say which: make test-torch TORCH=2.11.0" >&2; exit 1; }
 	@[ -x .venv-torch/$(TORCH)/bin/python ] || $(PYTHON) -m venv .venv-torch/$(TORCH)
 	@grep -v -E "^(torch|torchmetrics)==" constraints.txt > .venv-torch/$(TORCH)/constraints.txt
 	@[ .venv-torch/$(TORCH)/.installed-$(EXTRAS) -nt pyproject.toml ] || { \
-		.venv-torch/$(TORCH)/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet \
+		.venv-torch/$(TORCH)/bin/python -m pip install --disable-pip-version-check --no-cache-dir --no-compile --quiet \
 		-c .venv-torch/$(TORCH)/constraints.txt torch==$(TORCH) -e '.[$(EXTRAS)]' \
 		&& touch .venv-torch/$(TORCH)/.installed-$(EXTRAS); }
 

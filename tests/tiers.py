@@ -148,6 +148,7 @@ LONG = frozenset(
         "tests/reports/test_reports.py::test_points_of_memory_against_time_are_plans_of_the_problem",
         "tests/reports/test_reports.py::test_the_same_plan_gives_the_same_bytes",
         "tests/solver/test_auto.py::test_never_slower_than_its_parts",
+        "tests/solver/test_bound.py::test_cases_are_below_the_oracle_wherever_they_are_told",
         "tests/solver/test_bound.py::test_cases_are_told_for_a_plan_only_where_they_prove_enough_of_it",
         "tests/solver/test_bound.py::test_cases_raise_the_bound_where_a_loss_leaves_little_room",
         "tests/solver/test_bound.py::test_narrow_stages_apart_raise_the_bound_of_the_integer_program",

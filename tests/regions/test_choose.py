@@ -312,6 +312,7 @@ class TestCallsOfOtherSizes:
         (tight, _) = self.trained(self.COUNTS, 0.8, "1GiB")
         assert len(tight.plans) == len({*self.COUNTS, 512})
 
+    @pytest.mark.ci
     @pytest.mark.usefixtures("interpreted")
     def test_images_of_any_size_are_normalised_by_statistics_of_theirs(self):
         self.trained_on_images()
@@ -434,6 +435,7 @@ class TestQuestions:
         assert found.plan_file.plan.measured_peak_bytes <= found.budget_bytes
         assert found.slowdown <= slowdown + 1e-6
 
+    @pytest.mark.ci
     def test_a_sweep_has_the_faster_plan_of_each_budget(self):
         given = {"budgets": [0.9, 0.7, 0.1], "solvers": ["auto", "greedy"], "loss": squares}
         found = sweep(built(Layers), rows(), compile=True, **given)
