@@ -751,6 +751,7 @@ SECTIONS = {
     "planning-cpu.json": planning_sections,
     "offload-cpu.json": offload_sections,
     "layouts-cpu.json": model_sections,
+    "layouts-milan-cpu.json": model_sections,
     "layouts-intel-cpu.json": model_sections,
     "compiled-budgets-cpu.json": compiled_budget_sections,
     "compiled-parts-cpu.json": model_sections,

@@ -211,6 +211,11 @@ def is_fused(node: Node) -> bool:
     return torch.Tag.pointwise in node.target.tags or node.target.is_view or _name_of(node) in _FUSED_BESIDE
 
 
+def is_concatenation(node: Node) -> bool:
+    """Whether it joins tensors: what computes those writes into its memory, and nobody computes it in another loop."""
+    return _name_of(node) == "cat"
+
+
 def joins_inputs(node: Node) -> bool:
     """Whether the compiler joins the loops of what it reads with its own."""
     if _name_of(node) in _ADDING:

@@ -1,6 +1,7 @@
 """Bytes that a divided joint graph takes, forward and backward, as the compiler will allocate them, nearly.
 
-A loop that is joined with the one loop that reads it fills no memory. Convolutions run in channels_last: what they are
+A loop that is joined with the one loop that reads it fills no memory. What loops compute for a concatenation they write
+into its memory, which is there as long as any of it is read. Convolutions run in channels_last: what they are
 given that lies otherwise is copied as the forward begins, until its backward has read it. What else the compiler does,
 such as taking the memory of an input for an output or another order, mostly takes less.
 """
@@ -14,7 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from rockmate.division.joint import JointGraph, bytes_of, is_fused, is_tuple, is_view, joins_inputs, tensors_of
+from rockmate.division.joint import (
+    JointGraph,
+    bytes_of,
+    is_concatenation,
+    is_fused,
+    is_tuple,
+    is_view,
+    joins_inputs,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class Liveness:
             node: 0 if node in graph.given or is_tuple(node) or is_view(node) else bytes_of(node)
             for node in graph.nodes
         }
-        self._is_fused = {node: is_fused(node) for node in graph.nodes}
+        self._is_fused = {node: is_fused(node) and not is_concatenation(node) for node in graph.nodes}
         self._joins_inputs = {node: joins_inputs(node) for node in graph.nodes}
         converted = [dep for node in graph.nodes if _is_convolution(node) for dep in node.all_input_nodes]
         self._converted = {dep for dep in converted if dep in graph.given and _is_converted(dep)}
@@ -60,10 +70,25 @@ class Liveness:
         backward_bytes = self._pass(graph.backward_order(saved), held, returned | gradients)
         return Peaks(forward_bytes, backward_bytes, sum(self._bytes[node] for node in kept))
 
+    def _written_into(self, order: Sequence[Node], place: dict[Node, int], kept: set[Node]) -> dict[Node, Node]:
+        """By what is computed in `order`: the concatenation whose memory it is written into, if there is one.
+
+        That is so of what loops compute and loops alone read. All else is copied.
+        """
+        found: dict[Node, Node] = {}
+        for node in order:
+            for dep in node.all_input_nodes if is_concatenation(node) else ():
+                reading = [reader for reader in self._graph.readers[dep] if reader in place]
+                is_loop = dep in place and self._is_fused[dep] and not is_view(dep)
+                if is_loop and dep not in kept and all(self._joins_inputs[reader] for reader in reading):
+                    found.setdefault(dep, node)
+        return found
+
     def _pass(self, order: Sequence[Node], held: Iterable[Node], kept: set[Node]) -> int:
         """Most bytes while `order` runs, where `held` is there before, and `kept` afterwards."""
         order = _with_parts(order)
         place = {node: number for number, node in enumerate(order)}
+        into = self._written_into(order, place, kept)
         runs_at: dict[Node, int] = {}
         last: dict[Node, int] = {}
         joined: set[Node] = set()
@@ -80,7 +105,7 @@ class Liveness:
                 joined.add(node)
                 runs_at[node] = runs_at[reading[0]]
             for dep in node.all_input_nodes:
-                holder = self._holder[dep]
+                holder = into.get(self._holder[dep], self._holder[dep])
                 last[holder] = max(last.get(holder, -1), runs_at[node])
         freed: dict[int, list[Node]] = {}
         for holder, at in last.items():
@@ -89,9 +114,10 @@ class Liveness:
         alive = {holder for holder in held if holder in kept or holder in last}
         level = highest = sum(self._bytes[holder] for holder in alive)
         for number, node in enumerate(order):
-            if node not in joined and self._bytes[node] and node not in alive:
-                alive.add(node)
-                level += self._bytes[node]
+            holder = into.get(node, node)
+            if node not in joined and self._bytes[holder] and holder not in alive:
+                alive.add(holder)
+                level += self._bytes[holder]
             highest = max(highest, level + self._scratch_bytes.get(node, 0))
             for holder in freed.get(number, ()):
                 if holder in alive:

@@ -85,6 +85,28 @@ def test_what_threads_add_up_by_indices_is_filled_before(monkeypatch, threads, f
     assert Liveness(graph).peaks(frozenset()).forward_bytes == filled * BYTES
 
 
+@pytest.mark.parametrize(("is_multiplied", "filled"), [(False, 6), (True, 5)])
+def test_what_is_concatenated_lies_there_as_long_as_any_of_it_is_read(is_multiplied, filled):
+    def joined(x: Tensor, y: Tensor, square: Tensor) -> Tensor:
+        read_later = torch.exp(x)
+        product = torch.cat([read_later, torch.exp(y)]) @ square @ square
+        return read_later @ product[:SIDE] if is_multiplied else read_later * product[:SIDE]
+
+    halves = (torch.rand(SIDE, SIDE, requires_grad=True) for _ in range(2))
+    graph = joint_of(joined, *halves, torch.rand(SIDE, SIDE))
+    # Both products, and what they are of: while one of its halves is read, all of it is there. A half that a product
+    # reads is copied there, and beside it until then: what is joined is gone when the second product is made.
+    assert Liveness(graph).peaks(frozenset()).forward_bytes == filled * BYTES
+
+
+def test_a_concatenation_is_filled_though_a_loop_alone_reads_it():
+    def summed(x: Tensor) -> Tensor:
+        return torch.cat([torch.exp(x), torch.sin(x)]).sum(0)
+
+    graph = joint_of(summed, torch.rand(SIDE, SIDE, requires_grad=True))
+    assert Liveness(graph).peaks(frozenset()).forward_bytes == 2 * BYTES + BYTES // SIDE
+
+
 def test_weights_and_images_are_copied_to_channels_last_for_the_whole_step():
     images, weight = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
 
