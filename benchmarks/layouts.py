@@ -6,10 +6,10 @@
     python benchmarks/layouts.py --quick --output folder                # tiny models, whose times mean nothing
 
 Each model's contenders take turns in one process, each round in another order; ratios are of medians, peaks are exact.
-Budgets are shares of the peak of the eager step as given. Inductor always computes convolutions in channels_last on
-the CPU, and compiles each model in both layouts; its budget is a share of the activations, which it does not always
-keep. What it takes until its first step is compiling. Models that are named are measured anew, and take the place of
-those of an earlier run. Nothing else should be computed on the machine.
+Budgets are shares of the peak of the eager step as given. Each model is compiled in both layouts: on the CPU inductor
+always computes convolutions in channels_last. Its budget is a share of the activations, which it does not always keep.
+What it takes until its first step is compiling. Models that are named are measured anew, and take the place of those of
+an earlier run. Nothing else should be computed on the machine.
 """
 
 from __future__ import annotations
