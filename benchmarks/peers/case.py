@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -108,3 +109,13 @@ class Peer:
     family: Family
     build: Callable[[Case, int], Built]
     share: float | None = None  # of the eager peak, where a budget is given
+
+
+def at_each(
+    shares: tuple[float, ...], label: str, family: Family, build: Callable[..., Built], **settings: object
+) -> tuple[Peer, ...]:
+    """What `build` makes with these settings at each of these shares of the eager peak; "{share}" in a label is the share."""
+    return tuple(
+        Peer(label.format(share=f"{share:.2f}"), family, functools.partial(build, share=share, **settings), share)
+        for share in shares
+    )

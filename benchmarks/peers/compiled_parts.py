@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-from benchmarks.peers.case import Built, Case, Peer
+from benchmarks.peers.case import Built, Case, Peer, at_each
+from benchmarks.peers import layouts
 from benchmarks.peers.families import Family
-from benchmarks.peers.layouts import of_other_kernels
 from rockmate import Rockmate
 
 
@@ -31,8 +29,9 @@ def planned(case: Case, eager_peak_bytes: int, *, share: float) -> Built:
 
 def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
     """Ours at each of these shares, by other kernels and with compiled parts."""
-    parts = tuple(
-        Peer(f"rockmate {share:.2f}, compiled parts", Family.PARTS, functools.partial(planned, share=share), share)
-        for share in shares
+    return (
+        *at_each(
+            shares, "rockmate {share}, kernels auto", Family.KERNELS, layouts.planned, layout="as given", kernels="auto"
+        ),
+        *at_each(shares, "rockmate {share}, compiled parts", Family.PARTS, planned),
     )
-    return (*of_other_kernels(shares, "as given", "kernels auto"), *parts)

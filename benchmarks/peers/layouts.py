@@ -11,7 +11,7 @@ import functools
 from torch import nn
 
 from benchmarks.peers import compiled
-from benchmarks.peers.case import Built, Case, NotForThisModel, Peer
+from benchmarks.peers.case import Built, Case, NotForThisModel, Peer, at_each
 from benchmarks.peers.families import Family
 from rockmate import Rockmate
 from rockmate.compile import Partitioner
@@ -77,41 +77,9 @@ def partitioned(case: Case, eager_peak_bytes: int, *, share: float, as_given: bo
     return compiled.compiled_model(model, backend="inductor", budget=1.0, settings=settings)
 
 
-def of_other_kernels(shares: tuple[float, ...], layout: Layout, label: str, parts: bool = False) -> tuple[Peer, ...]:
-    """Ours at each of these shares, by the kernels that are measured to be faster, and with compiled `parts`."""
-    return tuple(
-        Peer(
-            f"rockmate {share:.2f}, {label}",
-            Family.KERNELS,
-            functools.partial(planned, share=share, layout=layout, kernels="auto", parts=parts),
-            share,
-        )
-        for share in shares
-    )
-
-
-def of_partitioner(shares: tuple[float, ...], label: str, as_given: bool) -> tuple[Peer, ...]:
-    """The model compiled by inductor at each of these shares, divided by our partitioner."""
-    return tuple(
-        Peer(
-            f"compile inductor, {label} {share:.2f}",
-            Family.COMPILE,
-            functools.partial(partitioned, share=share, as_given=as_given),
-            share,
-        )
-        for share in shares
-    )
-
-
 def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
     """Eager training in channels_last; ours at each of these shares, by the usual kernels, by the fastest, and by
     inductor's; and what inductor compiles of the model in channels_last."""
-    ours = (
-        Peer(f"rockmate {share:.2f}, layout auto", Family.LAYOUT, functools.partial(planned, share=share), share)
-        for share in shares
-    )
-    others = of_other_kernels(shares, "auto", "layout and kernels auto")
-    parts = of_other_kernels(shares, "auto", "layout and kernels auto, parts compiled", parts=True)
     inductor = (
         Peer(
             f"compile inductor, channels_last, budget {budget:.1f}",
@@ -120,12 +88,16 @@ def peers(shares: tuple[float, ...]) -> tuple[Peer, ...]:
         )
         for budget in compiled.BUDGETS
     )
+    by_kernels = "rockmate {share}, layout and kernels auto"
+    by_parts = f"{by_kernels}, parts compiled"
+    divided = "compile inductor, our partitioner {share}"
+    divided_so = "compile inductor, channels_last, our partitioner {share}"
     return (
         Peer("eager, channels_last", Family.LAYOUT, eager),
-        *others,
-        *parts,
-        *ours,
-        *of_partitioner(shares, "our partitioner", as_given=True),
-        *of_partitioner(shares, "channels_last, our partitioner", as_given=False),
+        *at_each(shares, by_kernels, Family.KERNELS, planned, kernels="auto"),
+        *at_each(shares, by_parts, Family.KERNELS, planned, kernels="auto", parts=True),
+        *at_each(shares, "rockmate {share}, layout auto", Family.LAYOUT, planned),
+        *at_each(shares, divided, Family.COMPILE, partitioned, as_given=True),
+        *at_each(shares, divided_so, Family.COMPILE, partitioned, as_given=False),
         *inductor,
     )

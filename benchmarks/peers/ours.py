@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-from benchmarks.peers.case import Built, Case, Peer
+from benchmarks.peers.case import Built, Case, Peer, at_each
 from benchmarks.peers.families import Family
 from rockmate import Rockmate
 
@@ -24,17 +22,12 @@ def planned(case: Case, eager_peak_bytes: int, *, share: float, solver: str = "a
 def peers(shares: tuple[float, ...], others_at: float = 0.5) -> tuple[Peer, ...]:
     """Ours at each of these shares, and our other solvers at one."""
     return (
+        *at_each(shares, "rockmate {share}", Family.OURS, planned),
         *(
-            Peer(f"rockmate {share:.2f}", Family.OURS, functools.partial(planned, share=share), share)
-            for share in shares
-        ),
-        *(
-            Peer(
-                f"rockmate {others_at:.2f}, {solver}",
-                Family.OTHER_SOLVERS,
-                functools.partial(planned, share=others_at, solver=solver),
-                others_at,
-            )
+            peer
             for solver in SOLVERS
+            for peer in at_each(
+                (others_at,), f"rockmate {{share}}, {solver}", Family.OTHER_SOLVERS, planned, solver=solver
+            )
         ),
     )

@@ -20,12 +20,12 @@ from rkgb.devices.registry import device_of
 from rkgb.torch_private.operations import OpOverload
 
 _FUSED_BESIDE = frozenset(
-    "clone _to_copy convert_element_type embedding gather index where full scalar_tensor iota constant_pad_nd cat "
+    "clone _to_copy convert_element_type embedding gather index where full scalar_tensor iota constant_pad_nd "
     "inductor_random inductor_lookup_seed inductor_randint arange _low_memory_max_pool_offsets_to_indices".split()
 )
 """Operations beside those tagged as pointwise whose loops the compiler joins with their readers'."""
 _ADDING = frozenset({"scatter_add", "scatter_reduce"})  # as those of `_JOINING`, on devices that do so
-_JOINING = frozenset("sum mean prod amax amin any all argmax argmin var var_mean scatter index_put".split())
+_JOINING = frozenset("sum mean prod amax amin any all argmax argmin var var_mean scatter index_put cat".split())
 """Operations that make few numbers of many, or write them elsewhere, and compute what they read in their own loops."""
 
 

@@ -51,7 +51,7 @@ class Liveness:
             node: 0 if node in graph.given or is_tuple(node) or is_view(node) else bytes_of(node)
             for node in graph.nodes
         }
-        self._is_fused = {node: is_fused(node) and not is_concatenation(node) for node in graph.nodes}
+        self._is_fused = {node: is_fused(node) for node in graph.nodes}
         self._joins_inputs = {node: joins_inputs(node) for node in graph.nodes}
         converted = [dep for node in graph.nodes if _is_convolution(node) for dep in node.all_input_nodes]
         self._converted = {dep for dep in converted if dep in graph.given and _is_converted(dep)}

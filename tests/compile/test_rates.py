@@ -35,6 +35,14 @@ def test_products_are_counted_by_their_operations_and_all_else_by_bytes():
     assert moved.time_ms(by_name["t"]) == 0
 
 
+def test_a_concatenation_is_read_and_written_by_a_loop_of_its_own():
+    def joined(x: Tensor) -> Tensor:
+        return torch.sin(torch.cat([torch.exp(x), x]))
+
+    (node,) = (node for node in joint_of(joined, torch.rand(32, 16, requires_grad=True)).nodes if node.name == "cat")
+    assert Rates(operations=float("inf"), bytes=1.0).time_ms(node) == 2 * 2 * 4 * 32 * 16
+
+
 def test_the_device_is_that_of_most_bytes():
     graph = joint_of(product, torch.rand(8, 8, requires_grad=True))
     assert main_device_of(graph.nodes) == CPU
