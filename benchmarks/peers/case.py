@@ -114,7 +114,7 @@ class Peer:
 def at_each(
     shares: tuple[float, ...], label: str, family: Family, build: Callable[..., Built], **settings: object
 ) -> tuple[Peer, ...]:
-    """What `build` makes with these settings at each of these shares of the eager peak; "{share}" in a label is the share."""
+    """What `build` makes with these settings at each of these shares of the eager peak. A label may say ``{share}``."""
     return tuple(
         Peer(label.format(share=f"{share:.2f}"), family, functools.partial(build, share=share, **settings), share)
         for share in shares

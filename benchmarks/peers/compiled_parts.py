@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.case import Built, Case, Peer, at_each
 from benchmarks.peers import layouts
+from benchmarks.peers.case import Built, Case, Peer, at_each
 from benchmarks.peers.families import Family
 from rockmate import Rockmate
 
