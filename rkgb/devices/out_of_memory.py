@@ -14,6 +14,7 @@ from rkgb.devices.registry import KINDS, device_of
 
 # What is said for all kinds of devices: C++'s own.
 _SAID = ("std::bad_alloc",)
+_TOLD = "No memory was left"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -77,8 +78,8 @@ def out_of_memory_told(doing: str, advice: str) -> Iterator[None]:
         try:
             if cause is None:
                 raise
-            if not getattr(cause, "__notes__", None):  # told once, by who knows most
-                cause.add_note(f"No memory was left {doing}. {advice}")
+            if not any(note.startswith(_TOLD) for note in getattr(cause, "__notes__", ())):  # once, by who knows most
+                cause.add_note(f"{_TOLD} {doing}. {advice}")
             if cause is error:
                 raise
             error.__cause__ = error.__context__ = None  # no cycle: it would hold every tensor of the frames

@@ -112,6 +112,8 @@ def measured(function, args):
 
 # With AVX-512: products of short numbers are of the processor's own, if it has them, and groups are another kernel's.
 OTHERWISE = {"groups of no blocks", "half precision", "half precision, one place", "half precision, each channel"}
+if torch.ops.mkldnn._is_mkldnn_fp16_supported():  # else PyTorch unfolds these itself
+    OTHERWISE.add("half precision, groups")
 
 
 def check(name, wanted=None):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkgb.pipeline
 import rockmate.planning.trying.tried
 from rkgb import TraceError
-from rkgb.devices.out_of_memory import is_out_of_memory
+from rkgb.devices.out_of_memory import is_out_of_memory, out_of_memory_told
 from rkgb.ir.sample import make_sample
 from rkgb.pipeline import exact_trace
 from rkgb.replay.replay import record_step
@@ -250,3 +250,18 @@ def test_where_no_plan_s_step_finds_memory_the_allocator_s_error_is_raised(monke
     with pytest.raises(RuntimeError) as caught:
         Rockmate(built(Layers), rows(), 0.8, loss=squares, limits=FEW_ROUNDS)
     assert is_out_of_memory(caught.value)
+
+
+def test_what_others_note_does_not_keep_it_from_being_told_once():
+    error = no_memory()
+    error.add_note("whatever a user's forward has to say")
+    with (
+        pytest.raises(RuntimeError) as caught,
+        out_of_memory_told("in a step", "Give more."),
+        out_of_memory_told("in a part of it", "Free some."),
+    ):
+        raise error
+    assert caught.value.__notes__ == [
+        "whatever a user's forward has to say",
+        "No memory was left in a part of it. Free some.",
+    ]
