@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
+from rkgb.kernels import bernoulli
 from rockmate.cli.app import COMMANDS
 from tests.cli.command_line import run, run_json
 from tests.cli.test_examples import commands
@@ -36,7 +37,8 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_the_page_shows_is_what_commands_print(folder, capsys):
+def test_what_the_page_shows_is_what_commands_print(folder, capsys, monkeypatch):
+    monkeypatch.setattr(bernoulli, "drawing", lambda: None)  # as without numba: with it, a plan may be the faster one
     shown = list(CONSOLE.finditer(PAGE))
     assert {match["command"].split()[0] for match in shown} == set(COMMANDS)
     assert len(shown) == PAGE.count("```console")
