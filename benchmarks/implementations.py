@@ -142,7 +142,7 @@ class Step:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self.call.function(*self.args, **self.kwargs)

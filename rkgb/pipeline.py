@@ -51,7 +51,7 @@ OrNone = Literal["or none"]
 """A trace is compared with its module where there is the memory for it."""
 
 
-_DEEPEST_BY_JIT = 100  # levels of modules, beyond which torch.jit.trace takes minutes where each has parameters
+_DEEPEST_BY_JIT = 100  # levels of modules: torch.jit.trace takes the cube of their number
 _ADVICE = (
     "Planning takes what a forward without gradients takes, and the step of the largest block: give a sample with a "
     "smaller batch, or free memory first."

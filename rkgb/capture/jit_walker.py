@@ -1,4 +1,4 @@
-"""Walk the inlined graph of ``torch.jit.trace``: its C++ values become calls on named values.
+"""Walk the graphs of ``torch.jit.trace``: their C++ values become calls on named values.
 
 Shape arithmetic is folded on the way, so that it leaves no operations behind.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -26,6 +26,7 @@ from rkgb.sizes import Computed, SizeExpression, SizeQuestion, SizeRead, Unknown
 from rkgb.source import OWN_FOLDER
 from rkgb.state.generators import GeneratorsMet, is_generator, is_own_generator
 from rkgb.torch_private.operations import OpOverload, parsed_schema
+from rkgb.torch_private.tracers import graph_of_function, graph_of_method
 from rkgb.tree import leaves, map_leaves
 
 # The order of c10::ScalarType: traced graphs name a dtype by its place in that list.
@@ -130,8 +131,14 @@ def _runs_later(leaf: object) -> bool:
     return is_ref(leaf) or is_own_generator(leaf)
 
 
+@dataclass(frozen=True, slots=True)
+class _Submodule:
+    path: str  # under the wrapper
+    traced: torch.jit.ScriptModule
+
+
 class JitWalker:
-    """Walks the inlined graph once, turning its C++ values into Python data."""
+    """Walks the graph of the module once, and those of its submodules where they are called: C++ to Python data."""
 
     def __init__(self, module: torch.nn.Module, sample: Sample, generators: GeneratorsMet) -> None:
         self.module = module
@@ -140,27 +147,36 @@ class JitWalker:
         self.nodes: list[BNode] = []
         self.leaves: dict[str, Leaf] = {}
         self.output_refs: list[Ref] = []
-        self._values: dict[str, Any] = {}  # by the C++ value's name
-        self._paths: dict[str, str] = {}  # module values: their qualified name under the wrapper
+        self._values: dict[str, Any] = {}  # by the C++ value's name, in the graph that is walked now
         self._leaf_of_tensor: dict[int, Ref] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._types: dict[str, Any] = {}  # of tensors by name: in other graphs they may be told less of
         self._namer = Namer()
         self._buffers = {id(buffer) for buffer in module.buffers()}
         self.questions: list[SizeQuestion] = []
 
-    def walk(self, graph: Any) -> None:
+    def walk(self, traced: torch.jit.ScriptModule) -> None:
         """Fill `nodes`, `leaves` and `output_refs`."""
-        self_value, *inputs = graph.inputs()
-        self._paths[self_value.debugName()] = ""
-        for index, value in enumerate(inputs):
+        graph = graph_of_method(traced)
+        inputs = []
+        for index, value in enumerate(list(graph.inputs())[1:]):
             name = self._namer.plain(f"input_{index}")
             self.leaves[name] = Leaf(name, LeafKind.INPUT, index=index)
             self._shapes[name] = tuple(self.sample.tensors[index].shape)
-            self._values[value.debugName()] = Ref(name)
+            self._types[name] = value.type()
+            inputs.append(Ref(name))
+        self.output_refs = [self._as_ref(item) for item in self._walk(graph, [_Submodule("", traced), *inputs])]
+
+    def _walk(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        """What a graph gives for what is read of its inputs."""
+        calling = self._values
+        self._values = {value.debugName(): read for value, read in zip(graph.inputs(), inputs, strict=True)}
         for node in graph.nodes():
             self._visit(node)
         (result,) = graph.outputs()
-        self.output_refs = [self._as_ref(item) for item in self._read(result)]
+        read = self._read(result)
+        self._values = calling
+        return read
 
     def _visit(self, node: Any) -> None:
         kind = node.kind()
@@ -180,7 +196,12 @@ class JitWalker:
         if kind == "Constant":
             self._define(node, self._constant(next(iter(node.outputs())).toIValue()))
         elif kind == "GetAttr":
-            self._visit_attribute(node, inputs[0])
+            self._visit_attribute(node, self._read(inputs[0]))
+        elif kind == "CallMethod":
+            read = [self._read(value) for value in inputs]
+            self._define(node, self._walk(graph_of_method(read[0].traced, node.s("name")), read))
+        elif kind == "CallFunction" and (graph := graph_of_function(node)) is not None:
+            self._define(node, self._walk(graph, [self._read(value) for value in inputs[1:]]))
         elif kind == "ListConstruct":
             self._define(node, [self._read(value) for value in inputs])
         elif kind == "TupleConstruct":
@@ -218,13 +239,12 @@ class JitWalker:
         self._shapes[name] = tuple(value.shape)
         return Ref(name)
 
-    def _visit_attribute(self, node: Any, owner: Any) -> None:
-        prefix = self._paths[owner.debugName()]
-        path = f"{prefix}.{node.s('name')}" if prefix else node.s("name")
+    def _visit_attribute(self, node: Any, owner: _Submodule) -> None:
+        path = f"{owner.path}.{node.s('name')}" if owner.path else node.s("name")
         output = next(iter(node.outputs()))
         kind = output.type().kind()
         if kind == "ClassType":
-            self._paths[output.debugName()] = path
+            self._define(node, _Submodule(path, getattr(owner.traced, node.s("name"))))
         elif kind == "TensorType":
             self._define(node, self._tensor_leaf(path.removeprefix("wrapped.")))
         else:
@@ -340,12 +360,12 @@ class JitWalker:
 
     def _reads_gradient(self, node: Any) -> bool:
         for value in node.inputs():
-            read = self._values.get(value.debugName())
+            read = self._read(value)
             leaf = self.leaves.get(read.name) if isinstance(read, Ref) else None
             if leaf is not None:  # leaves carry no reliable flag in the traced types
                 if self._leaf_requires_grad(leaf):
                     return True
-            elif value.type().kind() == "TensorType" and value.type().requires_grad():
+            elif isinstance(read, Ref) and self._types[read.name].requires_grad():
                 return True
         return False
 
@@ -377,6 +397,7 @@ class JitWalker:
             )
         ref = Ref(name)
         self._values[output.debugName()] = ref
+        self._types[name] = output.type()
         sizes = output.type().sizes()
         if sizes is not None:
             self._shapes[name] = tuple(sizes)
@@ -437,7 +458,8 @@ class JitWalker:
         return self._shapes[read.name]
 
     def _type_of(self, value: Any) -> Any:
-        return value.type()
+        read = self._read(value)
+        return self._types.get(read.name, value.type()) if isinstance(read, Ref) else value.type()
 
     def _arguments(self, values: Any) -> Any:
         """Numbers become Python scalars where a tensor is expected too: that is what eager was given."""

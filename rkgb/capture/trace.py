@@ -37,7 +37,7 @@ from rkgb.state.attributes import AttributeWrite, Snapshot, with_refs
 from rkgb.state.generators import MeetingGenerators
 from rkgb.state.module_state import module_state_kept
 from rkgb.state.side_effects import SideEffects
-from rkgb.torch_private.tracers import TracerWarning, modules_told_by_jit, unnamed_by_jit
+from rkgb.torch_private.tracers import TracerWarning, let_go_of_graphs, unnamed_by_jit
 from rkgb.tree import leaves, map_leaves
 
 FrontEnd = Literal["jit", "record"]
@@ -60,29 +60,8 @@ class _Flat(torch.nn.Module):
         return output
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _leave_out_scopes(self.wrapped)
         self.output = self.sample.with_tensors(list(tensors)).call(self.wrapped)
         return (*leaves(self.output), *self._left_behind())
-
-
-_SCOPES = 16  # levels of nested modules that a trace tells apart from either end
-
-
-def _leave_out_scopes(module: torch.nn.Module) -> None:
-    """Within `torch.jit.trace`: record no calls of modules that are far from both the root and the innermost ones.
-
-    It inlines each call into its caller, which takes the cube of their depth. What runs in a module that is left out
-    is told as of the module that calls it; tracing is the same otherwise.
-    """
-    recorded = modules_told_by_jit()
-    heights: dict[str, int] = {}
-    modules = dict(module.named_modules())
-    for path in reversed(modules):  # children before their parents
-        parent = path.rpartition(".")[0]
-        heights[parent] = max(heights.get(parent, 0), heights.setdefault(path, 0) + 1)
-    for path, submodule in modules.items():
-        if heights[path] >= _SCOPES and path.count(".") >= _SCOPES:
-            recorded.pop(submodule, None)
 
 
 def trace(
@@ -138,7 +117,10 @@ def _trace_by_jit(module: torch.nn.Module, sample: Sample, frugal: bool, opaque:
     # The traced module is part of a cycle: it would hold every activation, and the data, until it is collected.
     output = flat.let_go()
     walker = JitWalker(module, sample, generators)
-    walker.walk(traced.inlined_graph)
+    try:
+        walker.walk(traced)
+    finally:
+        let_go_of_graphs(traced, flat)
     remaining = iter(walker.output_refs)
     told = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
     graph = BGraph(

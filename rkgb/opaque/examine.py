@@ -164,8 +164,9 @@ def _run(submodule: torch.nn.Module, arguments: Sample, states: list[tuple[torch
 
     @never_compiled  # it is no part of what is compiled inside
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append((tensor.detach(), StorageWeakRef(tensor.untyped_storage())))
-        return tensor
+        detached = tensor.detach()  # an operation that saved its own output would be in a cycle that nobody sees
+        packed.append((detached, StorageWeakRef(tensor.untyped_storage())))
+        return detached
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = given.call(submodule)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.jit._state
 import torch.jit._trace
 from torch._compile import _disable_dynamo
 
@@ -68,10 +69,47 @@ def unnamed_by_jit() -> Iterator[None]:
         torch.jit._trace._create_interpreter_name_lookup_fn = _NAMES_BY_FRAME
 
 
-def modules_told_by_jit() -> MutableMapping[Any, str]:
-    """Within it: the modules whose calls it notes, with their paths. What is taken out is not noted."""
-    told: MutableMapping[Any, str] | None = torch.jit._trace._trace_module_map
-    return {} if told is None else told
+def graph_of_method(traced: Any, name: str = "forward") -> Any:
+    """What was traced of a module's calls: a graph, in which calls of its submodules are one node each.
+
+    `inlined_graph` has these calls in full, and PyTorch keeps the copies that it is made of for ever.
+    """
+    return traced._c._get_method(name).graph
+
+
+def graph_of_function(call: Any) -> Any:
+    """What a function of `torch.jit.script` does that this node of a graph calls; None where it is not to be found.
+
+    What that calls is there in full, and what is decided by constants is decided, as in PyTorch's `inlined_graph`.
+    """
+    function: Any = torch.jit._state._python_cu.find_function(next(iter(call.inputs())).type().annotation_str)
+    if function is None:
+        return None
+    graph = function.inlined_graph
+    _C._jit_pass_peephole(graph)
+    _C._jit_pass_constant_propagation_immutable_types(graph)
+    _C._jit_pass_constant_pooling(graph)
+    return graph
+
+
+def let_go_of_graphs(traced: Any, module: torch.nn.Module) -> None:
+    """Empty the graphs of what it made of `module` and its submodules: they stay as long as the process does.
+
+    Otherwise so do the tensors that are constants there, and the functions that are called with all that these hold.
+    Submodules that `torch.jit` had compiled before are the caller's, and left alone.
+    """
+    own = [
+        path for path, one in module.named_modules(remove_duplicate=False) if isinstance(one, torch.jit.ScriptModule)
+    ]
+    for path, made in traced.named_modules():
+        if any(f"{path}.".startswith(f"{theirs}.") for theirs in own):
+            continue
+        for name in made._c._method_names():
+            graph = graph_of_method(made, name)
+            for _ in list(graph.outputs()):
+                graph.eraseOutput(0)
+            for node in reversed(list(graph.nodes())):
+                node.destroy()
 
 
 # ---- torch.export ----------------------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ class Step:
         saved: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
-            return tensor
+            detached = tensor.detach()  # an operation that saved its own output would be in a cycle that nobody sees
+            saved[tensor.untyped_storage().data_ptr()] = detached
+            return detached
 
         with torch.enable_grad():
             if is_watched:

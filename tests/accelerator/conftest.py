@@ -1,10 +1,12 @@
 """The test accelerator for tests: built once, and none where it cannot be built."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from rkgb.devices.registry import device_of
 from tests.accelerator.build import NoCompiler
 from tests.accelerator.device import device as accelerator_device
 from tests.conftest import required_features
@@ -23,11 +25,17 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def there(device: torch.device) -> Iterator[None]:
-    """Tests that are shared with the CPU make what they use on the device."""
+def there(device: torch.device, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that are shared with the CPU make what they use on the device; none of it is left there afterwards."""
     Place.now = device
     yield
     Place.now = CPU
+    for test in request.session.items:
+        if isinstance(test, pytest.Function) and test.path == request.path and test.funcargs:
+            test.funcargs.clear()  # of the last one they would be there a little longer
+    device_of(device).await_backwards()
+    gc.collect()
+    assert torch.accelerator.memory.memory_allocated(device) == 0
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """MONeT's wrapper: a model with a plan from a file, that trains exactly."""
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -12,10 +13,14 @@ from tests.module.steps import assert_same_training, train
 from tests.where import here
 
 
-@cache
-def planned(name: str) -> Rockmate:
-    entry = zoo.get(name, device=here())
-    return Rockmate(entry.model, entry.sample, 0.8, loss=entry.loss, solver="greedy")
+@pytest.fixture(scope="module")
+def plan_of() -> Callable[[str], Rockmate]:
+    @cache
+    def plan(name: str) -> Rockmate:
+        entry = zoo.get(name, device=here())
+        return Rockmate(entry.model, entry.sample, 0.8, loss=entry.loss, solver="greedy")
+
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -25,8 +30,8 @@ def planned(name: str) -> Rockmate:
         ("gpt2-tiny", (8, 16)),
     ],
 )
-def test_a_plan_of_a_file_trains_exactly(name, shape, tmp_path):
-    module = planned(name)
+def test_a_plan_of_a_file_trains_exactly(plan_of, name, shape, tmp_path):
+    module = plan_of(name)
     module.save_plan(tmp_path / "solution.json")
     entry, eager = zoo.get(name, device=here()), zoo.get(name, device=here())
     model = MONeTWrapper(entry.model, tmp_path / "solution.json", shape)
@@ -39,15 +44,15 @@ def test_a_plan_of_a_file_trains_exactly(name, shape, tmp_path):
     assert not entry.sample[0].requires_grad
 
 
-def test_the_caller_s_random_numbers_are_left_alone():
-    plan_file = planned("gpt2-tiny").plan_file()
+def test_the_caller_s_random_numbers_are_left_alone(plan_of):
+    plan_file = plan_of("gpt2-tiny").plan_file()
     state = torch.get_rng_state()
     MONeTWrapper(zoo.get("gpt2-tiny").model, plan_file, [8, 16])
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_another_shape_or_model_is_refused(tmp_path):
-    plan_file = planned("gpt2-tiny").plan_file()
+def test_another_shape_or_model_is_refused(plan_of, tmp_path):
+    plan_file = plan_of("gpt2-tiny").plan_file()
     with pytest.raises(PlanFileMismatch, match=r"int64\[8, 16\].* is \[4, 16\]"):
         MONeTWrapper(zoo.get("gpt2-tiny").model, plan_file, (4, 16))
     with pytest.raises(PlanFileMismatch):

@@ -1,8 +1,11 @@
 """What is relied on of private names of tracers and compilers, and of operators: see `test_torch_private.py`."""
 
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
+from typing import Optional
 
 import pytest
 import torch
@@ -67,14 +70,6 @@ def test_jit_does_not_see_what_is_hidden_from_it():
     assert kinds[0] < kinds[1] | {"aten::sin"}
 
 
-def test_jit_tells_which_modules_it_notes():
-    assert not tracers.modules_told_by_jit()
-    module = Asks(lambda: dict(tracers.modules_told_by_jit()))
-    by_jit(module)
-    assert module.inner in module.told[0]
-    assert module.told[0][module.inner].endswith("inner")
-
-
 def names_by_jit(module):
     return {value.debugName() for node in by_jit(module).graph.nodes() for value in node.outputs()}
 
@@ -89,6 +84,69 @@ def test_jit_looks_for_no_names_where_nobody_wants_them():
     with tracers.unnamed_by_jit():
         assert not any("squared" in name for name in names_by_jit(Named()))
     assert any("squared" in name for name in names_by_jit(Named()))
+
+
+@torch.jit.script
+def scaled(x, scale: float, bias: Optional[torch.Tensor] = None):  # noqa: UP045 - torch.jit reads no other form
+    if bias is None:
+        return x * scale
+    return x * scale + bias
+
+
+@torch.jit.script
+def doubled(x):
+    return scaled(x, 2.0)
+
+
+class Calls(torch.nn.Module):
+    """Calls a submodule twice, a function of torch.jit, and uses a tensor that nothing else knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.table = torch.ones(3, 2)
+
+    def forward(self, x):
+        return doubled(self.inner(self.inner(x))) + self.table[:1]
+
+
+def kinds_in(graph):
+    return [node.kind() for node in graph.nodes()]
+
+
+def test_jit_has_a_graph_of_each_call_of_a_submodule():
+    traced = by_jit(Calls())
+    calls = [node for node in tracers.graph_of_method(traced).nodes() if node.kind() == "prim::CallMethod"]
+    assert [node.s("name") for node in calls] == ["forward", "forward1"]
+    for node in calls:
+        assert "aten::linear" in kinds_in(tracers.graph_of_method(traced.inner, node.s("name")))
+
+
+def test_functions_of_jit_are_told_without_what_constants_decide():
+    (call,) = [node for node in by_jit(Calls()).graph.nodes() if node.kind() == "prim::CallFunction"]
+    assert "prim::If" in kinds_in(scaled.graph)
+    kinds = kinds_in(tracers.graph_of_function(call))
+    assert "aten::mul" in kinds
+    assert "prim::If" not in kinds
+    assert "prim::CallFunction" not in kinds
+
+
+def test_jit_s_graphs_hold_constants_until_they_are_let_go():
+    def table_of(forget):
+        module = Calls()
+        module.scripted = torch.jit.script(torch.nn.Tanh())
+        traced = by_jit(module)
+        if forget:
+            tracers.let_go_of_graphs(traced, module)
+            assert not kinds_in(tracers.graph_of_method(traced))
+            assert not kinds_in(tracers.graph_of_method(traced.inner))
+        assert torch.equal(module.scripted(torch.ones(2)), torch.ones(2).tanh())  # the caller's, and as it was
+        return weakref.ref(module.table)
+
+    kept, let_go = table_of(forget=False), table_of(forget=True)
+    gc.collect()
+    assert kept() is not None  # or nothing would have to be let go of
+    assert let_go() is None
 
 
 def test_warnings_of_jit_have_a_class():

@@ -139,6 +139,59 @@ def test_custom_functions_are_one_operation():
     assert graph.nodes[1].call.function.__self__ is Square
 
 
+@torch.jit.script
+def shifted(x, shift: float):
+    return torch.tanh(x + shift)
+
+
+def test_a_function_of_jit_without_control_flow_is_its_operations():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return shifted(self.inner(x), 2.0)
+
+    assert op_names(traced(Calls(), rows())) == ["linear", "add", "tanh"]
+
+
+def test_a_submodule_that_is_not_the_caller_s_child_is_called_as_any_other():
+    class Head(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.elsewhere = [body]  # and so not registered here
+
+        def forward(self, x):
+            hidden, total = self.elsewhere[0](x)
+            return hidden * total, x
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return self.inner(x).relu(), x.sum()
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Body()
+            self.head = Head(self.body)
+
+        def forward(self, x):
+            hidden, _ = self.body(x)
+            first, second = self.head(hidden)
+            return self.body.inner(first) + second
+
+    module = Both()
+    graph = traced(module, rows())
+    replay_check(graph, module, make_sample(module, rows()))
+    assert sorted(path for _, path in leaf_kinds(graph)[1:]) == ["body.inner.bias", "body.inner.weight"]
+    assert [node.source.module_path for node in graph if node.call.op_name == "linear"] == ["body.inner"] * 3
+
+
 def test_outputs_keep_their_structure():
     assert isinstance(examined("structures-named_tuple").graph.output, Pair)
     answer = examined("structures-dataclass").graph.output

@@ -39,23 +39,27 @@ OPTIMIZERS = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-@cache
-def measured(name: str) -> tuple[nn.Module, Measured]:
-    """The module and its costs, once for all plans. Tests train copies of it."""
-    make, batch = MODELS[name]
-    module = built(make)
-    return module, measured_for(module, batch(0))
+@pytest.fixture(scope="module")
+def planned() -> Callable[[str], Rockmate]:
+    """Makes a plan for the smallest budget that a refusal names, where a byte too much shows."""
 
+    @cache
+    def measured(name: str) -> tuple[nn.Module, Measured]:
+        """The module and its costs, once for all plans. Tests train copies of it."""
+        make, batch = MODELS[name]
+        module = built(make)
+        return module, measured_for(module, batch(0))
 
-def planned(name: str) -> Rockmate:
-    """A plan for the smallest budget that a refusal names, where a byte too much shows."""
-    module, costs = measured(name)
-    request = partial(PlanRequest, loss=squares, solver=QUICK)
-    with pytest.raises(BudgetTooSmall) as refusal:
-        rockmate_from(costs, module, request(1))
-    model = rockmate_from(costs, copy.deepcopy(module), request(refusal.value.smallest_budget_bytes))
-    assert model.plan.recomputations > 0
-    return model
+    def plan(name: str) -> Rockmate:
+        module, costs = measured(name)
+        request = partial(PlanRequest, loss=squares, solver=QUICK)
+        with pytest.raises(BudgetTooSmall) as refusal:
+            rockmate_from(costs, module, request(1))
+        model = rockmate_from(costs, copy.deepcopy(module), request(refusal.value.smallest_budget_bytes))
+        assert model.plan.recomputations > 0
+        return model
+
+    return plan
 
 
 @dataclass
@@ -114,7 +118,7 @@ def net_bytes(watched: Watched) -> int:
         *(pytest.param(name, OPTIMIZERS["adam"], id=f"{name}-adam") for name in MODELS if name != "layers"),
     ],
 )
-def test_each_of_fifty_steps_is_within_the_budget(name, make_optimizer, set_to_none):
+def test_each_of_fifty_steps_is_within_the_budget(planned, name, make_optimizer, set_to_none):
     model, batch = planned(name), MODELS[name][1]
     optimizer = make_optimizer(model.parameters())
     data = [batch(seed) for seed in range(4)]  # but for the first, not the sample
@@ -132,7 +136,7 @@ def test_each_of_fifty_steps_is_within_the_budget(name, make_optimizer, set_to_n
 
 
 @every_model
-def test_steps_that_add_to_gradients_are_within_the_budget(name):
+def test_steps_that_add_to_gradients_are_within_the_budget(planned, name):
     """A backward adds what it computes to a gradient that is there, and frees it: that step takes no more."""
     model, batch = planned(name), MODELS[name][1]
     data = [batch(seed) for seed in range(5)]
@@ -148,7 +152,7 @@ def test_steps_that_add_to_gradients_are_within_the_budget(name):
 
 
 @every_model
-def test_gradients_of_several_losses_are_within_the_budget_where_some_are_there_and_some_are_not(name):
+def test_gradients_of_several_losses_are_within_the_budget_where_some_are_there_and_some_are_not(planned, name):
     model, batch = planned(name), MODELS[name][1]
     data = batch(1)
     with Watched() as watched:
@@ -160,7 +164,7 @@ def test_gradients_of_several_losses_are_within_the_budget_where_some_are_there_
 
 
 @every_model
-def test_gradients_cleared_between_forward_and_backward_are_within_the_budget(name):
+def test_gradients_cleared_between_forward_and_backward_are_within_the_budget(planned, name):
     """As many loops do: ``loss = ...; optimizer.zero_grad(); loss.backward()``."""
     model, batch = planned(name), MODELS[name][1]
     optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -210,7 +214,7 @@ LOOPS = (losses_kept, last_output_kept, every_output_kept, nothing_kept, evaluat
 
 @pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
 @every_model
-def test_what_a_loop_keeps_does_not_make_its_steps_take_more(name, loop):
+def test_what_a_loop_keeps_does_not_make_its_steps_take_more(planned, name, loop):
     model, batch = planned(name), MODELS[name][1]
     left = []
     for module in (copy.deepcopy(model.original), model):

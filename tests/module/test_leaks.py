@@ -8,14 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from rkgb.devices.allocation_log import AllocationLog
 from rkgb.devices.registry import device_of
 from rockmate import Rockmate, zoo
 from rockmate.runtime.step import Handle, Step
-from tests.module.models import Layers, Normalised, Smooth, Tied, TwoHeads, built, images, rows, tokens
+from tests.module.models import (
+    ROWS,
+    WIDTH,
+    Layers,
+    Normalised,
+    Smooth,
+    Tied,
+    TwoHeads,
+    built,
+    images,
+    rows,
+    tokens,
+)
 from tests.module.steps import assert_same_training, keep_every_other, keep_nothing, recomputing, squares, train
-from tests.where import here
+from tests.where import here, placed
 
 MODELS = {
     "layers": (Layers, rows),
@@ -38,6 +51,14 @@ def without_collector():
 
 def net_bytes(log: AllocationLog) -> int:
     return sum(event.size_bytes for event in log.events)
+
+
+def living_bytes() -> int:
+    """Of all tensors there are, by the device's count or else by Python's."""
+    if here().type != "cpu":
+        return torch.accelerator.memory.memory_allocated(here())
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # asking others may do something
+    return sum({one.data_ptr(): one.nbytes() for one in (one.untyped_storage() for one in tensors)}.values())
 
 
 @every_plan
@@ -148,6 +169,53 @@ def test_a_module_dies_with_its_last_reference():
     del model
     gc.collect()
     assert reference() is None
+
+
+class Table(Layers):
+    """Has a tensor that is neither a parameter nor a buffer: a constant of what is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = placed(torch.ones(ROWS, WIDTH))
+
+    def forward(self, hidden):
+        return super().forward(hidden + self.table)
+
+
+class Penalised(Layers):
+    """Its forward takes a gradient, with which it goes on."""
+
+    def forward(self, hidden):
+        (gradient,) = torch.autograd.grad(self.layers[0](hidden).sum(), self.layers[0].weight)
+        return super().forward(hidden @ gradient)
+
+
+class EndsInItsOutput(nn.Sequential):
+    """Called as a whole; its last operation saves what it gives."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "opaque"),
+    [(Layers, ""), (Layers, "layers.1"), (Table, ""), (Penalised, ""), (EndsInItsOutput, "1")],
+    ids=["plain", "called whole", "table", "gradient inside", "saves its output"],
+)
+def test_nothing_is_left_of_a_model_that_was_planned_and_is_gone(make, opaque):
+    def plan():
+        model = built(make)
+        whole = [model.get_submodule(opaque)] if opaque else []
+        Rockmate(model, rows(), 1.0, loss=squares, solver="greedy", opaque=whole)
+        del model, whole
+        gc.collect()
+
+    plan()  # what is imported or cached at the first time
+    before = living_bytes()
+    plan()
+    assert living_bytes() == before
 
 
 @pytest.mark.parametrize("frozen", [False, True])
