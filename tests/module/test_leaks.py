@@ -54,11 +54,12 @@ def net_bytes(log: AllocationLog) -> int:
 
 
 def living_bytes() -> int:
-    """Of all tensors there are, by the device's count or else by Python's."""
+    """Of all tensors there are, by the device's count, or else of the plain ones by Python's."""
     if here().type != "cpu":
         return torch.accelerator.memory.memory_allocated(here())
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # asking others may do something
-    return sum({one.data_ptr(): one.nbytes() for one in (one.untyped_storage() for one in tensors)}.values())
+    plain = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    storages = [one.untyped_storage() for one in plain if one.layout is torch.strided and one.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @every_plan
