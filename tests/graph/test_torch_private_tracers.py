@@ -4,11 +4,11 @@ import gc
 import subprocess
 import sys
 import warnings
-import weakref
 from typing import Optional
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.torch_private import autograd, tracers
 
@@ -141,12 +141,12 @@ def test_jit_s_graphs_hold_constants_until_they_are_let_go():
             assert not kinds_in(tracers.graph_of_method(traced))
             assert not kinds_in(tracers.graph_of_method(traced.inner))
         assert torch.equal(module.scripted(torch.ones(2)), torch.ones(2).tanh())  # the caller's, and as it was
-        return weakref.ref(module.table)
+        return StorageWeakRef(module.table.untyped_storage())  # the memory: Python's object may go before
 
     kept, let_go = table_of(forget=False), table_of(forget=True)
     gc.collect()
-    assert kept() is not None  # or nothing would have to be let go of
-    assert let_go() is None
+    assert not kept.expired()  # or nothing would have to be let go of
+    assert let_go.expired()
 
 
 def test_warnings_of_jit_have_a_class():
